@@ -42,7 +42,7 @@ from seeds import seeds_of
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.durable import write_text
 from megatron_rl.trainer import compare
-from megatron_rl.trainer.curves import WINDOW, series
+from megatron_rl.trainer.curves import WINDOW, metric_series
 from megatron_rl.trainer.report import run_metrics
 
 ROOT = HERE.parent
@@ -277,14 +277,14 @@ def measure(run: Path) -> dict[str, float]:
     rows = batch["prompts_per_step"] * batch["samples_per_prompt"]
 
     def values(name: str) -> list[float]:
-        return series(lines, name)[1]
+        return metric_series(lines, name)[1]
 
     def final(name: str) -> float:
         return fmean(values(name)[-WINDOW:])
 
     # Without filters the metric is absent, and no call is saved.
     saved = [line.get(f"reward/saved/{SCORER}", 0.0) for line in lines]
-    _, accuracies = series(all_lines, "eval/held_out/accuracy")
+    _, accuracies = metric_series(all_lines, "eval/held_out/accuracy")
     return {
         # Medians: other work on the machine disturbs single steps.
         "seconds": median(values("time/step")),
@@ -511,7 +511,7 @@ def write(campaign: Campaign, results: Results) -> None:
     folders: list[Path] = []
     for name, runs in results.items():
         folders += [campaign.run_folder(name, seed) for seed in runs]
-    compare.write(folders, campaign.folder)
+    compare.write_comparison(folders, campaign.folder)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -38,7 +38,7 @@ HELD_OUT = 250
 
 def make(folder: Path) -> None:
     """Write ``model/`` and the files ``train``, ``eval`` and ``sft``, with as many records of either task."""
-    quickstart.make(folder, seed=SEED)
+    quickstart.write_inputs(folder, seed=SEED)
     sums = {name: _read(folder / f"{name}.jsonl") for name in ("train", "eval", "sft")}
     # The first half of the quickstart's held-out sums have a carry, and the others have none.
     sums["eval"] = sums["eval"][:: len(sums["eval"]) // HELD_OUT]

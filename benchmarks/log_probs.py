@@ -47,13 +47,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 @contextmanager
 def kernel(use: bool) -> Any:
     """Make our function use the Triton kernels, or not."""
-    fitting_reductions = ours.fitting_reductions
+    choose_reductions = ours.choose_reductions
     reductions = ours.triton_reductions() if use else ours.TORCH
-    setattr(ours, "fitting_reductions", lambda _: reductions)
+    setattr(ours, "choose_reductions", lambda _: reductions)
     try:
         yield
     finally:
-        setattr(ours, "fitting_reductions", fitting_reductions)
+        setattr(ours, "choose_reductions", choose_reductions)
 
 
 def own(use: bool) -> Method:

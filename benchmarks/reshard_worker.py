@@ -25,7 +25,7 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.planning.reshard import actor_layout, read_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
@@ -116,7 +116,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
     # Megatron to vLLM: the order of ranks is the one that a run would choose.
     tensor = read_layout(target.partition("x")[0])["tensor"]
     overlap = shared_bytes(
-        pretrained(config).shape,
+        describe_model(config).shape,
         actor,
         tensor,
         torch.float32.itemsize,
@@ -133,7 +133,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
             rank=device.rank(),
             dtype="float32",
             max_model_len=256,
-            shapes=pretrained(config).tensor_shapes(),
+            shapes=describe_model(config).tensor_shapes(),
         )
 
     methods, hybrid = hybrid_methods(model, engine)

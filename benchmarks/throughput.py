@@ -88,7 +88,7 @@ def read_case(path: str, overrides: Sequence[str]) -> Case:
     # Without the model's config.json there is no estimate.
     memory = {}
     if report.memory:
-        memory = {name: max(rank.total(name) for rank in report.memory) for name in MEMORY_PHASES}
+        memory = {name: max(rank.phase_peak(name) for rank in report.memory) for name in MEMORY_PHASES}
     return Case(Path(path).stem, report.valid(), memory, shipped)
 
 

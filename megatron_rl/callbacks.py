@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_rl.errors import UserError, first_line, nearest, single_errors
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 METHODS = ("on_step_begin", "on_samples", "on_step_end")
 """``on_step_begin(step)``; ``on_samples(step, samples)``, the columns of the step's table of samples by name;
@@ -31,7 +31,7 @@ class Callbacks:
         self._say = say
         self._callbacks: dict[str, Any] = {path: load_callback(path)() for path in paths}
 
-    def call(self, method: str, *values: Any) -> None:
+    def call_method(self, method: str, *values: Any) -> None:
         """Call a method of each callback that has it, with copies of the values."""
         for path, callback in list(self._callbacks.items()):
             function = getattr(callback, method, None)
@@ -60,25 +60,25 @@ def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
 def load_callback(path: str) -> type:
     """Load the class of a callback from ``file.py:Class`` or ``module:Class``.
 
-    Raises UserError for any object but a class with at least one of `METHODS`, and for a class with another
-    method ``on_...``, which the run would never call.
+    Raises UserError unless it is a class with at least one of `METHODS`, and for a class with another method
+    ``on_...``, which the run would never call.
     """
-    callback = load_path(path, _KEY)
+    callback = load_object(path, _KEY)
 
     # A misspelled method would silently do nothing.
-    names = [name for name in dir(callback) if name.startswith("on_")]
-    uncalled = [name for name in names if name not in METHODS]
-    if isinstance(callback, type) and names and not uncalled:
+    hooks = [name for name in dir(callback) if name.startswith("on_")]
+    unknown_hooks = [name for name in hooks if name not in METHODS]
+    if isinstance(callback, type) and hooks and not unknown_hooks:
         return callback
 
     got = f"{type(callback).__name__} without any of them"
     fix = "define at least one of these methods in a class without arguments"
-    if uncalled:
-        got = ", ".join(uncalled)
-        fix = f"rename {uncalled[0]}"
-        close = nearest(uncalled[0], METHODS)
-        if close:
-            fix += f" to {close}"
+    if unknown_hooks:
+        got = ", ".join(unknown_hooks)
+        fix = f"rename {unknown_hooks[0]}"
+        suggestion = nearest(unknown_hooks[0], METHODS)
+        if suggestion:
+            fix += f" to {suggestion}"
     raise UserError(
         f"{path} is not a callback",
         where=_KEY,

@@ -102,14 +102,14 @@ def files_below(folder: Path) -> list[str]:
     return sorted(name for name in names if name != DIGESTS)
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+def compute_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Flush the files ``names`` of a folder to the disk and compute their digests.
 
     Returns name -> ``size:sha256``. `_READERS` files are read in parallel. Raises OSError.
     """
     paths = {name: folder / name for name in names}
     with ThreadPoolExecutor(_READERS) as readers:
-        return dict(zip(paths, readers.map(_digest, paths.values()), strict=True))
+        return dict(zip(paths, readers.map(_compute_digest, paths.values()), strict=True))
 
 
 class RunningDigest:
@@ -128,10 +128,10 @@ class RunningDigest:
         return f"{self._size}:{self._state.hexdigest()}"
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     """Flush a file to the disk, and return ``size:sha256`` of its content."""
     digest = RunningDigest()
-    require_file(path)
+    require_regular_file(path)
 
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -142,8 +142,8 @@ def _digest(path: Path) -> str:
     return str(digest)
 
 
-def require_file(path: Path) -> int:
-    """Return the size of a regular file; raise OSError for a pipe or a device, which may never end."""
+def require_regular_file(path: Path) -> int:
+    """Return the size in bytes of a regular file; raise OSError for a pipe or device, which may never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -154,18 +154,19 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
     """Write the digests of a folder's files, and flush the folder's entries to the disk."""
     write_text(folder / DIGESTS, json.dumps(dict(sorted(file_digests.items())), indent=0))
 
-    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync_folder(inner)
+    subfolders = [path for path in folder.rglob("*") if path.is_dir()]
+    for directory in (folder, *subfolders):
+        sync_folder(directory)
 
 
 def seal(folder: Path, computed: Mapping[str, str] | None = None) -> None:
     """Write the digests of all files of a finished folder.
 
-    ``computed`` maps file names to digests that need not be computed again.
+    ``computed`` maps file names to digests that need not be computed again. `is_sealed` is true afterwards.
     """
     all_digests = dict(computed or {})
     remaining = [name for name in files_below(folder) if name not in all_digests]
-    all_digests |= digests(folder, remaining)
+    all_digests |= compute_digests(folder, remaining)
     write_digests(folder, all_digests)
 
 
@@ -177,7 +178,7 @@ def is_sealed(folder: Path) -> bool:
 def read_digests(folder: Path) -> dict[str, str] | None:
     """Return the digests of a folder's files; None if the file of digests is absent or damaged."""
     try:
-        require_file(folder / DIGESTS)
+        require_regular_file(folder / DIGESTS)
         content = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
@@ -190,7 +191,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     return content
 
 
-def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
+def find_damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Compare the files ``names`` of a folder with their digests; return a line of text for each damaged one.
 
     A line begins with the file's name. ``file_digests`` is the result of `read_digests`.
@@ -203,16 +204,16 @@ def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str])
     return lines
 
 
-def _find_damage(path: Path, digest: str) -> str | None:
+def _find_damage(path: Path, expected_digest: str) -> str | None:
     """Return the predicate of an error sentence about a damaged file; None if the file matches the digest."""
     try:
         # Compare the size first, which does not need to read the file.
-        size = require_file(path)
-        written_size = digest.partition(":")[0]
-        if str(size) != written_size:
-            return f"has {size} bytes instead of {written_size}"
+        size = require_regular_file(path)
+        expected_size = expected_digest.partition(":")[0]
+        if str(size) != expected_size:
+            return f"has {size} bytes instead of {expected_size}"
 
-        if _digest(path) != digest:
+        if _compute_digest(path) != expected_digest:
             return "has different content than when it was written"
         return None
     except FileNotFoundError:
@@ -229,40 +230,40 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def publish(finished: Path, final: Path) -> None:
-    """Rename a finished folder to its final name; a folder that had the name is removed afterwards.
+def publish(finished_folder: Path, final_path: Path) -> None:
+    """Rename a finished folder to its final path; a folder that had the path is removed afterwards.
 
-    If the process is killed between the two renames, the old folder still exists as `replaced_name`, and
+    If the process is killed between the two renames, the old folder still exists as `replaced_path`, and
     `recover_replaced` restores its name at the next start.
     """
-    old = replaced_name(final)
-    if os.path.lexists(final):
-        # `old`, if it exists, is left over from a killed process, and redundant because `final` exists.
-        remove(old)
-        final.rename(old)
-        sync_folder(final.parent)
+    old_folder = replaced_path(final_path)
+    if os.path.lexists(final_path):
+        # An existing `old_folder` is left over from a killed process, and redundant: `final_path` exists.
+        remove(old_folder)
+        final_path.rename(old_folder)
+        sync_folder(final_path.parent)
 
-    finished.rename(final)
-    sync_folder(final.parent)
-    remove(old)
+    finished_folder.rename(final_path)
+    sync_folder(final_path.parent)
+    remove(old_folder)
 
 
-def replaced_name(path: Path) -> Path:
-    """Return the name of the old folder, ``NAME.old``, while `publish` replaces the folder ``path``."""
+def replaced_path(path: Path) -> Path:
+    """Return the path of the old folder, ``NAME.old``, while `publish` replaces the folder ``path``."""
     return path.with_name(path.name + REPLACED)
 
 
-def unreplaced_folders(folder: Path) -> list[Path]:
+def recoverable_folders(folder: Path) -> list[Path]:
     """Return the folders ``NAME.old`` without a ``NAME``, left by a killed `publish`, sorted by name."""
     if not folder.is_dir():
         return []
-    candidates = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
-    return sorted(path for path in candidates if not os.path.lexists(path.with_suffix("")))
+    old_folders = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
+    return sorted(path for path in old_folders if not os.path.lexists(path.with_suffix("")))
 
 
 def recover_replaced(folder: Path) -> list[Path]:
     """Rename each folder ``NAME.old`` to NAME if a killed `publish` left no NAME; return their paths."""
-    recovered = [path.rename(path.with_suffix("")) for path in unreplaced_folders(folder)]
+    recovered = [path.rename(path.with_suffix("")) for path in recoverable_folders(folder)]
     if recovered:
         sync_folder(folder)
     return recovered
@@ -275,7 +276,7 @@ def require_space(folder: Path, byte_count: float, content: str) -> None:
     """
     free = shutil.disk_usage(folder).free
     if free < byte_count * _HEADROOM:
-        raise no_space(folder, content, f"{free / 2**30:.2f} GiB are free", byte_count)
+        raise full_disk_error(folder, content, f"{free / 2**30:.2f} GiB are free", byte_count)
 
 
 def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
@@ -288,16 +289,16 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
         path = str(folder)
 
     if error.errno in _FULL_DISK:
-        return no_space(folder or Path(str(path)), "the written files", str(error))
+        return full_disk_error(folder or Path(str(path)), "the written files", str(error))
     if error.errno not in _FIXES or path is None:
         return None
 
-    text = str(path)
-    if len(text) > _PATH_CHARACTERS:
-        text = f"{text[:_PATH_CHARACTERS]}… ({len(text)} characters)"
+    path_text = str(path)
+    if len(path_text) > _PATH_CHARACTERS:
+        path_text = f"{path_text[:_PATH_CHARACTERS]}… ({len(path_text)} characters)"
     return UserError(
         "a file or folder cannot be used",
-        where=text,
+        where=path_text,
         expected="a path that can be read or written",
         got=error.strerror,
         fix=_FIXES[error.errno],
@@ -328,8 +329,12 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
     )
 
 
-def no_space(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
-    """Return the error for a full disk; ``byte_count`` is the size of the data, or None if unknown."""
+def full_disk_error(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
+    """Return the error for a disk that is too full for the data that ``content`` names.
+
+    ``got`` describes the free space or the failed write; ``byte_count`` is the size of the data, None if
+    unknown.
+    """
     expected = "room for it"
     if byte_count is not None:
         expected = f"{byte_count * _HEADROOM / 2**30:.2f} GiB of free space"

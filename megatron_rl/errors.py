@@ -88,7 +88,7 @@ class UserErrors(UserError):
         return type(self), (self.errors,)
 
     def __str__(self) -> str:
-        return "\n".join(numbered(self.errors, "error"))
+        return "\n".join(numbered_lines(self.errors, "error"))
 
 
 def single_errors(error: UserError) -> tuple[UserError, ...]:
@@ -106,17 +106,20 @@ def raise_errors(errors: Sequence[UserError]) -> None:
         raise UserErrors(errors)
 
 
-def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
-    """Return the errors as blocks of lines; several are numbered ``error 1: …``."""
+def numbered_lines(errors: Iterable[UserError], noun: str) -> list[str]:
+    """Return the lines of errors, with an empty line between two; several are numbered ``error 1: …``.
+
+    ``noun`` is ``error`` or ``warning``.
+    """
     all_errors = tuple(errors)
     lines: list[str] = []
     for index, error in enumerate(all_errors, start=1):
         if lines:
             lines.append("")
 
-        label = f"{kind} {index}" if len(all_errors) > 1 else kind
-        first, *fields = error.lines()
-        lines.extend([f"{label}: {first}", *fields])
+        label = f"{noun} {index}" if len(all_errors) > 1 else noun
+        message, *field_lines = error.lines()
+        lines.extend([f"{label}: {message}", *field_lines])
     return lines
 
 
@@ -131,47 +134,48 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
         >>> nearest("clip_hihg", ["clip_low", "clip_high"]), nearest("top_n", ["top_p", "top_k"])
         ('clip_high', None)
     """
-    close: dict[str, tuple[int, int]] = {}
+    # Distances word by word, then of the complete names.
+    distances: dict[str, tuple[int, int]] = {}
     for candidate in candidates:
-        distance = _misspelling(name, candidate)
-        if distance is not None:
-            close[candidate] = (distance, _edits(name, candidate))
-    if not close:
+        word_distance = _misspelling_distance(name, candidate)
+        if word_distance is not None:
+            distances[candidate] = (word_distance, _edit_distance(name, candidate))
+    if not distances:
         return None
 
-    smallest = min(close.values())
-    best = [candidate for candidate, distance in close.items() if distance == smallest]
-    return best[0] if len(best) == 1 else None
+    smallest = min(distances.values())
+    closest = [candidate for candidate, distance in distances.items() if distance == smallest]
+    return closest[0] if len(closest) == 1 else None
 
 
 # Largest number of changed letters in a misspelled name, over all its words.
 _MAX_EDITS = 3
 
 
-def _misspelling(name: str, candidate: str) -> int | None:
-    """Return the edit distance if ``name`` may be a misspelling of ``candidate``, else None."""
-    sources = _split_name(name)
-    targets = _split_name(candidate)
-    if sorted(sources) == sorted(targets):
-        return 0 if sources == targets else 1
+def _misspelling_distance(name: str, candidate: str) -> int | None:
+    """Return the edit distance of the words if ``name`` may be a misspelling of ``candidate``, else None."""
+    words = _split_name(name)
+    candidate_words = _split_name(candidate)
+    if sorted(words) == sorted(candidate_words):
+        return 0 if words == candidate_words else 1
     if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):
         return None
 
     # With another number of words, a separator was omitted or inserted: compare the names without separators.
-    if len(sources) != len(targets):
-        sources = ["".join(sources)]
-        targets = ["".join(targets)]
+    if len(words) != len(candidate_words):
+        words = ["".join(words)]
+        candidate_words = ["".join(candidate_words)]
 
-    total = 0
-    for source, target in zip(sources, targets, strict=True):
-        edits = _edits(source, target)
-        if edits > _allowed_edits(max(len(source), len(target))):
+    total_edits = 0
+    for word, candidate_word in zip(words, candidate_words, strict=True):
+        edits = _edit_distance(word, candidate_word)
+        if edits > _allowed_edits(max(len(word), len(candidate_word))):
             return None
-        total += edits
+        total_edits += edits
 
-    if total > _MAX_EDITS:
+    if total_edits > _MAX_EDITS:
         return None
-    return total
+    return total_edits
 
 
 def _allowed_edits(length: int) -> int:
@@ -185,10 +189,10 @@ def _allowed_edits(length: int) -> int:
 
 def _split_name(name: str) -> list[str]:
     """Return the words of a name in lower case; any other character than a letter or digit separates them."""
-    return [item for item in re.split(r"[\W_]+", name.lower()) if item]
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
 
 
-def _edits(source: str, target: str) -> int:
+def _edit_distance(source: str, target: str) -> int:
     """Return the optimal string alignment distance of two words.
 
     It is the smallest number of insertions, deletions, replacements and swaps of adjacent letters.
@@ -196,12 +200,12 @@ def _edits(source: str, target: str) -> int:
     # Dynamic programming: row i, column j of the table is the distance of source[:i] and target[:j].
     row_before_previous: list[int] = []
     previous_row = list(range(len(target) + 1))
-    for i, letter in enumerate(source, start=1):
+    for i, source_letter in enumerate(source, start=1):
         row = [i]
         for j, target_letter in enumerate(target, start=1):
-            replacement = previous_row[j - 1] + (letter != target_letter)
+            replacement = previous_row[j - 1] + (source_letter != target_letter)
             distance = min(previous_row[j] + 1, row[j - 1] + 1, replacement)
-            if i > 1 and j > 1 and letter == target[j - 2] and source[i - 2] == target_letter:
+            if i > 1 and j > 1 and source_letter == target[j - 2] and source[i - 2] == target_letter:
                 distance = min(distance, row_before_previous[j - 2] + 1)
             row.append(distance)
 
@@ -210,10 +214,10 @@ def _edits(source: str, target: str) -> int:
     return previous_row[-1]
 
 
-def neighbours(path: Path) -> str:
-    """Return the ``got`` line of the error for a missing file.
+def describe_missing_path(path: Path) -> str:
+    """Describe what is at the path of a missing file, for the ``got`` line of its error.
 
-    It names the folder that does not exist, or a file of the folder with a similar name.
+    The text names the topmost folder that does not exist, or a file of the folder with a similar name.
     """
     parent = path.parent
     if path.is_symlink() and not path.exists():
@@ -224,15 +228,15 @@ def neighbours(path: Path) -> str:
         return f"{path} is a pipe, a socket or a device"
 
     if not parent.is_dir():
-        # Report the topmost missing folder of the path, where the mistake most likely is.
+        # The mistake most likely is in the topmost missing folder.
         while parent.parent != parent and not parent.parent.is_dir():
             parent = parent.parent
         return f"no directory {parent}"
 
-    close = nearest(path.name, [item.name for item in parent.iterdir()])
-    if close is None:
+    similar_name = nearest(path.name, [entry.name for entry in parent.iterdir()])
+    if similar_name is None:
         return f"no {path.name} in {parent}"
-    return f"no {path.name} in {parent}; there is {close}"
+    return f"no {path.name} in {parent}; there is {similar_name}"
 
 
 def join_names(names: Sequence[str], count: int) -> str:
@@ -262,11 +266,11 @@ def first_line(error: BaseException, length: int = 300) -> str:
 
 
 def unknown_choice(
-    path: str, value: Any, choices: Sequence[str], *, otherwise: str = "choose one of them, or remove it"
+    path: str, value: Any, choices: Sequence[str], *, fallback_fix: str = "choose one of them, or remove it"
 ) -> UserError:
     """Return the error for a key whose value is not one of its choices, with the nearest one suggested.
 
-    ``otherwise`` is the fix if no choice is close.
+    ``fallback_fix`` is the fix if no choice is close.
 
     Example:
         >>> print(unknown_choice("rollout.engine", "vlm", ["vllm", "torch"]))
@@ -277,7 +281,7 @@ def unknown_choice(
           fix:      write vllm
     """
     message = f"`{path}` is {value!r}, which is not a choice"
-    fix = otherwise
+    fix = fallback_fix
     suggestion = nearest(str(value), choices) or nearest(str(value).lower(), choices)
     if suggestion is not None:
         message += f"; did you mean {suggestion!r}?"
@@ -286,16 +290,17 @@ def unknown_choice(
     return UserError(message, where=path, expected=expected, got=repr(value), fix=fix)
 
 
-def out_of_range(path: str, value: Any, expected: str, *, fix: str | None = None) -> UserError:
+def range_error(path: str, value: Any, expected: str, *, fix: str | None = None) -> UserError:
     """Return the error for a key whose value has the right type but is out of bounds."""
     return UserError(f"`{path}` is out of range", where=path, expected=expected, got=repr(value), fix=fix)
 
 
-def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
+def requirement_error(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
     """Return the error for a value that has an effect only under a condition that is not met.
 
     Example:
-        >>> print(requires("actor.lora.dropout", 0.1, "lora.rank of 1 or more", got="0", fix="set lora.rank"))
+        >>> condition = "lora.rank of 1 or more"
+        >>> print(requirement_error("actor.lora.dropout", 0.1, condition, got="0", fix="set lora.rank"))
         `actor.lora.dropout: 0.1` requires lora.rank of 1 or more
           where:    actor.lora.dropout
           expected: lora.rank of 1 or more
@@ -306,7 +311,7 @@ def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> Us
     return UserError(message, where=path, expected=condition, got=got, fix=fix)
 
 
-def exclusive(path: str, second_path: str, reason: str, *, fix: str | None = None) -> UserError:
+def exclusive_error(path: str, second_path: str, reason: str, *, fix: str | None = None) -> UserError:
     """Return the error for two keys that are both set although only one of them can take effect."""
     return UserError(
         f"`{path}` and `{second_path}` exclude each other: {reason}",
@@ -331,7 +336,7 @@ def divisor_error(path: str, size: int, total: int, noun: str, *, fix: str | Non
     return UserError(message, where=path, expected=f"a divisor of {total}", got=str(size), fix=fix)
 
 
-def not_installed(package: str, path: str, *, purpose: str, fix: str) -> UserError:
+def not_installed_error(package: str, path: str, *, purpose: str, fix: str) -> UserError:
     """Return the error for a setting that needs a package which cannot be imported here."""
     return UserError(
         f"{package} is not installed",
@@ -345,7 +350,11 @@ def not_installed(package: str, path: str, *, purpose: str, fix: str) -> UserErr
 def missing_file(file: Path, *, where: str, expected: str, fix: str | None = None) -> UserError:
     """Return the error for a missing file or folder; ``got`` names a similar file in its folder, if any."""
     return UserError(
-        f"{file.name} does not exist", where=where, expected=expected, got=neighbours(file), fix=fix
+        f"{file.name} does not exist",
+        where=where,
+        expected=expected,
+        got=describe_missing_path(file),
+        fix=fix,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.errors import UserError, numbered, raise_errors, single_errors
+from megatron_rl.errors import UserError, numbered_lines, raise_errors, single_errors
 
 # Interval in seconds at which a rank checks that its launcher is alive.
 _CHECK_SECONDS = 1.0
@@ -62,37 +62,38 @@ class Launch:
     """Whether no launcher started the process."""
 
 
-def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launch:
+def read_launch(environment: Mapping[str, str], *, joins_group: bool = False) -> Launch:
     """Read the launcher's environment variables; raise UserErrors for invalid values.
 
-    With ``joins`` the process will join the process group of its job, so the rendezvous address is required
-    too.
+    With ``joins_group`` the process will join the process group of its job, so the rendezvous address is
+    required too.
     """
     errors: list[UserError] = []
     if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
         for name, launcher in _OTHER_LAUNCHERS.items():
             if environment.get(name, "1") not in ("", "1"):
-                errors.append(_unknown_launcher(name, launcher, environment[name]))
+                errors.append(_unknown_launcher_error(name, launcher, environment[name]))
 
         raise_errors(errors)
         return Launch()
 
-    world_size = _integer(environment, "WORLD_SIZE", 1, None, errors)
-    rank = _integer(environment, "RANK", 0, world_size, errors)
-    local_rank = _integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
-    if joins and world_size is not None and world_size > 1:
-        _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
+    world_size = _read_integer(environment, "WORLD_SIZE", 1, None, errors)
+    rank = _read_integer(environment, "RANK", 0, world_size, errors)
+    local_rank = _read_integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
+    if joins_group and world_size is not None and world_size > 1:
+        _read_integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
         if not environment.get("MASTER_ADDR"):
-            errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
+            address = environment.get("MASTER_ADDR")
+            errors.append(_variable_error("MASTER_ADDR", "the host of rank 0", address))
 
     raise_errors(errors)
     assert world_size is not None and rank is not None and local_rank is not None
     return Launch(rank, world_size, local_rank, alone=False)
 
 
-def current_launch(*, joins: bool = False) -> Launch:
+def current_launch(*, joins_group: bool = False) -> Launch:
     """Return the position of this process in its job; see `read_launch`."""
-    return read_launch(os.environ, joins=joins)
+    return read_launch(os.environ, joins_group=joins_group)
 
 
 def process_rank() -> int:
@@ -101,7 +102,7 @@ def process_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def leave_with_launcher() -> None:
+def exit_with_launcher() -> None:
     """Start a thread that exits this process if its launcher dies.
 
     A launcher that is killed cannot signal its ranks, which would keep devices and ports, and write into a
@@ -125,10 +126,10 @@ def leave_with_launcher() -> None:
         # Not sys.exit: the main thread may be in a collective that never returns.
         os._exit(1)
 
-    threading.Thread(target=watch, name="leave_with_launcher", daemon=True).start()
+    threading.Thread(target=watch, name="exit_with_launcher", daemon=True).start()
 
 
-def _integer(
+def _read_integer(
     environment: Mapping[str, str],
     name: str,
     minimum: int,
@@ -156,11 +157,11 @@ def _integer(
     expected = f"a number of {minimum} or more"
     if end is not None:
         expected = f"a number from {minimum} to {end - 1}"
-    errors.append(_error(name, expected, environment.get(name)))
+    errors.append(_variable_error(name, expected, environment.get(name)))
     return None
 
 
-def _error(name: str, expected: str, got: str | None) -> UserError:
+def _variable_error(name: str, expected: str, got: str | None) -> UserError:
     """Return the error for an invalid environment variable; ``got`` is its value, None if unset."""
     return UserError(
         f"the launcher's variable {name} has an invalid value",
@@ -171,24 +172,27 @@ def _error(name: str, expected: str, got: str | None) -> UserError:
     )
 
 
-def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
-    """Return the error for a launcher that starts several processes without the variables of torchrun."""
+def _unknown_launcher_error(name: str, launcher: str, process_count: str) -> UserError:
+    """Return the error for a launcher that starts several processes without the variables of torchrun.
+
+    ``name`` is the environment variable with the number of its processes, ``process_count``.
+    """
     return UserError(
-        f"{launcher} started {size} processes, each of which would run as a separate job",
-        where=f"environment: {name}={size}",
+        f"{launcher} started {process_count} processes, each of which would run as a separate job",
+        where=f"environment: {name}={process_count}",
         expected="torchrun inside each task, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         got="none of them",
         fix=f"use launch/slurm.sbatch as an example, or unset {name} for a single process",
     )
 
 
-def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
+def no_proxy_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return NO_PROXY variables that exclude this machine's servers from the proxy of ``environment``.
 
     Existing entries are retained. Both spellings are returned, since programs differ in which one they read.
 
     Example:
-        >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
+        >>> no_proxy_variables({"no_proxy": ".corp.example"})["NO_PROXY"]
         '.corp.example,127.0.0.1,localhost'
     """
     entries: list[str] = []
@@ -225,7 +229,7 @@ def report_errors(error: UserError) -> None:
             time.sleep(_TURN_SECONDS * int(local_rank))
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
 
-    print("\n".join(numbered(single_errors(error), "error")), file=sys.stderr, flush=True)
+    print("\n".join(numbered_lines(single_errors(error), "error")), file=sys.stderr, flush=True)
     _write_summary(error)
 
 

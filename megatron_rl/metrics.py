@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from megatron_rl.durable import require_file
+from megatron_rl.durable import require_regular_file
 
 # Largest absolute value of a metric, so that its readers can add and square without overflow. A gradient norm
 # in float32 above it has diverged.
@@ -72,8 +72,8 @@ class Metrics:
         A copy to the host would wait for every kernel launched before.
         """
         return cls(
-            {name: (_scalar(total), _scalar(weight)) for name, (total, weight) in sums.items()},
-            {name: _scalar(value) for name, value in maxima.items()},
+            {name: (_to_float64(total), _to_float64(weight)) for name, (total, weight) in sums.items()},
+            {name: _to_float64(value) for name, value in maxima.items()},
         )
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -99,7 +99,7 @@ class Metrics:
         return means | {name: float(value) for name, value in self.maxima.items()}
 
 
-def _scalar(value: Any) -> Scalar:
+def _to_float64(value: Any) -> Scalar:
     """Convert a scalar tensor to float64: to a float if it is on the host, else on its device."""
     value = value.detach().double()
     if value.is_cpu:
@@ -116,7 +116,7 @@ def _larger(first: Scalar, second: Scalar) -> Scalar:
     return max(first, second)
 
 
-def merge(sources: Iterable[Metrics]) -> Metrics:
+def merge_metrics(sources: Iterable[Metrics]) -> Metrics:
     """Merge metrics from several sources, in the given order."""
     merged = Metrics()
     for metrics in sources:
@@ -129,8 +129,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     `is_measurable` decides which values are numbers.
     """
-    lines, _ = read_lines(Path(path))
-    return [{name: value for name, value in line.items() if is_measurable(value)} for line in lines]
+    lines, _ = read_metric_lines(Path(path))
+    measured_lines = []
+    for line in lines:
+        measured_lines.append({name: value for name, value in line.items() if is_measurable(value)})
+    return measured_lines
 
 
 def is_measurable(value: Any) -> bool:
@@ -150,23 +153,23 @@ def _is_step(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read the valid lines of a metrics file; return them, and whether more than one line is damaged.
+def read_metric_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the valid lines of a metrics file as mappings, and whether more than one line is damaged.
 
     One damaged line is expected: the last one of a process that was killed while writing. Raises OSError.
     """
-    lines: list[dict[str, Any]] = []
-    texts: list[str] = []
+    valid_lines: list[dict[str, Any]] = []
+    all_lines: list[str] = []
     if path.exists():
-        require_file(path)
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        require_regular_file(path)
+        all_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
 
-    for text in texts:
+    for text in all_lines:
         try:
-            line = json.loads(text)
+            metrics = json.loads(text)
         except (ValueError, RecursionError):  # an incomplete or damaged line
             continue
-        if isinstance(line, dict) and _is_step(line.get("step")):
-            lines.append(line)
+        if isinstance(metrics, dict) and _is_step(metrics.get("step")):
+            valid_lines.append(metrics)
 
-    return lines, len(lines) < len(texts) - 1
+    return valid_lines, len(valid_lines) < len(all_lines) - 1

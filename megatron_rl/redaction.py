@@ -27,29 +27,29 @@ def is_secret(name: str) -> bool:
     return _SECRET.search(snake_case.lower()) is not None
 
 
-def redacted(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """Return ``value`` with `HIDDEN` in place of every value under the name of a secret, at any depth.
 
     Example:
-        >>> redacted({"url": "http://host", "auth": {"api_key": "abc"}})
+        >>> redact({"url": "http://host", "auth": {"api_key": "abc"}})
         {'url': 'http://host', 'auth': '(hidden)'}
     """
     if isinstance(value, Mapping):
-        content = {}
+        visible = {}
         for name, inner in value.items():
             # Empty values stay visible: they show that no secret is set.
-            is_hidden_name = isinstance(name, str) and is_secret(name) and inner
-            content[name] = HIDDEN if is_hidden_name else redacted(inner)
-        return content
+            hides_inner = isinstance(name, str) and is_secret(name) and bool(inner)
+            visible[name] = HIDDEN if hides_inner else redact(inner)
+        return visible
     if isinstance(value, list | tuple):
-        return type(value)(redacted(inner) for inner in value)
+        return type(value)(redact(inner) for inner in value)
     return value
 
 
-def is_hidden(value: Any) -> bool:
-    """Return whether `redacted` hid anything in ``value``."""
+def contains_hidden(value: Any) -> bool:
+    """Return whether `redact` hid anything in ``value``."""
     if isinstance(value, Mapping):
-        return any(is_hidden(inner) for inner in value.values())
+        return any(contains_hidden(inner) for inner in value.values())
     if isinstance(value, list | tuple):
-        return any(is_hidden(inner) for inner in value)
+        return any(contains_hidden(inner) for inner in value)
     return value == HIDDEN

@@ -139,13 +139,14 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
     return torch.split(values, lengths.tolist())
 
 
-def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
+def row_index(lengths: Tensor, token_count: int | None = None) -> Tensor:
     """Return the row number of each token: [N] int64.
 
-    ``tokens`` is N. If it is None, N is read from ``lengths``, for which the host waits if they are on a GPU.
+    ``token_count`` is N. If it is None, N is read from ``lengths``, for which the host waits if they are on a
+    GPU.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
-    return torch.repeat_interleave(rows, lengths, output_size=tokens)
+    return torch.repeat_interleave(rows, lengths, output_size=token_count)
 
 
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
@@ -156,8 +157,10 @@ def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """
     counts = lengths[rows]
     source_start = (lengths.cumsum(0) - lengths)[rows]
-    target_start = counts.cumsum(0) - counts
-    shift = source_start - target_start
+    result_start = counts.cumsum(0) - counts
+
+    # All tokens of a row have the same distance between their index in the result and in the batch.
+    shift = source_start - result_start
     return torch.arange(int(counts.sum())) + torch.repeat_interleave(shift, counts)
 
 
@@ -176,13 +179,15 @@ def turn_starts(rollouts: Rollouts) -> Tensor:
     A turn starts where the mask changes to true, and at the first token of a row without a prompt.
     """
     mask = rollouts.response_mask
-    previous = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
+    follows_response = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
+
+    # The token before a row's first one belongs to another row.
     row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
-    previous[row_starts[rollouts.lengths > 0]] = False
-    return mask & ~previous
+    follows_response[row_starts[rollouts.lengths > 0]] = False
+    return mask & ~follows_response
 
 
-def observed_counts(rollouts: Rollouts) -> Tensor:
+def observation_token_counts(rollouts: Rollouts) -> Tensor:
     """Count the environment's tokens of each row, which follow the first turn of the policy: [B] int64."""
     # Number of turns that started up to each token, over all rows.
     turn_count = turn_starts(rollouts).long().cumsum(0)
@@ -190,8 +195,8 @@ def observed_counts(rollouts: Rollouts) -> Tensor:
     # Number of turns in earlier rows: tokens with a larger count are after the first turn of their own row.
     row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
     count_before = torch.cat([torch.zeros(1, dtype=torch.long), turn_count])
-    earlier_rows = count_before[row_starts]
-    after_first_turn = turn_count > earlier_rows[row_index(rollouts.lengths)]
+    earlier_turns = count_before[row_starts]
+    after_first_turn = turn_count > earlier_turns[row_index(rollouts.lengths)]
     return row_counts(after_first_turn & ~rollouts.response_mask, rollouts.lengths)
 
 
@@ -203,7 +208,7 @@ def limited_counts(rollouts: Rollouts) -> Tensor:
 
     Example: a row of a prompt, 3 sampled tokens, an observation of 4 and 2 more sampled tokens counts 9.
     """
-    counts = row_counts(rollouts.response_mask, rollouts.lengths) + observed_counts(rollouts)
+    counts = row_counts(rollouts.response_mask, rollouts.lengths) + observation_token_counts(rollouts)
     if rollouts.outcomes is None:
         return counts
 
@@ -234,22 +239,22 @@ class _Rows:
         return len(self.lengths)
 
     def rows(self, ids: Sequence[int]):
-        """Return the batch of the rows ``ids``, in that order."""
+        """Return the batch of the rows with the numbers ``ids``, in that order."""
         ids = list(ids)
-        index = torch.tensor(ids, dtype=torch.long)
-        tokens = token_index(self.lengths, index)
+        row_ids = torch.tensor(ids, dtype=torch.long)
+        token_positions = token_index(self.lengths, row_ids)
 
         # Optional fields that are None stay None.
         changes: dict[str, Any] = {}
         for name in self.TOKEN_FIELDS:
-            changes[name] = _select(getattr(self, name), tokens)
-        for name, counts in self.ITEM_FIELDS.items():
+            changes[name] = _select(getattr(self, name), token_positions)
+        for name, count_name in self.ITEM_FIELDS.items():
             value = getattr(self, name)
             if value is not None:
-                value = value[token_index(getattr(self, counts), tokens)]
+                value = value[token_index(getattr(self, count_name), token_positions)]
             changes[name] = value
         for name in self.ROW_FIELDS:
-            changes[name] = _select(getattr(self, name), index)
+            changes[name] = _select(getattr(self, name), row_ids)
         for name in self.TUPLE_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else tuple(value[row] for row in ids)
@@ -279,13 +284,14 @@ class _Rows:
             if all(value is None for value in values):
                 changes[name] = None
                 continue
-            items: list[Any] = []
+            row_values: list[Any] = []
             for value, batch in zip(values, batches, strict=True):
-                items.extend(value or (None,) * len(batch))
-            changes[name] = tuple(items)
+                row_values.extend(value or (None,) * len(batch))
+            changes[name] = tuple(row_values)
 
         # Fields that are not per row are taken from the first batch.
-        common = {f.name: getattr(batches[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
+        names = [item.name for item in fields(cls)]  # pyright: ignore[reportArgumentType]
+        common = {name: getattr(batches[0], name) for name in names if name not in changes}
         return cls(**changes, **common)
 
 
@@ -324,7 +330,10 @@ class PromptBatch(_Rows):
 
     def repeat(self, samples: int) -> PromptBatch:
         """Repeat each prompt ``samples`` times, copies of one prompt next to each other."""
-        return self.rows([row for row in range(len(self)) for _ in range(samples)])
+        row_ids: list[int] = []
+        for row in range(len(self)):
+            row_ids.extend([row] * samples)
+        return self.rows(row_ids)
 
 
 @dataclass(frozen=True)

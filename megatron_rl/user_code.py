@@ -77,9 +77,11 @@ class _CopyFinder:
             path = sys.path
 
         for entry in path:
-            folder = os.path.join(os.path.realpath(entry), name)
+            package_folder = os.path.join(os.path.realpath(entry), name)
+            package_file = os.path.join(package_folder, "__init__.py")
+            module_file = f"{package_folder}.py"
             # As Python does, prefer a package to a module of the same name.
-            for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
+            for file, locations in ((package_file, [package_folder]), (module_file, None)):
                 if file in _executed_copies:
                     return importlib.util.spec_from_file_location(
                         fullname,
@@ -101,7 +103,7 @@ def load_module(location: str) -> ModuleType:
     """Import ``module``, or ``path/to/file.py`` once per process; return the module.
 
     A file is relative to the current directory and may import other files of its folder. Exceptions of the
-    import pass through. Raises ImportError for an empty ``location``.
+    import pass through. Raises ImportError for an empty name.
     """
     if not location:
         raise ImportError("there is no `:` between a file or module and the name")
@@ -139,8 +141,8 @@ def load_module(location: str) -> ModuleType:
 def find_module(name: str) -> tuple[Path | None, str | None]:
     """Find the file of a module without importing the module or its parents.
 
-    Return the file, or the part of the name that does not exist. Both are None for a module that is not a
-    Python file.
+    Return the pair (file, part of the name that does not exist), one of which is None. Both are None for a
+    module that is not a Python file.
     """
     search_path: list[str] | None = [str(Path.cwd()), *sys.path]
     spec = None
@@ -170,7 +172,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
-def missing_file(location: str, key: str, noun: str = "file") -> UserError:
+def missing_python_file(location: str, key: str, noun: str = "file") -> UserError:
     """Return the error for a Python file that does not exist."""
     return UserError(
         f"the {noun} {location} does not exist",
@@ -181,13 +183,13 @@ def missing_file(location: str, key: str, noun: str = "file") -> UserError:
     )
 
 
-def require_file(location: str, key: str, noun: str = "file") -> None:
+def require_python_file(location: str, key: str, noun: str = "file") -> None:
     """Raise UserError if ``location`` is the path of a Python file that does not exist."""
     if location.endswith(".py") and not Path(location).is_file():
-        raise missing_file(location, key, noun)
+        raise missing_python_file(location, key, noun)
 
 
-def load_path(path: str, key: str) -> Any:
+def load_object(path: str, key: str) -> Any:
     """Import and return the object that ``file.py:Name`` or ``module:Name`` names.
 
     A file is relative to the directory in which the run is started. Raises UserError, also for an exception
@@ -197,21 +199,21 @@ def load_path(path: str, key: str) -> Any:
     module = import_user_module(location, key)
 
     if not hasattr(module, name):
-        public = [attribute for attribute in vars(module) if not attribute.startswith("_")]
-        close = nearest(name, public)
+        public_names = [attribute for attribute in vars(module) if not attribute.startswith("_")]
+        suggestion = nearest(name, public_names)
         raise UserError(
             f"{location} has no {name!r}",
             where=key,
             expected="a name that it defines",
             got=path,
-            fix=f"did you mean {close!r}?" if close else f"define {name} there",
+            fix=f"did you mean {suggestion!r}?" if suggestion else f"define {name} there",
         )
     return getattr(module, name)
 
 
 def import_user_module(location: str, key: str) -> ModuleType:
     """Import ``module`` or ``file.py``; raises UserError, also for an exception in the user's code."""
-    require_file(location, key)
+    require_python_file(location, key)
     try:
         return load_module(location)
     # The user's module may raise any exception, or be a script that exits.
@@ -245,7 +247,10 @@ def activate_copies(files: Mapping[str, bytes]) -> None:
 
 
 def read_code(specs: Iterable[str]) -> dict[str, bytes]:
-    """Return the contents, by path, of files named as ``file.py:name`` and of the files that they import."""
+    """Return path -> content of the files that ``specs`` name, and of the files that they import.
+
+    A spec is ``file.py:name`` or ``module:name``.
+    """
     files: dict[str, bytes] = {}
     pending: list[Path] = []
     for spec in specs:
@@ -253,7 +258,7 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
         if module.endswith(".py"):
             pending.append(Path(module).resolve())
         else:
-            pending.extend(_module_files(module.partition(".")[0], _search_path()))
+            pending.extend(_module_files(module.partition(".")[0], _user_search_path()))
 
     # Follow the import statements of each file.
     while pending:
@@ -266,7 +271,7 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
             # The process that loads the module reports the error.
             continue
         for name in _imported_names(files[str(file)]):
-            pending.extend(_module_files(name, (file.parent, *_search_path())))
+            pending.extend(_module_files(name, (file.parent, *_user_search_path())))
     return files
 
 
@@ -283,24 +288,28 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
     """Write the files into a subfolder of ``folder``, named by their digest; return the subfolder."""
     digest = digest_of(files)
-    target = folder / digest[:16]
+    copy_folder = folder / digest[:16]
     for name, content in files.items():
-        path = target / _name_in_copy(name)
+        path = copy_folder / _name_in_copy(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
 
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    target.mkdir(parents=True, exist_ok=True)
+    copy_folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"sha256": digest, "files": digests}, indent=2)
-    (target / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
-    return target
+    (copy_folder / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
+    return copy_folder
 
 
-def read_copy(target: Path) -> dict[str, bytes] | None:
-    """Return the files of a copy that `write_copy` wrote, or None if it is incomplete or was changed."""
+def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
+    """Return the files of a copy that `write_copy` wrote; None if the copy is incomplete or was changed.
+
+    The result maps the path of each copied file to its content.
+    """
     try:
-        manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape"))
-        files = {name: (target / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
+        text = (copy_folder / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape")
+        manifest = json.loads(text)
+        files = {name: (copy_folder / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return files if digest_of(files) == manifest.get("sha256") else None
@@ -312,8 +321,8 @@ def _name_in_copy(path: str) -> str:
     return path.lstrip("/") if relative.startswith("..") else relative
 
 
-def _search_path() -> Iterator[Path]:
-    """Yield the search path without the folders of Python and of installed packages."""
+def _user_search_path() -> Iterator[Path]:
+    """Yield the folders of the module search path, except those of Python and of installed packages."""
     installations = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     for entry in (*sys.path, os.getcwd()):
         folder = os.path.realpath(entry or os.getcwd())
@@ -322,7 +331,10 @@ def _search_path() -> Iterator[Path]:
 
 
 def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
-    """Return the files of the module or package ``name`` in the first folder that contains it."""
+    """Return the files of the module or package ``name`` in the first of ``folders`` that contains it.
+
+    Empty for this package and for modules that are built into Python. A package has at most `MAX_FILES`.
+    """
     if not name or name == _THIS_PACKAGE or name in sys.builtin_module_names:
         return []
     for folder in folders:

@@ -13,17 +13,19 @@ NUMBERS_DEPEND_ON = (
 )  # fmt: skip
 
 
-def release(version: str) -> tuple[int, int]:
-    """Return the release series of a version, without its patch, pre-release and build parts.
+def release_series(version_text: str) -> tuple[int, int]:
+    """Return the (major, minor) numbers of a version; (0, 0) for a text that is no version.
 
     Example:
-        >>> release("2.13.0a0+9186a08b2c.nv26.07"), release("2.13.1+cu130"), release("0.32.1rc2.dev5+g12ab")
-        ((2, 13), (2, 13), (0, 32))
+        >>> release_series("2.13.0a0+9186a08b2c.nv26.07"), release_series("0.32.1rc2.dev5+g12ab")
+        ((2, 13), (0, 32))
     """
-    numbers = re.match(r"v?(\d+)(?:\.(\d+))?", version)
-    if numbers is None:
+    match = re.match(r"v?(\d+)(?:\.(\d+))?", version_text)
+    if match is None:
         return (0, 0)
-    return int(numbers[1]), int(numbers[2] or 0)
+    major = int(match[1])
+    minor = int(match[2] or 0)
+    return major, minor
 
 
 def distribution_name(name: str) -> str:
@@ -31,7 +33,7 @@ def distribution_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of a distribution, or None if it is not installed."""
     try:
         return version(name)
@@ -43,7 +45,7 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Return the version of Python and of each installed distribution among ``names``."""
     versions = {"python": platform.python_version()}
     for name in names:
-        number = installed(name)
-        if number is not None:
-            versions[name] = number
+        installed = installed_version(name)
+        if installed is not None:
+            versions[name] = installed
     return versions

@@ -12,7 +12,7 @@ RECORDS = 400
 
 def make(folder: Path, size: str = "small") -> Path:
     """Write model and data into a folder and return it."""
-    quickstart.make(folder, size)
+    quickstart.write_inputs(folder, size)
     for file in folder.glob("*.jsonl"):
         shorten(file, file)
     return folder

@@ -28,7 +28,7 @@ from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import fullest_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.traffic import gathered_bytes, received_by_peers
+from megatron_rl.shapes.traffic import gathered_bytes, received_by_other_projects
 
 Method = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
 """Function that returns the seconds of one weight sync."""
@@ -69,7 +69,7 @@ def volume(
 
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
-        received = received_by_peers(total, layout, shard).get("HybridFlow", 0.0)
+        received = received_by_other_projects(total, layout, shard).get("HybridFlow", 0.0)
         return SyncVolume(received, total / shard, 0.0)
 
     if method == "planned_peer_to_peer":
@@ -117,7 +117,7 @@ def gathered_seconds(
     sync = machine.constants.weight_sync
     total = machine.weight_bytes * model.parameters
     # Every tensor costs a collective, and a copy at the rate of the engine's loader.
-    seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
+    seconds = sync.gather_fixed_seconds + model.tensor_count * sync.gather_seconds_per_tensor
 
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 

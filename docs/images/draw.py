@@ -339,6 +339,92 @@ def run_files() -> str:
     return picture.svg()
 
 
+def sampling_order() -> str:
+    """Draw which of five groups the closed and the open order train on, in two steps of two groups."""
+    picture = Picture(
+        "Which groups a step takes, in the closed and in the open order",
+        "Two prompts a step. In the closed order step 1 waits for its slow group, and step 2 "
+        "samples its own prompts. In the open order step 1 takes the two groups that are complete "
+        "first; the slow group continues and is trained on in step 2.",
+        276,
+    )
+    orders = (
+        ("closed", (("group 0", 96, 130), ("group 1, slow", 96, 290), ("group 2", 392, 150),
+                    ("group 3", 392, 110)), (388, 704)),
+        ("open", (("group 0", 96, 130), ("group 1, slow", 96, 290), ("group 2", 96, 190),
+                  ("group 3", 292, 110)), (290, 560)),
+    )  # fmt: skip
+    # Step in which each group is trained on: blue in the first one, green in the second.
+    colors = {"closed": (BLUE, BLUE, GREEN, GREEN), "open": (BLUE, GREEN, BLUE, GREEN)}
+    for index, (order, bars, _) in enumerate(orders):
+        top = 14 + index * 122
+        picture.text(16, top + 14, order, bold=True)
+        for row, ((name, x, width), color) in enumerate(zip(bars, colors[order], strict=True)):
+            picture.box(x, top + row * 25, width, 21, color, name, size=11)
+    for index, (_, _, (first, second)) in enumerate(orders):
+        top = 14 + index * 122
+        picture.text(first + 4, top + 110, "learn 1", size=11, color=PALE, anchor="end")
+        picture.text(second, top + 110, "learn 2", size=11, color=PALE, anchor="end")
+    picture.note(268, "Blue groups are trained on in step 1, green ones in step 2. Time runs to the right.")
+    return picture.svg()
+
+
+def stages() -> str:
+    """Draw the stages before the first step, with the file that each one writes."""
+    picture = Picture(
+        "Stages before the first step",
+        "Supervised training starts from model.path, training on preferences from its result. "
+        "Reward models are trained from the policy. Then the steps of reinforcement learning follow.",
+        176,
+    )
+    parts = (
+        ("model.path", GREY, "where it starts", ""),
+        ("sft", BLUE, "given responses", "stages/sft"),
+        ("preference", BLUE, "pairs: DPO", "stages/preference"),
+        ("reward.models", ORANGE, "pairs", "reward_models/NAME"),
+        ("steps", GREEN, "rewards", "checkpoints, hf"),
+    )
+    for index, (name, color, learns_from, written) in enumerate(parts):
+        x = 16 + index * 141
+        picture.box(x, 16, 124, 34, color, name, size=13)
+        if index < len(parts) - 1:
+            picture.arrow(x + 125, 33, x + 140, 33)
+        picture.text(x + 62, 72, learns_from, size=12, color=PALE, anchor="middle")
+        if written:
+            picture.arrow(x + 62, 80, x + 62, 98)
+            picture.box(x, 102, 124, 28, EMPTY, written, size=11)
+    picture.note(152, "Each stage is optional, has checkpoints of its own, and resumes where it was killed.")
+    picture.note(169, "With `sft`, `prefer` or `reward-model` in place of `train` it is a job of its own.")
+    return picture.svg()
+
+
+def layers() -> str:
+    """Draw the layers of the package, of which each imports only those below it."""
+    picture = Picture(
+        "Layers of the package",
+        "Commands and planning are above the trainer, which is above the roles. Below these are engine "
+        "and rollout, then checkpoints and models, then weights and groups, then values without torch.",
+        262,
+    )
+    rows = (
+        ("commands, predictions", GREY, ("cli", "planning")),
+        ("a job", BLUE, ("trainer", "roles")),
+        ("sampling", GREEN, ("hybrid_engine", "rollout")),
+        ("models", PURPLE, ("checkpoint", "hf", "megatron")),
+        ("ranks", ORANGE, ("weights", "distributed")),
+        ("subjects", LIGHT_BLUE, ("check", "environments", "algorithms", "data", "rewards")),
+        ("values", GREY, ("config", "interop", "shapes", "types", "contained")),
+    )
+    for index, (label, color, names) in enumerate(rows):
+        y = 12 + index * 32
+        picture.text(16, y + 18, label)
+        width = 530 / len(names)
+        for slot, name in enumerate(names):
+            picture.box(174 + slot * width, y, width - 4, 27, color, name, size=11)
+    picture.note(254, "A folder imports only from those below it, and of a row only from those to its right.")
+    return picture.svg()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "step_with_roles": step_with_roles,
     "nodes": nodes,
@@ -347,6 +433,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "conversation": conversation,
     "your_code": your_code,
     "run_files": run_files,
+    "sampling_order": sampling_order,
+    "stages": stages,
+    "layers": layers,
 }
 """Name of a file without its ending -> function that draws it."""
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
+from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result_error
 from megatron_rl.config.setting import NO_SETTING, setting
-from megatron_rl.errors import UserError, requires
+from megatron_rl.errors import UserError, requirement_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,10 +121,10 @@ class Advantage(Piece, ABC):
         # A user's estimator may return any value: check it before it is used.
         result = self.estimate(inputs)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise wrong_result(self, "estimate", _EXPECTED, result)
+            raise wrong_result_error(self, "estimate", _EXPECTED, result)
         for values in result:
             if getattr(values, "shape", None) != inputs.mask.shape:
-                raise wrong_result(self, "estimate", _EXPECTED, values)
+                raise wrong_result_error(self, "estimate", _EXPECTED, values)
 
         # Clip after whitening, so that the bound is in standard deviations of the batch.
         advantages, returns = result
@@ -255,7 +255,7 @@ class Grpo(GroupAdvantage):
     def contradictions(self, path: str) -> Iterator[UserError]:
         """Yield the error for ``scale_over`` without a division by the standard deviation."""
         if self.scale_over != "group" and not self.scale_by_std:
-            yield requires(
+            yield requirement_error(
                 f"{path}.scale_over",
                 self.scale_over,
                 "scale_by_std: true",
@@ -333,13 +333,13 @@ class GrpoPassAtK(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the scaled lead over the second best reward for each group's best row, else 0: [B]."""
-        samples = (inputs.rewards, inputs.group, inputs.valid)
-        count, _, std = ragged.group_statistics(*samples)
-        best_reward, second_reward = ragged.group_top2(*samples)
+        rewards_by_group = (inputs.rewards, inputs.group, inputs.valid)
+        count, _, std = ragged.group_statistics(*rewards_by_group)
+        best_reward, second_reward = ragged.group_top2(*rewards_by_group)
 
         # The second reward of a singleton is -inf: its lead is defined as 0.
         lead = torch.where(count > 1, best_reward - second_reward, 0) / (std + self.epsilon)
-        return torch.where(ragged.first_best(*samples), lead, 0)
+        return torch.where(ragged.mark_first_best(*rewards_by_group), lead, 0)
 
 
 @dataclass(frozen=True)
@@ -583,38 +583,44 @@ class OptimalTokenBaseline(Advantage):
     compares_samples: ClassVar[bool] = True
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Compute advantages and returns; raise ValueError without the actor's distributions."""
+        """Compute advantages and returns of every token, [N] each.
+
+        Raises ValueError without the actor's log-probs and squared probabilities.
+        """
         if inputs.log_probs is None or inputs.squared_probs is None:
             raise ValueError("the optimal token baseline needs Scores.squared_probs and old_log_probs")
         mask = inputs.mask
         returns = discounted_returns(inputs.token_rewards, mask, inputs.lengths, gamma=1.0)
 
-        # Compact the response tokens: index within the response, and the energy up to each.
+        # Keep only the response tokens, each with its index in its response: t.
         lengths = inputs.response_lengths.long()
-        starts = lengths.cumsum(0) - lengths
-        first = ragged.broadcast_rows(starts, lengths)
-        index = torch.arange(len(first)) - first
-        token_energy = (1 - 2 * inputs.log_probs.exp() + inputs.squared_probs)[mask].clamp(min=0)
-        total = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
-        energy = total[1:] - total[first]
+        response_starts = lengths.cumsum(0) - lengths
+        token_starts = ragged.broadcast_rows(response_starts, lengths)
+        token_index = torch.arange(len(token_starts)) - token_starts
 
-        # Weighted mean of the returns at each index of each prompt's responses.
-        dense, group_count = ragged.dense_groups(inputs.group)
-        group = ragged.broadcast_rows(dense, lengths)
-        longest = int(lengths.max()) if len(lengths) else 0
-        slot = group * longest + index
-        zeros = energy.new_zeros(group_count * longest)
+        # W_t: difference of two prefix sums over all responses.
+        token_energy = (1 - 2 * inputs.log_probs.exp() + inputs.squared_probs)[mask].clamp(min=0)
+        prefix_sums = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
+        energy = prefix_sums[1:] - prefix_sums[token_starts]
+
+        # B_t, in one slot for each index t of each prompt.
+        row_group, group_count = ragged.renumber_groups(inputs.group)
+        token_group = ragged.broadcast_rows(row_group, lengths)
+        max_length = int(lengths.max()) if len(lengths) else 0
+        slot = token_group * max_length + token_index
+        zeros = energy.new_zeros(group_count * max_length)
         weights = zeros.index_add(0, slot, energy)
         weighted_returns = zeros.index_add(0, slot, energy * returns[mask])
         # Without energy there is no gradient, and the baseline does not matter.
         baseline = (weighted_returns / weights.clamp(min=1e-8))[slot]
 
-        # Samples of the prompt, and those that have a token at this index.
-        sample_count = energy.new_zeros(group_count).index_add(0, dense, (lengths > 0).to(energy.dtype))
-        has_baseline = sample_count[group] > 1
+        # A baseline takes two samples of the prompt; with `lone_tail: returns`, two with a token at index t.
+        has_tokens = (lengths > 0).to(energy.dtype)
+        sample_count = energy.new_zeros(group_count).index_add(0, row_group, has_tokens)
+        has_baseline = sample_count[token_group] > 1
         if self.lone_tail == "returns":
-            token_count = zeros.index_add(0, slot, torch.ones_like(energy))
-            has_baseline = has_baseline & (token_count[slot] > 1)
+            tokens_in_slot = zeros.index_add(0, slot, torch.ones_like(energy))
+            has_baseline = has_baseline & (tokens_in_slot[slot] > 1)
 
         advantages = torch.zeros_like(returns)
         advantages[mask] = returns[mask] - torch.where(has_baseline, baseline, 0)
@@ -665,13 +671,13 @@ class Vapo(Advantage):
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Compute advantages with a length-adaptive lambda, and the critic's targets: [N] each."""
-        samples = (inputs.token_rewards, _critic_values(inputs), inputs.mask, inputs.lengths)
+        gae_inputs = (inputs.token_rewards, _critic_values(inputs), inputs.mask, inputs.lengths)
         policy_lambda = length_adaptive_lambda(inputs.response_lengths, alpha=self.alpha)
 
         # Two passes over the same rewards and values: only lambda differs.
-        policy = gae(*samples, gamma=self.gamma, lam=policy_lambda)
-        critic = gae(*samples, gamma=self.gamma, lam=self.critic_lambda)
-        return Advantages(policy.advantages, critic.returns)
+        policy_estimate = gae(*gae_inputs, gamma=self.gamma, lam=policy_lambda)
+        critic_estimate = gae(*gae_inputs, gamma=self.gamma, lam=self.critic_lambda)
+        return Advantages(policy_estimate.advantages, critic_estimate.returns)
 
 
 def discounted_returns(
@@ -732,8 +738,8 @@ def gae(
     # V_next: values shifted by one, with 0 after the last response token of each row.
     next_values = torch.zeros_like(response_values)
     next_values[:-1] = response_values[1:]
-    last = torch.cumsum(response_lengths, 0)[response_lengths > 0] - 1
-    next_values[last] = 0
+    last_positions = torch.cumsum(response_lengths, 0)[response_lengths > 0] - 1
+    next_values[last_positions] = 0
 
     # GAE is the discounted sum of the TD errors, with decay gamma lambda.
     deltas = response_rewards + gamma * next_values - response_values

@@ -65,23 +65,23 @@ class Aggregation(Piece, ABC):
         self,
         mask: Tensor,
         lengths: Tensor,
-        counts: Tensor | None = None,
+        row_counts: Tensor | None = None,
     ) -> Tensor:
         """Compute w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
-        ``counts`` [B] are the rows' response tokens before masking, read for ``denominator: all``. An empty
-        mask gives zeros.
+        ``row_counts`` [B] are the rows' response tokens before masking, read for ``denominator: all``. An
+        empty mask gives zeros.
         """
         mask = mask.to(torch.float64)
-        if counts is None or not self.counts_all:
-            counts = ragged.row_sums(mask, lengths)
-        counts = counts.to(torch.float64)
+        if row_counts is None or not self.counts_all:
+            row_counts = ragged.row_sums(mask, lengths)
+        row_counts = row_counts.to(torch.float64)
 
         # The floor of 1 only matters for an empty mask, whose weights are 0 / 1.
         denominators = Counts(
-            per_row=counts,
-            tokens=counts.sum().clamp(min=1),
-            rows=(counts > 0).sum().clamp(min=1),
+            per_row=row_counts,
+            tokens=row_counts.sum().clamp(min=1),
+            rows=(row_counts > 0).sum().clamp(min=1),
         )
         # Divide in float64 and round once, at the end.
         return self.weights(mask, lengths, denominators).to(torch.float32)
@@ -216,26 +216,26 @@ def minibatches(
     if counts_all and batch.response_counts is not None:
         in_denominator = batch.response_counts > 0
 
-    prompt_rows = _rows_by_prompt(batch, torch.nonzero(in_denominator).squeeze(-1).tolist())
+    prompt_rows = _group_by_prompt(batch, torch.nonzero(in_denominator).squeeze(-1).tolist())
     for _ in range(epochs):
         # A single mini-batch keeps the order: the gradient is the same, and no random number is drawn.
-        order = list(range(len(prompt_rows)))
+        prompt_order = list(range(len(prompt_rows)))
         if optimizer_steps > 1:
-            order = torch.randperm(len(prompt_rows), generator=generator).tolist()
+            prompt_order = torch.randperm(len(prompt_rows), generator=generator).tolist()
 
         for step in range(optimizer_steps):
             # Integer bounds of equal shares: the sizes differ by at most one prompt.
             begin = step * len(prompt_rows) // optimizer_steps
             end = (step + 1) * len(prompt_rows) // optimizer_steps
-            rows = [row for prompt in order[begin:end] for row in prompt_rows[prompt]]
+            rows = [row for prompt in prompt_order[begin:end] for row in prompt_rows[prompt]]
 
             # Weights first, with all rows in the denominators; then drop the rows without gradient.
-            gradient_rows = [index for index, row in enumerate(rows) if has_gradient[row]]
-            if not gradient_rows:
+            trained_indices = [index for index, row in enumerate(rows) if has_gradient[row]]
+            if not trained_indices:
                 continue
             minibatch = with_loss_weights(batch.rows(rows), algorithm, generator)
-            if len(gradient_rows) < len(rows):
-                minibatch = minibatch.rows(gradient_rows)
+            if len(trained_indices) < len(rows):
+                minibatch = minibatch.rows(trained_indices)
             yield minibatch
 
 
@@ -250,12 +250,12 @@ def with_loss_weights(
     """
     if generator is None:
         generator = torch.Generator().manual_seed(0)
-    rows = (minibatch.response_mask, minibatch.lengths, minibatch.response_counts)
+    row_tensors = (minibatch.response_mask, minibatch.lengths, minibatch.response_counts)
 
     # Supervised and preference batches have no returns, and no critic.
     value_weights = None
     if minibatch.returns is not None:
-        value_weights = algorithm.value_aggregation.loss_weights(*rows)
+        value_weights = algorithm.value_aggregation.loss_weights(*row_tensors)
 
     # In the step's batch, nll_weights are still marks: 1 on the tokens to imitate.
     nll_weights = minibatch.nll_weights
@@ -264,20 +264,20 @@ def with_loss_weights(
 
     return replace(
         minibatch,
-        loss_weights=algorithm.aggregation.loss_weights(*rows),
+        loss_weights=algorithm.aggregation.loss_weights(*row_tensors),
         value_weights=value_weights,
         selected=algorithm.policy_loss.select(minibatch, generator),
         nll_weights=nll_weights,
     )
 
 
-def _rows_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
-    """Group ``rows`` by prompt, prompts in order of first appearance."""
+def _group_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
+    """Return the given row numbers as one list per prompt, prompts in order of first appearance."""
     if batch.group is None:
         return [[row] for row in rows]
 
-    dense_group = ragged.dense_groups(batch.group)[0].tolist()
+    prompt_index = ragged.renumber_groups(batch.group)[0].tolist()
     prompt_rows: dict[int, list[int]] = {}
     for row in rows:
-        prompt_rows.setdefault(dense_group[row], []).append(row)
+        prompt_rows.setdefault(prompt_index[row], []).append(row)
     return list(prompt_rows.values())

@@ -163,13 +163,13 @@ class Algorithm:
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces that make up the algorithm, such as its policy loss: field name -> piece."""
         # The name, the summary and the length limit are fields, but not pieces.
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Piece)}
+        field_values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: value for name, value in field_values.items() if isinstance(value, Piece)}
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return a copy in which pieces have derived unset settings from the response limit in tokens."""
-        changed = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
-        return replace(self, max_response_tokens=max_response_tokens, **changed)
+        """Return a copy whose pieces have filled in the settings that depend on the response limit."""
+        pieces = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
+        return replace(self, max_response_tokens=max_response_tokens, **pieces)
 
     def problems(self) -> Iterator[UserError]:
         """Yield every error in the pieces' settings and in their combination."""
@@ -182,11 +182,11 @@ class Algorithm:
             yield from self.overlong.buffer_errors("algorithm.overlong", limits)
 
         if not self.advantage.reads_rewards:
-            yield from self._ignored_reward_changes()
+            yield from self._ignored_reward_errors()
 
         # In bypass mode a loss with a ratio gets no weights, so the ratio is applied once.
-        weighted = self.correction.level != "none" and not self.correction.bypass
-        if self.policy_loss.follows_rollout and weighted:
+        has_weights = self.correction.level != "none" and not self.correction.bypass
+        if self.policy_loss.follows_rollout and has_weights:
             yield UserError(
                 f"{type(self.policy_loss).__name__} already includes the full importance ratio to the "
                 "sampling policy; a correction weight would apply it twice",
@@ -196,14 +196,14 @@ class Algorithm:
                 fix="write correction: {level: none}; a rejection may stay",
             )
 
-    def _ignored_reward_changes(self) -> Iterator[UserError]:
+    def _ignored_reward_errors(self) -> Iterator[UserError]:
         """Yield an error for each piece that changes the total reward, which the estimator does not read."""
-        name = type(self.advantage).__name__
+        estimator = type(self.advantage).__name__
 
         # Each of these would silently do nothing, so it is an error and not a warning.
         if self.kl.in_reward:
             yield UserError(
-                f"{name} does not read the reward that a KL penalty is subtracted from",
+                f"{estimator} does not read the reward that a KL penalty is subtracted from",
                 where="algorithm.kl",
                 expected="a KL penalty in the loss, or none",
                 got="a KL penalty in the reward",
@@ -212,7 +212,7 @@ class Algorithm:
 
         if self.overlong.buffer is not None:
             yield UserError(
-                f"{name} does not read the reward that the overlong penalty is subtracted from",
+                f"{estimator} does not read the reward that the overlong penalty is subtracted from",
                 where="algorithm.overlong.buffer",
                 expected="null: no penalty",
                 got=f"{self.overlong.buffer:g}",
@@ -221,7 +221,7 @@ class Algorithm:
 
         if self.reward_shaping.changes_rewards:
             yield UserError(
-                f"{name} does not read the reward that is shaped, and scales each component separately",
+                f"{estimator} does not read the reward that is shaped, and scales each component separately",
                 where="algorithm.reward_shaping",
                 expected="no shaping",
                 got="settings that change the reward",
@@ -296,7 +296,7 @@ class Kind:
     """Name of the method with the equation, which a user's piece must have."""
     arguments: tuple[str, ...]
     """Names of the arguments of ``method``, in the order of the call."""
-    of_function: Callable[[Any], Piece] | None = None
+    make_from_function: Callable[[Any], Piece] | None = None
     """Constructor of a piece from a user's function; None if the kind accepts only classes."""
 
 
@@ -307,14 +307,14 @@ KINDS: dict[str, Kind] = {
         named=ADVANTAGES,
         method="estimate",
         arguments=("inputs",),
-        of_function=lambda function: FunctionAdvantage(function=function),
+        make_from_function=lambda function: FunctionAdvantage(function=function),
     ),
     "policy_loss": Kind(
         base=PolicyLoss,
         named=POLICY_LOSSES,
         method="token_loss",
         arguments=("micro", "log_probs"),
-        of_function=lambda function: FunctionLoss(function=function),
+        make_from_function=lambda function: FunctionLoss(function=function),
     ),
     "aggregation": Kind(
         base=Aggregation,

@@ -70,14 +70,14 @@ class Correction(Piece):
     )
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the correction changes the loss: by importance weights or by rejection."""
         return self.level != "none" or bool(self.rejection)
 
     @property
     def needs_scoring_pass(self) -> bool:
         """Whether weights and rejection are computed before the loss, whose denominator depends on them."""
-        return self.active and not self.bypass
+        return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
         """Yield the errors for the band, for rejection measures, and for settings that exclude each other."""
@@ -137,28 +137,28 @@ class Correction(Piece):
 
         The weights are None for ``level: none``.
         """
-        count = mask.sum()
+        token_count = mask.sum()
         sums: dict[str, tuple[Tensor, Tensor]] = {}
 
         weights = None
         if self.level != "none":
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
-            token_weights, counted = _masked_in(weights.double(), mask)
-            # A weight counts as limited at the threshold, or outside the band, which sets it to 0.
-            limited = token_weights >= (self.threshold or math.inf)
+            token_weights, is_counted = _values_to_count(weights.double(), mask)
+            # A weight is limited at the threshold, or outside the band, which sets it to 0.
+            is_limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
-                limited = token_weights == 0
-            sums["is_weight"] = (torch.where(counted, token_weights, 0).sum(), count)
-            sums["is_limited_fraction"] = ((limited & counted).sum(), count)
+                is_limited = token_weights == 0
+            sums["is_weight"] = (torch.where(is_counted, token_weights, 0).sum(), token_count)
+            sums["is_limited_fraction"] = ((is_limited & is_counted).sum(), token_count)
             if self.batch_normalize:
-                weights = batch_normalized(weights, mask, lengths, level=self.level)
+                weights = normalize_over_batch(weights, mask, lengths, level=self.level)
 
         # Rejection reads only log-probs, so it does not depend on the weights and combines with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
-            sums["rejected_fraction"] = (count - accepted.sum(), count)
+            sums["rejected_fraction"] = (token_count - accepted.sum(), token_count)
 
         metrics = Metrics.of_tensors({f"mismatch/{name}": pair for name, pair in sums.items()})
         return weights, accepted, metrics
@@ -188,15 +188,15 @@ class Correction(Piece):
             [1.5, 0.0]
         """
         # Log ratio of each token, or of its response.
-        difference = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
+        log_ratios = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
         if self.level == "sequence":
-            row_difference = ragged.row_sums(difference, lengths)
-            difference = ragged.broadcast_rows(row_difference, lengths, len(mask))
+            row_log_ratios = ragged.row_sums(log_ratios, lengths)
+            log_ratios = ragged.broadcast_rows(row_log_ratios, lengths, len(mask))
         elif self.level == "geometric":
-            row_difference = ragged.masked_row_means(difference, mask, lengths)
-            difference = ragged.broadcast_rows(row_difference, lengths, len(mask))
+            row_log_ratios = ragged.masked_row_means(log_ratios, mask, lengths)
+            log_ratios = ragged.broadcast_rows(row_log_ratios, lengths, len(mask))
 
-        weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        weights = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
         # A band takes the place of the truncation by threshold and floor.
         if self.band is not None:
@@ -249,21 +249,23 @@ def rejection_mask(
         if measure not in REJECTION_MEASURES:
             raise ValueError(f"unknown measure {measure!r}; known: {', '.join(REJECTION_MEASURES)}")
         reduction, divergence = measure.rsplit("_", 1)
-        value = _reduce_rows(divergences[divergence], mask, lengths, reduction)
+        value = _reduce_divergence(divergences[divergence], mask, lengths, reduction)
         low, high = rejection_limits(divergence, limit)
         accepted &= (value >= low) & (value <= high)
 
     return accepted
 
 
-def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, float]:
+def rejection_limits(divergence: str, limit: float | Sequence[float]) -> tuple[float, float]:
     """Return the accepted range of a divergence: logarithms of the band for k1, (-inf, limit] for others.
+
+    ``limit`` is the configured threshold, or the band [low, high] of k1.
 
     Example:
         >>> [round(x, 4) for x in rejection_limits("k1", 2.0)]
         [-0.6931, 0.6931]
     """
-    if kind == "k1":
+    if divergence == "k1":
         # A single number is the band that is symmetric in log space.
         if isinstance(limit, int | float):
             limit = (1 / limit, limit)
@@ -272,11 +274,11 @@ def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, 
 
     # k2 and k3 are at least 0, so they have no lower bound.
     if not isinstance(limit, int | float):
-        raise ValueError(f"{kind} takes one upper threshold, got {limit!r}")
+        raise ValueError(f"{divergence} takes one upper threshold, got {limit!r}")
     return -math.inf, float(limit)
 
 
-def batch_normalized(
+def normalize_over_batch(
     weights: Tensor,
     mask: Tensor,
     lengths: Tensor,
@@ -291,7 +293,7 @@ def batch_normalized(
 
     Example:
         >>> weights, mask = torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])
-        >>> batch_normalized(weights, mask, torch.tensor([3])).tolist()
+        >>> normalize_over_batch(weights, mask, torch.tensor([3])).tolist()
         [0.5, 1.5, 9.0]
     """
     if not bool(mask.any()):
@@ -310,7 +312,7 @@ def batch_normalized(
     return torch.where(mask, (weights / mean).to(weights.dtype), weights)
 
 
-def _reduce_rows(
+def _reduce_divergence(
     divergence: Tensor,
     mask: Tensor,
     lengths: Tensor,
@@ -348,7 +350,7 @@ def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserErro
 
     # Only k1 is signed, so only k1 has a lower limit.
     two_sided = measure.endswith("k1")
-    if not _is_limit(limit, two_sided):
+    if not _is_valid_limit(limit, two_sided):
         expected = "a number > 0"
         if two_sided:
             expected += ", or [low, high]"
@@ -361,7 +363,7 @@ def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserErro
         )
 
 
-def _is_limit(limit: object, two_sided: bool) -> bool:
+def _is_valid_limit(limit: object, two_sided: bool) -> bool:
     """Whether a value is a positive number or, for a two-sided measure, an increasing pair of them."""
     if isinstance(limit, list | tuple):
         if not two_sided or len(limit) != 2:
@@ -411,34 +413,35 @@ def mismatch_metrics(
 
     # Mean difference of each row with a response token, for the perplexity ratio.
     has_tokens = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
-    row_mean, row_counted = _masked_in(ragged.masked_row_means(difference, mask, lengths), has_tokens)
-    ppl_ratio = (-row_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+    row_means = ragged.masked_row_means(difference, mask, lengths)
+    row_means, is_row_counted = _values_to_count(row_means, has_tokens)
+    ppl_ratio = (-row_means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
     # Outside the mask d is 0, which adds nothing to a sum of d; rho is 1 there and needs the mask.
-    d, counted = _masked_in(difference, mask)
+    d, is_counted = _values_to_count(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
 
-    count = mask.sum()
-    rho_sum = torch.where(counted, rho, 0).sum()
-    square_sum = torch.where(counted, rho**2, 0).sum()
-    ess = (rho_sum / count) ** 2 / (square_sum / count)
+    token_count = mask.sum()
+    rho_sum = torch.where(is_counted, rho, 0).sum()
+    square_sum = torch.where(is_counted, rho**2, 0).sum()
+    ess = (rho_sum / token_count) ** 2 / (square_sum / token_count)
     sums = {
-        "abs_diff": (d.abs().sum(), count),
-        "kl": (-d.sum(), count),
-        "k3": ((rho - 1 - rho.log()).sum(), count),
-        "chi2": ((rho**2 - 1).sum(), count),
+        "abs_diff": (d.abs().sum(), token_count),
+        "kl": (-d.sum(), token_count),
+        "k3": ((rho - 1 - rho.log()).sum(), token_count),
+        "chi2": ((rho**2 - 1).sum(), token_count),
         # Not a sum over tokens: weighted by their number, so that merged metrics average it over batches.
-        "ess": (ess * count, count),
-        "ppl_ratio": (torch.where(row_counted, ppl_ratio, 0).sum(), row_counted.sum()),
-        "token_mult_prob_error": (torch.where(counted, prob_error, 0).sum(), count),
+        "ess": (ess * token_count, token_count),
+        "ppl_ratio": (torch.where(is_row_counted, ppl_ratio, 0).sum(), is_row_counted.sum()),
+        "token_mult_prob_error": (torch.where(is_counted, prob_error, 0).sum(), token_count),
     }
     named_sums = {f"mismatch/{name}": pair for name, pair in sums.items()}
     return Metrics.of_tensors(named_sums, {"mismatch/max_diff": d.abs().max()})
 
 
-def _masked_in(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values with a mask of the values to count.
+def _values_to_count(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values that a statistic reads, with a bool mask of those that count.
 
     On the host only the masked-in values are returned. On a device all values are, with ``mask``: a boolean
     index has a result of unknown size, which the host would wait for.

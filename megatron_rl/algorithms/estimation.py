@@ -17,10 +17,10 @@ from megatron_rl.algorithms.correction import mismatch_metrics
 from megatron_rl.algorithms.losses import top_entropy_tokens
 from megatron_rl.algorithms.ragged import (
     broadcast_rows,
-    dense_groups,
     group_statistics,
     last_masked_token,
     masked_row_means,
+    renumber_groups,
     row_sums,
 )
 from megatron_rl.algorithms.rewards import RunningMoments
@@ -65,16 +65,16 @@ def build_train_batch(
         raise ValueError(f"Scores.old_log_probs is missing, which {keys} needs before the loss")
 
     # Advantages come before rejection and the overlong filter, so that these do not change the baselines.
-    inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
+    inputs = _make_advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
-    correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
+    correction, train_mask, metrics = _compute_correction(rollouts, scores, algorithm, valid_mask)
     if algorithm.needs_teacher and not algorithm.distillation.top_tokens:
-        advantages = advantages + _teacher_term(scores, algorithm, valid_mask, old_log_probs)
+        advantages = advantages + _teacher_advantages(scores, algorithm, valid_mask, old_log_probs)
     if algorithm.overlong.filter:
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
 
-    policy_mask, entropy_metrics = _entropy_mask(scores, algorithm, train_mask)
+    policy_mask, entropy_metrics = _select_top_entropy(scores, algorithm, train_mask)
     metrics += entropy_metrics
 
     # The engine's expert choices produced the sampled tokens, so they take precedence over the actor's.
@@ -83,7 +83,7 @@ def build_train_batch(
         experts = scores.experts
 
     batch = replace(
-        train_rows(rollouts, train_mask),
+        make_train_rows(rollouts, train_mask),
         advantages=advantages.float(),
         returns=returns.float(),
         old_log_probs=old_log_probs,
@@ -103,7 +103,7 @@ def build_train_batch(
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
 
 
-def train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
+def make_train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
     """Convert rollouts to a train batch whose loss covers the tokens of ``mask`` [N] bool.
 
     Advantages, returns and the trainer's log-probs are not set; ``loss_weights`` are zero until `minibatches`
@@ -177,7 +177,7 @@ def old_policy_metrics(
     return metrics
 
 
-def _advantage_inputs(
+def _make_advantage_inputs(
     rollouts: Rollouts,
     scores: Scores,
     algorithm: Algorithm,
@@ -186,9 +186,10 @@ def _advantage_inputs(
     valid: Tensor,
     old_log_probs: Tensor | None,
 ) -> AdvantageInputs:
-    """Shape the rewards, apply the penalties, and distribute the result over tokens.
+    """Construct the inputs of the advantage estimator from a step's rollouts and scores.
 
-    Returns the inputs of the advantage estimator.
+    Shapes the rewards, applies the penalties, and distributes the result over tokens. ``mask`` [N] marks the
+    response tokens of the ``valid`` rows [B].
     """
     lengths = rollouts.lengths
     shaping = algorithm.reward_shaping
@@ -202,8 +203,9 @@ def _advantage_inputs(
     # The overlong penalty counts the same tokens as the length limit. Tool output is among them.
     rewards = shape_and_punish(scores.rewards, limited_counts(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
-    last = last_masked_token(mask, lengths)
-    token_rewards[last[last >= 0]] = rewards[last >= 0]
+    last_positions = last_masked_token(mask, lengths)
+    has_tokens = last_positions >= 0
+    token_rewards[last_positions[has_tokens]] = rewards[has_tokens]
 
     # The KL penalty is subtracted after shaping, which is configured only for the reward.
     if algorithm.kl.in_reward:
@@ -216,11 +218,11 @@ def _advantage_inputs(
         rewards = rewards - row_sums(penalty, lengths)
 
     # Greedy rewards are compared with the samples', so they are shaped by the same statistics.
-    baseline = scores.baseline_rewards
-    if baseline is not None:
+    baseline_rewards = scores.baseline_rewards
+    if baseline_rewards is not None:
         if scores.baseline_lengths is None:
             raise ValueError("Scores.baseline_rewards without their baseline_lengths")
-        baseline = shape_and_punish(baseline, scores.baseline_lengths)
+        baseline_rewards = shape_and_punish(baseline_rewards, scores.baseline_lengths)
 
     values = scores.values
     if values is not None:
@@ -242,14 +244,14 @@ def _advantage_inputs(
         group=rollouts.group,
         valid=valid,
         values=values,
-        baseline_rewards=baseline,
+        baseline_rewards=baseline_rewards,
         components={name: value.double() for name, value in scores.components.items()},
         log_probs=log_probs,
         squared_probs=squared_probs,
     )
 
 
-def _entropy_mask(
+def _select_top_entropy(
     scores: Scores,
     algorithm: Algorithm,
     mask: Tensor,
@@ -289,7 +291,7 @@ def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
     return torch.full((len(rollouts),), torch.iinfo(torch.long).max)
 
 
-def _correct(
+def _compute_correction(
     rollouts: Rollouts,
     scores: Scores,
     algorithm: Algorithm,
@@ -300,23 +302,23 @@ def _correct(
     In bypass mode the correction is part of the loss (`policy_objective`), so nothing is corrected here.
     """
     log_probs = scores.old_log_probs
-    if log_probs is None or algorithm.correction.bypass or not algorithm.correction.active:
+    if log_probs is None or algorithm.correction.bypass or not algorithm.correction.is_active:
         return None, mask, Metrics()
     return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
 
 
-def _teacher_term(
+def _teacher_advantages(
     scores: Scores,
     algorithm: Algorithm,
     mask: Tensor,
     old_log_probs: Tensor | None,
 ) -> Tensor:
-    """Compute the teacher's term in the advantages [N], 0 outside the mask."""
+    """Compute what distillation adds to the advantage of each token: [N], 0 outside the mask."""
     if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
-    term = algorithm.distillation(old_log_probs.double(), scores.teacher_log_probs.double())
-    return torch.where(mask, term, 0)
+    advantages = algorithm.distillation(old_log_probs.double(), scores.teacher_log_probs.double())
+    return torch.where(mask, advantages, 0)
 
 
 @dataclass(frozen=True)
@@ -376,13 +378,13 @@ def next_state(
     kl = algorithm.kl.estimate(log_probs.double(), scores.ref_log_probs.double())
     has_tokens = row_sums(mask.double(), rollouts.lengths) > 0
     row_count = int(has_tokens.sum())
-    coef = state.kl_coef
+    kl_coef = state.kl_coef
     if row_count:
         row_kl = masked_row_means(kl, mask, rollouts.lengths)
         mean_kl = float(row_kl[has_tokens].mean())
-        coef = algorithm.kl.next_coef(coef, mean_kl, row_count)
+        kl_coef = algorithm.kl.next_coef(kl_coef, mean_kl, row_count)
 
-    return AlgorithmState(coef, moments)
+    return AlgorithmState(kl_coef, moments)
 
 
 def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tensor:
@@ -434,36 +436,41 @@ def step_metrics(
 def _reward_metrics(scores: Scores, inputs: AdvantageInputs, valid_count: int) -> Metrics:
     """Compute the metrics ``reward/*`` over the valid rows, such as the mean of raw and of shaped rewards."""
     valid = inputs.valid
-    raw = scores.rewards[valid].double()
-    metrics = Metrics.mean("reward/mean", float(raw.sum()), valid_count)
-    metrics += Metrics.of({"reward/std": float(raw.std(correction=0)), "reward/min": float(raw.min())})
-    metrics += Metrics.maximum("reward/max", float(raw.max()))
+    raw_rewards = scores.rewards[valid].double()
+    metrics = Metrics.mean("reward/mean", float(raw_rewards.sum()), valid_count)
+    metrics += Metrics.of({"reward/std": float(raw_rewards.std(correction=0))})
+    metrics += Metrics.of({"reward/min": float(raw_rewards.min())})
+    metrics += Metrics.maximum("reward/max", float(raw_rewards.max()))
     metrics += Metrics.mean("reward/shaped_mean", float(inputs.rewards[valid].sum()), valid_count)
 
     # A component can fail (NaN) in a row whose reward is valid.
     for name, component in inputs.components.items():
-        finite = component[valid & component.isfinite()]
-        metrics += Metrics.mean(f"reward/component/{name}", float(finite.sum()), len(finite))
+        finite_values = component[valid & component.isfinite()]
+        metrics += Metrics.mean(f"reward/component/{name}", float(finite_values.sum()), len(finite_values))
     return metrics
 
 
 def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
-    """Compute the metrics ``group/*`` over the groups, each of which has the samples of one prompt."""
-    dense, group_count = dense_groups(inputs.group)
+    """Compute the metrics ``group/*``; a group has the samples of one prompt.
+
+    They are the share of groups with equal rewards, the mean standard deviation of a group's rewards, and the
+    share of groups with a failed sample.
+    """
+    group_index, group_count = renumber_groups(inputs.group)
 
     # First row of each group, to read the group's statistics from.
-    group_row = torch.zeros(group_count, dtype=torch.long)
-    group_row[dense.flip(0)] = torch.arange(len(dense)).flip(0)
+    first_rows = torch.zeros(group_count, dtype=torch.long)
+    first_rows[group_index.flip(0)] = torch.arange(len(group_index)).flip(0)
 
     statistics = group_statistics(scores.rewards.double(), inputs.group, inputs.valid)
-    valid_samples = statistics.size[group_row]
-    std = statistics.std[group_row]
+    valid_samples = statistics.size[first_rows]
+    std = statistics.std[first_rows]
 
     # Only two or more valid samples can differ.
     comparable = valid_samples > 1
     comparable_count = int(comparable.sum())
     equal = comparable & (std == 0)
-    has_failure = valid_samples < torch.bincount(dense, minlength=group_count)
+    has_failure = valid_samples < torch.bincount(group_index, minlength=group_count)
 
     metrics = Metrics.mean("group/zero_std_fraction", int(equal.sum()), comparable_count)
     metrics += Metrics.mean("group/reward_std", float(std[comparable].sum()), comparable_count)

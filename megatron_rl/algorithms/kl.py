@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, torch, wrong_result
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, torch, wrong_result_error
 from megatron_rl.config.setting import setting
 from megatron_rl.errors import UserError
 
@@ -215,19 +215,22 @@ class Distillation(Piece, ABC):
 
     @abstractmethod
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term of each token [N]; both arguments are log-probs [N] of the sampled tokens."""
+        """Compute the term that is added to each token's advantage: [N].
+
+        ``log_probs`` are the actor's. Both arguments are log-probs [N] of the sampled tokens.
+        """
 
     def __call__(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
         """Run `estimate` and check that its result has one value per token: [N]."""
         result = self.estimate(log_probs, teacher_log_probs)
         if getattr(result, "shape", None) != log_probs.shape:
-            raise wrong_result(self, "estimate", "a tensor of one value per token", result)
+            raise wrong_result_error(self, "estimate", "a tensor of one value per token", result)
         return result
 
 
 @dataclass(frozen=True)
 class NoDistillation(Distillation):
-    """Absence of a teacher: the algorithm does not distil."""
+    """No teacher: the algorithm does not distil."""
 
     @property
     def needs_teacher(self) -> bool:
@@ -235,7 +238,7 @@ class NoDistillation(Distillation):
         return False
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return a term of 0 for each token: [N]."""
+        """Return the term 0 for the advantage of each token: [N]."""
         return torch.zeros_like(log_probs)
 
 
@@ -265,7 +268,10 @@ class ReverseKl(Distillation):
     )
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term of each token [N]; both arguments are log-probs [N] of the sampled tokens."""
+        """Compute the term that is added to each token's advantage: [N].
+
+        ``log_probs`` are the actor's. Both arguments are log-probs [N] of the sampled tokens.
+        """
         term = self.coef * (teacher_log_probs - log_probs)
         if self.clip is None:
             return term
@@ -318,7 +324,7 @@ class TopKDivergence(Distillation):
         return self.k
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return a term of 0 for each token [N]: this teacher enters the loss, and not the advantages."""
+        """Return the term 0 for the advantage of each token [N]: this teacher only enters the loss."""
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
@@ -337,14 +343,14 @@ class TopKDivergence(Distillation):
             return (q * (log_q - log_p)).sum(dim=-1)
 
         log_m = torch.logaddexp(log_p + math.log(self.beta), log_q + math.log1p(-self.beta))
-        to_mixture = self.beta * p * (log_p - log_m) + (1 - self.beta) * q * (log_q - log_m)
-        return to_mixture.sum(dim=-1)
+        divergence = self.beta * p * (log_p - log_m) + (1 - self.beta) * q * (log_q - log_m)
+        return divergence.sum(dim=-1)
 
-    def checked_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Run `token_loss` and check its result, which may be a user's."""
+    def compute_checked_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+        """Run `token_loss`, which a user may have overridden, and check that its result has shape [N]."""
         result = self.token_loss(log_probs, teacher_log_probs)
         if getattr(result, "shape", None) != log_probs.shape[:1]:
-            raise wrong_result(self, "token_loss", "a tensor of one value per token", result)
+            raise wrong_result_error(self, "token_loss", "a tensor of one value per token", result)
         return result
 
 
@@ -394,16 +400,16 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 
 def adapt_kl_coef(
     coef: float,
-    kl: float,
+    mean_kl: float,
     rows: int,
     *,
     target: float,
     horizon: float,
     ceiling: float | None = None,
 ) -> float:
-    """Return the next step's KL coefficient; ``kl`` is this step's mean KL over ``rows`` sequences.
+    """Return the next step's KL coefficient; ``mean_kl`` is this step's mean KL over ``rows`` sequences.
 
-    ``coef (1 + clip(kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``. Raises UserError if
+    ``coef (1 + clip(mean_kl / target - 1, +-0.2) rows / horizon)``, at most ``ceiling``. Raises UserError if
     ``rows`` is so large relative to ``horizon`` that the coefficient could become 0 or negative.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.2.
@@ -425,9 +431,9 @@ def adapt_kl_coef(
         )
 
     # Clipped, so that the noise of one step's KL cannot move the coefficient far.
-    relative_error = kl / target - 1
-    proportional = min(max(relative_error, -MAX_ADAPTATION), MAX_ADAPTATION)
-    coef = coef * (1 + proportional * rows / horizon)
+    relative_error = mean_kl / target - 1
+    clipped_error = min(max(relative_error, -MAX_ADAPTATION), MAX_ADAPTATION)
+    coef = coef * (1 + clipped_error * rows / horizon)
 
     if ceiling is None:
         return coef

@@ -18,9 +18,9 @@ from megatron_rl.config.other_names import UnknownName
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
-from megatron_rl.config.source import describe, one_line
+from megatron_rl.config.source import describe_value, one_line
 from megatron_rl.errors import UserError, UserErrors, nearest, single_errors
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 # Megatron's settings that make a forward pass in training differ from one in evaluation mode.
 _RANDOM_SETTINGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
@@ -37,12 +37,13 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     )
 
 
-def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
+def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
     """Write the pieces of an algorithm (its losses, estimator and so on) with all settings into its section.
 
     Returns the configuration, which constructs the same algorithm, and a mapping from the key of each piece
-    that the user did not choose to its origin, such as ``algorithm.name=grpo``. Omits the value function's
-    pieces without a critic, and pieces of a user's `Algorithm` that have neither a name nor settings.
+    that the user did not choose to its origin, such as ``algorithm.name=grpo``. Without a critic, the
+    pieces of the value function are omitted. So are pieces of a user's `Algorithm` that have neither a name
+    nor settings.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -52,7 +53,7 @@ def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dic
             continue
 
         explicit = getattr(section, key)
-        value = _plain_piece(piece, KINDS[key], explicit)
+        value = _to_config_value(piece, KINDS[key], explicit)
         if value is not None:
             changes[key] = value
         # A piece that the user chose keeps the origin of that choice.
@@ -61,7 +62,7 @@ def with_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dic
     return replace(config, algorithm=replace(section, **changes)), reasons
 
 
-def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
+def _to_config_value(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
     """Convert a piece to its form in a configuration: its name, or a mapping of its name and settings.
 
     ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
@@ -69,9 +70,9 @@ def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any
     """
     name = _piece_name(piece, kind, explicit)
     settings: dict[str, Any] = {}
-    for item in fields(piece):
-        if is_setting(item):
-            settings[item.name] = to_plain(getattr(piece, item.name))
+    for piece_field in fields(piece):
+        if is_setting(piece_field):
+            settings[piece_field.name] = to_plain(getattr(piece, piece_field.name))
 
     # The shortest form that constructs the same piece again.
     if not settings:
@@ -104,7 +105,8 @@ def piece_text(value: Any) -> str:
 def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
     """Return the name or path that the user wrote for a piece, else a name of its class in ``kind.named``.
 
-    Returns None for a piece of a user's `Algorithm` whose class is not in the table.
+    ``explicit`` is the value that the user wrote, or None. Returns None for a piece of a user's `Algorithm`
+    whose class is not in the table.
     """
     explicit_name = explicit
     if isinstance(explicit, Mapping):
@@ -122,8 +124,8 @@ def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
     return None
 
 
-def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return why the old log-probs need a separate forward pass of the actor, or None if they do not.
+def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
+    """Return why the old log-probs need a separate forward pass of the actor, or None if they need none.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
@@ -188,7 +190,7 @@ def get_algorithm(
     return algorithm
 
 
-def preference_function(loss: str, key: str) -> Any:
+def load_preference_loss(loss: str, key: str) -> Any:
     """Load the user's preference loss from a path ``file.py:function``; return None for a built-in loss.
 
     Raises UserError if the path does not lead to a function of one argument.
@@ -196,7 +198,7 @@ def preference_function(loss: str, key: str) -> Any:
     if ":" not in loss:
         return None
 
-    function = load_path(loss, key)
+    function = load_object(loss, key)
     if not callable(function) or isinstance(function, type):
         raise UserError(
             f"{loss} is not a function",
@@ -205,7 +207,7 @@ def preference_function(loss: str, key: str) -> Any:
             got=f"{loss}, of type {type(function).__name__}",
             fix="define a function def NAME(pairs): ... and use its name",
         )
-    _check_call(function, ("pairs",), f"{loss}(pairs)", key)
+    _check_arguments(function, ("pairs",), f"{loss}(pairs)", key)
     return function
 
 
@@ -217,9 +219,9 @@ def _load_algorithm(name: str) -> Algorithm:
 
     # A path has the form FILE:NAME or MODULE:NAME.
     if ":" not in name:
-        raise _unknown_name("algorithm", name, ALGORITHMS, key)
+        raise _unknown_name_error("algorithm", name, ALGORITHMS, key)
 
-    algorithm = load_path(name, key)
+    algorithm = load_object(name, key)
     if not isinstance(algorithm, Algorithm):
         raise UserError(
             f"{name} is not an Algorithm",
@@ -231,30 +233,31 @@ def _load_algorithm(name: str) -> Algorithm:
     return algorithm
 
 
-def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
-    """Construct the piece of the key ``algorithm.NAME`` from its configured ``value``.
+def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
+    """Construct the piece that replaces one of an algorithm's pieces, such as its policy loss.
 
-    ``current`` is the algorithm's own piece: a mapping without a name changes only settings of it.
+    ``kind_name`` is a key of `KINDS`, and ``value`` is what the user configured for it. ``current`` is the
+    algorithm's own piece: a mapping without a name changes only settings of it.
     """
-    key = f"algorithm.{name}"
-    if name not in KINDS or current is None:
-        raise _unknown_name("piece of an algorithm", name, KINDS, key)
+    key = f"algorithm.{kind_name}"
+    if kind_name not in KINDS or current is None:
+        raise _unknown_name_error("piece of an algorithm", kind_name, KINDS, key)
 
-    kind = KINDS[name]
+    kind = KINDS[kind_name]
     if isinstance(value, str):
         value = {"name": value}
 
     # Python callers may pass a piece, a class or a function instead of YAML's names and mappings.
     if not isinstance(value, Mapping):
-        piece = user_piece(value, kind, describe(value), key)
+        piece = convert_user_piece(value, kind, describe_value(value), key)
         return piece() if isinstance(piece, type) else piece
 
     settings = dict(value)
     piece_name = settings.pop("name", None)
     piece = current
     if piece_name is not None:
-        piece = _load_piece(piece_name, kind, name, key)
-    return _with_settings(piece, settings, kind, key)
+        piece = _load_piece(piece_name, kind, kind_name, key)
+    return _change_settings(piece, settings, kind, key)
 
 
 def _load_piece(
@@ -263,28 +266,30 @@ def _load_piece(
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
-    """Load the piece of an algorithm that the user has named in the configuration.
+    """Load the piece of an algorithm, such as a policy loss, that the user has named in the configuration.
 
     ``piece_name`` is a name in the table ``kind.named``, or the path of a piece or of its class, such as
-    ``file.py:Name``. ``kind_name`` names the kind of pieces in errors. Raises UserError for any other value.
+    ``file.py:Name``. ``kind_name`` names the kind of piece in errors, and ``key`` is the key of the
+    configuration. Raises UserError for any other value.
     """
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
     if not isinstance(piece_name, str) or ":" not in piece_name:
-        raise _unknown_name(kind_name, piece_name, kind.named, key)
-    return user_piece(load_path(piece_name, key), kind, piece_name, key)
+        raise _unknown_name_error(kind_name, piece_name, kind.named, key)
+    return convert_user_piece(load_object(piece_name, key), kind, piece_name, key)
 
 
-def _with_settings(
+def _change_settings(
     piece: Piece | type[Piece],
     settings: dict[str, Any],
     kind: Kind,
     key: str,
 ) -> Piece:
-    """Return a copy of an algorithm's piece with the given settings changed.
+    """Return a copy of an algorithm's piece, such as its policy loss, with the given settings changed.
 
-    A class is constructed with the settings, and with its own defaults for the others. ``kind`` and ``key``
-    are the piece's, for errors. Raises UserError or UserErrors for invalid settings.
+    A class is constructed with the settings, and with its own defaults for the others. ``kind`` is the kind
+    of piece and ``key`` its key in the configuration, for errors. Raises UserError or UserErrors for invalid
+    settings.
     """
     piece_class = type(piece)
     defaults = piece
@@ -298,7 +303,7 @@ def _with_settings(
         names = [name for name, candidate in kind.named.items() if candidate == piece]
         piece_name = names[0] if names else piece_class.__name__
         raise UserErrors(
-            _setting_of_other_pieces(error, piece_name, kind) for error in errors.errors
+            _misplaced_setting_error(error, piece_name, kind) for error in errors.errors
         ) from errors
     except Exception as error:  # a user's class may reject its settings with any exception
         raise UserError(
@@ -310,37 +315,37 @@ def _with_settings(
         ) from error
 
 
-def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserError:
-    """Replace the error of an unknown setting by one that names the other pieces with this setting.
+def _misplaced_setting_error(error: UserError, piece_name: str, kind: Kind) -> UserError:
+    """Replace the error for an unknown setting by one that names the pieces which have this setting.
 
-    Every other error is returned unchanged.
+    ``piece_name`` is the piece for which the user wrote the setting. Every other error is returned unchanged.
     """
     if not isinstance(error, UnknownName):
         return error
 
     # Most likely the user took the setting from the documentation of another piece.
-    pieces_with_setting = [
-        name
-        for name, candidate in kind.named.items()
-        if error.key in {item.name for item in fields(candidate) if is_setting(item)}
-    ]
+    pieces_with_setting: list[str] = []
+    for name, candidate in kind.named.items():
+        settings = {item.name for item in fields(candidate) if is_setting(item)}
+        if error.key in settings:
+            pieces_with_setting.append(name)
     if not pieces_with_setting:
         return error
 
     expected = f"a piece with it: {', '.join(pieces_with_setting)}"
     if error.below:
-        settings = ", ".join(name.partition(".")[0] for name in error.below)
-        expected += f"; or one of {settings}"
+        known_settings = ", ".join(name.partition(".")[0] for name in error.below)
+        expected += f"; or one of {known_settings}"
     return UserError(
-        f"`{error.path}` is not a setting of `{piece}`",
+        f"`{error.path}` is not a setting of `{piece_name}`",
         where=error.where,
         expected=expected,
-        got=f"`{error.key}` with `{piece}`",
+        got=f"`{error.key}` with `{piece_name}`",
         fix=f"set `{error.section}.name` to {' or '.join(pieces_with_setting)}, or remove the line",
     )
 
 
-def _unknown_name(
+def _unknown_name_error(
     subject: str,
     name: Any,
     table: Mapping[str, Any],
@@ -360,40 +365,41 @@ def _unknown_name(
     )
 
 
-def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piece]:
+def convert_user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piece]:
     """Convert a user's piece, class or function to a piece or a class of pieces; raise UserError otherwise.
 
+    A piece is a part of an algorithm, such as its policy loss, and ``kind`` is the required kind of piece.
     ``path`` names the object in errors; ``key`` is its key in the configuration.
     """
     # A piece has its settings already; a class gets them from the configuration.
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
-        _check_class(value, kind, path, key)
+        _check_piece_class(value, kind, path, key)
         return value
 
     # A function has no settings and no requirements, so only some kinds accept one.
     arguments = ", ".join(kind.arguments)
-    if not callable(value) or kind.of_function is None:
-        or_function = "" if kind.of_function is None else f" or a function({arguments})"
+    if not callable(value) or kind.make_from_function is None:
+        or_function = "" if kind.make_from_function is None else f" or a function({arguments})"
         raise UserError(
             f"{path} cannot be used here",
             where=key,
             expected=f"a class derived from {_base_name(kind)}{or_function}",
             got=f"{path}, of type {type(value).__name__}",
-            fix=f"derive a class from {_base_name(kind)} with a method {_method_call(kind)}",
+            fix=f"derive a class from {_base_name(kind)} with a method {_format_method_call(kind)}",
         )
 
-    _check_call(value, kind.arguments, f"{path}({arguments})", key)
-    return kind.of_function(value)
+    _check_arguments(value, kind.arguments, f"{path}({arguments})", key)
+    return kind.make_from_function(value)
 
 
-def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
-    """Raise UserError unless a user's class can be a piece of this kind.
+def _check_piece_class(user_class: type, kind: Kind, path: str, key: str) -> None:
+    """Raise UserError unless a user's class can be a piece of this kind, such as a policy loss.
 
     It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
     """
-    expected = f"a class derived from {_base_name(kind)} with a method {_method_call(kind)}"
+    expected = f"a class derived from {_base_name(kind)} with a method {_format_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"
 
@@ -405,7 +411,7 @@ def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
             where=key,
             expected=expected,
             got=got,
-            fix=f"define {_method_call(kind)}",
+            fix=f"define {_format_method_call(kind)}",
         )
     if not issubclass(user_class, kind.base):
         raise UserError(
@@ -420,7 +426,8 @@ def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
     # class attributes.
     annotations = vars(user_class).get("__annotations__", {})
     setting_names = {name for name, hint in annotations.items() if "ClassVar" not in str(hint)}
-    if not is_dataclass(user_class) or setting_names - {item.name for item in fields(user_class)}:
+    has_fields = is_dataclass(user_class) and setting_names <= {item.name for item in fields(user_class)}
+    if not has_fields:
         raise UserError(
             f"{path} is not a dataclass, so its settings have no effect",
             where=key,
@@ -433,10 +440,10 @@ def _check_class(user_class: type, kind: Kind, path: str, key: str) -> None:
     method = inspect.getattr_static(user_class, kind.method)
     if not isinstance(method, property):
         function = getattr(user_class, kind.method)
-        _check_call(function, ("self", *kind.arguments), f"{path}.{_method_call(kind)}", key)
+        _check_arguments(function, ("self", *kind.arguments), f"{path}.{_format_method_call(kind)}", key)
 
 
-def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) -> None:
+def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: str) -> None:
     """Raise UserError unless a function accepts the number of arguments that it will be called with."""
     try:
         signature = inspect.signature(function)
@@ -455,7 +462,7 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
         ) from error
 
 
-def _method_call(kind: Kind) -> str:
+def _format_method_call(kind: Kind) -> str:
     """Format a call of the method that pieces of this kind define, for errors: ``estimate(inputs)``."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 

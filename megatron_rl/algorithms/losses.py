@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, ragged, torch, wrong_result
+from megatron_rl.algorithms.piece import MAX_LOG_RATIO, Piece, ragged, torch, wrong_result_error
 from megatron_rl.config.setting import NO_SETTING, setting
 
 if TYPE_CHECKING:
@@ -113,23 +113,23 @@ class FunctionLoss(PolicyLoss):
         return self.function(micro, log_probs)
 
 
-def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
+def validate_token_loss(piece: Piece, result: Any, token_values: Tensor) -> TokenLoss:
     """Validate the result of a piece's ``token_loss``; raise UserError unless it is a `TokenLoss` [N].
 
-    ``tokens`` [N] is any tensor with one value per token; only its shape is read.
+    ``token_values`` [N] is any tensor with one value per token; only its shape is read.
     """
     # A user's function may return a plain pair.
-    if isinstance(loss, tuple) and len(loss) == 2:
-        loss = TokenLoss(*loss)
-    if not isinstance(loss, TokenLoss) or not isinstance(loss.indicators, Mapping):
-        raise wrong_result(piece, "token_loss", _EXPECTED, loss)
+    if isinstance(result, tuple) and len(result) == 2:
+        result = TokenLoss(*result)
+    if not isinstance(result, TokenLoss) or not isinstance(result.indicators, Mapping):
+        raise wrong_result_error(piece, "token_loss", _EXPECTED, result)
 
     # A scalar or [B] loss would broadcast in the weighted sum and give a wrong gradient without an error.
-    for value in (loss.loss, *loss.indicators.values()):
-        if getattr(value, "shape", None) != tokens.shape:
-            raise wrong_result(piece, "token_loss", _EXPECTED, value)
+    for value in (result.loss, *result.indicators.values()):
+        if getattr(value, "shape", None) != token_values.shape:
+            raise wrong_result_error(piece, "token_loss", _EXPECTED, value)
 
-    return loss
+    return result
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
@@ -145,7 +145,7 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
+def squared_log_ratio(policy_loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
     """Compute the squared log ratio of new to old policy at each token: [N], 0 outside the mask.
 
     With ``log_ratio_of`` "token" it is that of the token. With "response" it is the squared sum over the
@@ -162,11 +162,11 @@ def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) ->
     mask = micro.response_mask
     (old_log_probs,) = fields_of(micro, "old_log_probs")
     log_ratios = torch.where(mask, log_ratio(log_probs, old_log_probs), 0)
-    if loss.log_ratio_of == "token":
+    if policy_loss.log_ratio_of == "token":
         return log_ratios.square()
 
-    counts = ragged.row_sums(mask.to(log_ratios.dtype), micro.lengths).clamp(min=1)
-    row_values = ragged.row_sums(log_ratios, micro.lengths).square() / counts
+    token_counts = ragged.row_sums(mask.to(log_ratios.dtype), micro.lengths).clamp(min=1)
+    row_values = ragged.row_sums(log_ratios, micro.lengths).square() / token_counts
     return torch.where(mask, ragged.broadcast_rows(row_values, micro.lengths, len(mask)), 0)
 
 
@@ -301,9 +301,9 @@ class Sapo(PolicyLoss):
 
         # The paper's argument for a steeper gate: a negative advantage raises the logits of all other tokens,
         # which makes training less stable.
-        positive = ratio.new_tensor(self.temperature_positive)
-        negative = ratio.new_tensor(self.temperature_negative)
-        tau = torch.where(advantages > 0, positive, negative)
+        tau_positive = ratio.new_tensor(self.temperature_positive)
+        tau_negative = ratio.new_tensor(self.temperature_negative)
+        tau = torch.where(advantages > 0, tau_positive, tau_negative)
         gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
         return TokenLoss(-advantages * gate, {})
 
@@ -351,31 +351,31 @@ class Dppo(PolicyLoss):
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
 
         # Divergence between old and new probability, in float64: p - q cancels digits of close policies.
-        new = log_probs.detach().double()
-        old = old_log_probs.double()
-        p = new.exp()
-        q = old.exp()
+        log_p = log_probs.detach().double()
+        log_q = old_log_probs.double()
+        p = log_p.exp()
+        q = log_q.exp()
         default_threshold = 0.2
         distance = (p - q).abs()
         if self.divergence == "kl":
             default_threshold = 0.05
-            complement_p = _complement(new)
-            complement_q = _complement(old)
-            distance = q * (old - new) + complement_q * (complement_q.log() - complement_p.log())
+            other_p = _other_tokens_prob(log_p)
+            other_q = _other_tokens_prob(log_q)
+            distance = q * (log_q - log_p) + other_q * (other_q.log() - other_p.log())
 
         # Only a step away from the trust region is cut: a token that moves back keeps its gradient.
-        low = default_threshold if self.clip_low is None else self.clip_low
-        high = default_threshold if self.clip_high is None else self.clip_high
-        too_likely = (p > q) & (distance > high)
-        too_unlikely = (p < q) & (distance > low)
-        clipped = torch.where(advantages > 0, too_likely, too_unlikely)
+        low_threshold = default_threshold if self.clip_low is None else self.clip_low
+        high_threshold = default_threshold if self.clip_high is None else self.clip_high
+        too_likely = (p > q) & (distance > high_threshold)
+        too_unlikely = (p < q) & (distance > low_threshold)
+        is_clipped = torch.where(advantages > 0, too_likely, too_unlikely)
 
-        weight = torch.where(clipped, 0, ratio.clamp(max=self.ratio_cap))
-        return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": clipped})
+        weight = torch.where(is_clipped, 0, ratio.clamp(max=self.ratio_cap))
+        return TokenLoss(-weight * advantages * log_probs, {"clip_fraction": is_clipped})
 
 
-def _complement(log_probs: Tensor) -> Tensor:
-    """Compute the probability of any other token, 1 - p [N], at least 1e-8.
+def _other_tokens_prob(log_probs: Tensor) -> Tensor:
+    """Compute the probability of all other tokens together, 1 - p [N], at least 1e-8.
 
     expm1 keeps the digits of 1 - p for p near 1; the floor keeps the logarithm of the result finite.
     """
@@ -459,12 +459,12 @@ class Gspo(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the clipped loss of every token [N] on its response's ratio."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        difference = log_probs.detach() - old_log_probs
-        row_mean = ragged.masked_row_means(difference, micro.response_mask, micro.lengths)
+        log_ratios = log_probs.detach() - old_log_probs
+        row_means = ragged.masked_row_means(log_ratios, micro.response_mask, micro.lengths)
 
         # Value of the sequence ratio, gradient of the token's own log-prob.
-        row_value = ragged.broadcast_rows(row_mean, micro.lengths, len(log_probs))
-        log_sequence_ratio = row_value + log_probs - log_probs.detach()
+        token_means = ragged.broadcast_rows(row_means, micro.lengths, len(log_probs))
+        log_sequence_ratio = token_means + log_probs - log_probs.detach()
         ratio = log_sequence_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
         return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
 
@@ -492,7 +492,8 @@ class Gmpo(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N], which is the same for all tokens of a response."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        rows = (micro.response_mask, micro.lengths)
+        mask = micro.response_mask
+        lengths = micro.lengths
 
         # The pessimistic one of clipped and unclipped log ratio, as in PPO; the sign turns max into min.
         sign = advantages.sign()
@@ -502,9 +503,9 @@ class Gmpo(PolicyLoss):
         is_clipped = sign * difference > sign * clamped
 
         # The mean in log space is the geometric mean: one extreme token changes it less than the product.
-        ratio = ragged.masked_row_means(pessimistic, *rows).exp()
-        advantage = ragged.masked_row_means(advantages, *rows)
-        loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths, len(log_probs))
+        row_ratios = ragged.masked_row_means(pessimistic, mask, lengths).exp()
+        row_advantages = ragged.masked_row_means(advantages, mask, lengths)
+        loss = ragged.broadcast_rows(-row_advantages * row_ratios, lengths, len(log_probs))
         return TokenLoss(loss, {"clip_fraction": is_clipped})
 
 
@@ -565,13 +566,13 @@ class Vespo(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N], weighted by a smooth function of the response's ratio."""
         (advantages,) = fields_of(micro, "advantages")
-        log_weight = _log_ratio_to_rollout(micro, log_probs)
+        log_ratios = _log_ratio_to_rollout(micro, log_probs)
         is_positive = advantages >= 0
         power = torch.where(is_positive, self.power_positive, self.power_negative)
         decay = torch.where(is_positive, self.decay_positive, self.decay_negative)
 
         # Computed as a logarithm: W^power alone may overflow where its product with the decay is 0.
-        weight = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+        weight = (power * log_ratios + decay * (1 - log_ratios.exp())).exp()
         return TokenLoss(-weight * advantages * log_probs, {"weight": weight})
 
 
@@ -580,8 +581,8 @@ def _log_ratio_to_rollout(micro: TrainBatch, log_probs: Tensor) -> Tensor:
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     # Prompts must not enter the sum.
     difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
-    rows = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return ragged.broadcast_rows(rows, micro.lengths, len(log_probs))
+    row_log_ratios = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return ragged.broadcast_rows(row_log_ratios, micro.lengths, len(log_probs))
 
 
 def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
@@ -599,9 +600,9 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     count = max(int(share * len(candidates)), 1)
 
     # Stable, so that every rank selects the same of several tokens with equal entropy.
-    order = torch.argsort(entropy[candidates], descending=True, stable=True)
+    entropy_order = torch.argsort(entropy[candidates], descending=True, stable=True)
     selected = torch.zeros_like(mask)
-    selected[candidates[order[:count]]] = True
+    selected[candidates[entropy_order[:count]]] = True
     return selected
 
 
@@ -675,7 +676,7 @@ class ClipCov(PolicyLoss):
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Select the tokens without a loss: [N] bool, no token for an empty mask."""
+        """Return which tokens [N] get no loss, as booleans; all False for an empty mask."""
         mask = minibatch.response_mask
         covariance = _log_prob_covariance(minibatch)
         in_range = (covariance > self.covariance_low) & (covariance < self.covariance_high)
@@ -715,9 +716,9 @@ class KlCov(PolicyLoss):
         """Compute the unclipped loss of every token [N], with the penalty on selected tokens."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         selected = _selected_tokens(micro)
-        difference = log_ratio(log_probs, old_log_probs)
-        penalty = torch.where(selected, self.coef * difference.abs(), 0)
-        return TokenLoss(-advantages * difference.exp() + penalty, {"selected_fraction": selected})
+        log_ratios = log_ratio(log_probs, old_log_probs)
+        penalty = torch.where(selected, self.coef * log_ratios.abs(), 0)
+        return TokenLoss(-advantages * log_ratios.exp() + penalty, {"selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
         """Select the tokens with a penalty: [N] bool, no token for an empty mask."""

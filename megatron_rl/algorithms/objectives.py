@@ -13,11 +13,11 @@ from megatron_rl.algorithms.estimation import AlgorithmState
 from megatron_rl.algorithms.kl import TopKDivergence
 from megatron_rl.algorithms.losses import (
     TokenLoss,
-    checked_loss,
     fields_of,
     log_ratio,
     off_policy_sequence_mask,
     squared_log_ratio,
+    validate_token_loss,
 )
 from megatron_rl.algorithms.piece import MAX_LOG_RATIO
 from megatron_rl.metrics import Metrics
@@ -118,7 +118,7 @@ def _teacher_divergence(
         raise ValueError("the distillation needs the actor's log-probs of the teacher's most likely tokens")
 
     mask = micro.response_mask
-    token_loss = distillation.checked_loss(bucket_log_probs, teacher_log_probs)
+    token_loss = distillation.compute_checked_loss(bucket_log_probs, teacher_log_probs)
     divergence = (micro.loss_weights * torch.where(mask, token_loss, 0)).sum()
 
     # Probability of all tokens outside the teacher's k most likely ones.
@@ -153,7 +153,7 @@ def value_objective(
 
     value_loss = algorithm.value_loss
     token_loss = value_loss.token_loss(values, old_values, returns)
-    loss, indicators = checked_loss(value_loss, token_loss, values)
+    loss, indicators = validate_token_loss(value_loss, token_loss, values)
     total = (weights * loss).sum()
 
     token_count = mask.sum()
@@ -185,7 +185,7 @@ def _corrected_loss(
     """Compute the policy loss per token with mismatch correction and off-policy sequence masking."""
     policy_loss = algorithm.policy_loss
     token_loss = policy_loss.token_loss(micro, log_probs)
-    loss, indicators = checked_loss(policy_loss, token_loss, log_probs)
+    loss, indicators = validate_token_loss(policy_loss, token_loss, log_probs)
 
     # Outside bypass mode the correction was computed once, for the step.
     metrics = Metrics()
@@ -229,17 +229,22 @@ def _bypass_correction(
     as weight 0. The weights are None if no correction is configured.
     """
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
-    rows = (micro.response_mask, micro.lengths)
-    metrics = mismatch_metrics(log_probs, rollout_log_probs, *rows)
+    mask = micro.response_mask
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, mask, micro.lengths)
 
     correction = algorithm.correction
     if algorithm.policy_loss.weighs_by_ratio:
         correction = correction.without_weights()
-    if not correction.active:
+    if not correction.is_active:
         return None, metrics
 
     # A rejected token stays in the denominators, which were fixed for the complete mini-batch.
-    weights, accepted, correction_metrics = correction.correct(log_probs, rollout_log_probs, *rows)
+    weights, accepted, correction_metrics = correction.correct(
+        log_probs,
+        rollout_log_probs,
+        mask,
+        micro.lengths,
+    )
     loss_weights = accepted.to(log_probs.dtype)
     if weights is not None:
         loss_weights = weights * loss_weights

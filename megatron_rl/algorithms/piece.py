@@ -54,14 +54,14 @@ class Piece:
         """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
         # First each setting alone, then combinations of settings.
         for item in fields(self):
-            error = setting_of(item).error(f"{path}.{item.name}", getattr(self, item.name))
+            error = setting_of(item).value_error(f"{path}.{item.name}", getattr(self, item.name))
             if error is not None:
                 yield error
 
         yield from self.contradictions(path)
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors between two or more settings; subclasses override this."""
+        """Yield the errors of settings that contradict each other; subclasses override this."""
         yield from ()
 
     @property
@@ -70,11 +70,11 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with the unset settings that it derives from the response limit in tokens."""
+        """Return the piece with the settings filled in that depend on the response limit in tokens."""
         return self
 
 
-def wrong_result(piece: Piece, method: str, expected: str, got: Any) -> UserError:
+def wrong_result_error(piece: Piece, method: str, expected: str, got: Any) -> UserError:
     """Return the error for a user's piece or function that returned a value of the wrong type or shape."""
     function = getattr(piece, "function", None) or getattr(type(piece), method)
 

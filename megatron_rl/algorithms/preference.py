@@ -196,7 +196,7 @@ def dpo_objective(
                 rejected_tokens,
                 settings.beta,
             )
-            loss = _users_loss(settings.function, pairs)
+            loss = _call_user_loss(settings.function, pairs)
         else:
             loss = dpo_loss(
                 chosen_log_probs,
@@ -223,7 +223,7 @@ def dpo_objective(
     return total, _pair_metrics("dpo", total, weights, chosen_rewards, rejected_rewards)
 
 
-def _users_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
+def _call_user_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
     """Call a user's preference loss; raise UserError unless it returns one number per pair."""
     loss = function(pairs)
     # A scalar would broadcast in the weighted sum and give a wrong gradient without an error.
@@ -252,7 +252,7 @@ def reward_model_objective(
     """
     # Only the output at the last token depends on the complete response.
     micro = micro.to(values.device)
-    rewards = mask_tokens(values, micro.response_mask)[_last_tokens(micro)]
+    rewards = mask_tokens(values, micro.response_mask)[_last_token_positions(micro)]
     chosen_rewards, rejected_rewards = _split_pairs(rewards)
 
     weights = _pair_weights(micro)
@@ -267,43 +267,46 @@ def reward_model_objective(
     return total, metrics
 
 
-def _split_pairs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Split alternating rows [2 P] into chosen and rejected: [P] each."""
-    if len(rows) % 2:
-        raise ValueError(f"preference rows come in pairs, got {len(rows)} rows")
-    return rows[0::2], rows[1::2]
+def _split_pairs(row_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Split alternating rows [2 P], one value each, into chosen and rejected: [P] each."""
+    if len(row_values) % 2:
+        raise ValueError(f"preference rows come in pairs, got {len(row_values)} rows")
+    return row_values[0::2], row_values[1::2]
 
 
 def _pair_weights(micro: TrainBatch) -> Tensor:
     """Add up the loss weights of each pair's two rows: [P]; they sum to 1 over a complete mini-batch."""
     # All tokens of a row have the same weight, so the last token's weight is the row's.
-    chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_tokens(micro)])
+    chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_token_positions(micro)])
     return chosen_weights + rejected_weights
 
 
-def _last_tokens(micro: TrainBatch) -> Tensor:
+def _last_token_positions(micro: TrainBatch) -> Tensor:
     """Return the position in [N] of each row's last response token: [B].
 
     Raises ValueError for a row without a response token.
     """
-    last = last_masked_token(micro.response_mask, micro.lengths)
-    if bool((last < 0).any()):
+    positions = last_masked_token(micro.response_mask, micro.lengths)
+    if bool((positions < 0).any()):
         raise ValueError("a row of a preference pair has no response token")
-    return last
+    return positions
 
 
 def _pair_metrics(
     name: str,
-    total: Tensor,
+    weighted_loss: Tensor,
     weights: Tensor,
     chosen_rewards: Tensor,
     rejected_rewards: Tensor,
 ) -> Metrics:
-    """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``."""
+    """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``.
+
+    ``weighted_loss`` is the sum of the pairs' losses with ``weights`` [P].
+    """
     # A tensor on the device, like the sums: merging the metrics must not wait for the device.
     pair_count = torch.tensor(len(weights), device=weights.device)
     sums = {
-        "loss": (total, weights.sum()),
+        "loss": (weighted_loss, weights.sum()),
         "accuracy": ((chosen_rewards > rejected_rewards).sum(), pair_count),
         "margin": ((chosen_rewards - rejected_rewards).sum(), pair_count),
         "chosen": (chosen_rewards.sum(), pair_count),

@@ -42,12 +42,12 @@ def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
     return maxima.scatter_reduce(0, rows, values, "amax", include_self=False)
 
 
-def broadcast_rows(values: Tensor, lengths: Tensor, tokens: int | None = None) -> Tensor:
+def broadcast_rows(values: Tensor, lengths: Tensor, token_count: int | None = None) -> Tensor:
     """Repeat one value per row [B] over the row's tokens: [N].
 
-    ``tokens`` is N; with None it is computed from ``lengths``, which waits for their device.
+    ``token_count`` is N; with None it is computed from ``lengths``, which waits for their device.
     """
-    return torch.repeat_interleave(values, lengths, output_size=tokens)
+    return torch.repeat_interleave(values, lengths, output_size=token_count)
 
 
 def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
         [1, -1]
     """
     # -1 is below every position: tokens outside the mask never win against tokens inside it.
-    last = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
+    no_token = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
     positions = torch.arange(len(mask), device=mask.device)
     masked_positions = torch.where(mask, positions, -1)
-    return last.scatter_reduce(0, row_index(lengths, len(mask)), masked_positions, "amax")
+    return no_token.scatter_reduce(0, row_index(lengths, len(mask)), masked_positions, "amax")
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:
@@ -125,16 +125,16 @@ class GroupStatistics(NamedTuple):
     """[B], unbiased (n-1) standard deviation of those rewards; 0 for fewer than two valid samples."""
 
 
-def dense_groups(group: Tensor) -> tuple[Tensor, int]:
+def renumber_groups(group: Tensor) -> tuple[Tensor, int]:
     """Renumber the groups of rows as 0..K-1; return each row's new number and the count: ([B] int64, K)."""
-    unique, dense = torch.unique(group, return_inverse=True)
-    return dense, len(unique)
+    unique_groups, group_index = torch.unique(group, return_inverse=True)
+    return group_index, len(unique_groups)
 
 
 def group_sums(values: Tensor, group: Tensor) -> Tensor:
     """Sum [B] values over each group and return each row's group sum: [B]."""
-    dense, group_count = dense_groups(group)
-    return values.new_zeros(group_count).index_add(0, dense, values)[dense]
+    group_index, group_count = renumber_groups(group)
+    return values.new_zeros(group_count).index_add(0, group_index, values)[group_index]
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
@@ -149,12 +149,12 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
         >>> s.size.tolist(), s.mean.tolist(), [round(x, 4) for x in s.std.tolist()]
         ([2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 7.0], [1.4142, 1.4142, 1.4142, 0.0])
     """
-    weight = valid.to(rewards.dtype)
+    is_valid = valid.to(rewards.dtype)
     rewards = torch.where(valid, rewards, 0)
 
-    count = group_sums(weight, group)
+    count = group_sums(is_valid, group)
     mean = group_sums(rewards, group) / count.clamp(min=1)
-    squares = group_sums(weight * (rewards - mean) ** 2, group)
+    squares = group_sums(is_valid * (rewards - mean) ** 2, group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
 
     # The rounded mean of equal rewards may differ from them. Division by a tiny standard deviation would turn
@@ -213,13 +213,14 @@ def leave_one_out_statistics(
 
 def group_range(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the smallest and largest valid reward of each row's group: [B] each, 0 without a valid row."""
-    dense, group_count = dense_groups(group)
-    index = dense[valid]
-    values = rewards[valid]
+    group_index, group_count = renumber_groups(group)
+    valid_group_index = group_index[valid]
+    valid_rewards = rewards[valid]
+
     zeros = rewards.new_zeros(group_count)
-    low = zeros.scatter_reduce(0, index, values, "amin", include_self=False)
-    high = zeros.scatter_reduce(0, index, values, "amax", include_self=False)
-    return low[dense], high[dense]
+    low = zeros.scatter_reduce(0, valid_group_index, valid_rewards, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, valid_group_index, valid_rewards, "amax", include_self=False)
+    return low[group_index], high[group_index]
 
 
 def group_top2(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,21 +236,21 @@ def group_top2(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, T
     _, maxima = group_range(rewards, group, valid)
 
     # The second largest is the maximum without one row of the largest reward.
-    runners_up = valid & ~first_best(rewards, group, valid)
-    dense, group_count = dense_groups(group)
+    runners_up = valid & ~mark_first_best(rewards, group, valid)
+    group_index, group_count = renumber_groups(group)
     second = rewards.new_full((group_count,), -torch.inf)
-    second = second.scatter_reduce(0, dense[runners_up], rewards[runners_up], "amax")
-    return maxima, second[dense]
+    second = second.scatter_reduce(0, group_index[runners_up], rewards[runners_up], "amax")
+    return maxima, second[group_index]
 
 
-def first_best(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+def mark_first_best(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
     """Mark in each group the first valid row with the largest reward: [B] bool."""
-    dense, group_count = dense_groups(group)
+    group_index, group_count = renumber_groups(group)
     _, maxima = group_range(rewards, group, valid)
 
     # Smallest index among the best rows; len(group) marks a group without a valid row.
     rows = torch.arange(len(group), device=group.device)
     best_rows = rows[valid & (rewards == maxima)]
-    first = torch.full((group_count,), len(group), device=group.device)
-    first = first.scatter_reduce(0, dense[best_rows], best_rows, "amin")
-    return rows == first[dense]
+    first_rows = torch.full((group_count,), len(group), device=group.device)
+    first_rows = first_rows.scatter_reduce(0, group_index[best_rows], best_rows, "amin")
+    return rows == first_rows[group_index]

@@ -97,7 +97,7 @@ class RewardShaping(Piece):
         """Whether shaping can change a reward: any setting but ``ema_decay`` differs from its default."""
         return replace(self, ema_decay=0.99) != RewardShaping()
 
-    def scaled(self, rewards: Tensor, valid: Tensor) -> Tensor:
+    def scale_and_clip(self, rewards: Tensor, valid: Tensor) -> Tensor:
         """Apply scale, shift and clip: [B] float64, 0 on invalid rows."""
         values = rewards.double() * self.scale + self.shift
         if self.clip_low is not None or self.clip_high is not None:
@@ -111,7 +111,8 @@ class RewardShaping(Piece):
         valid: Tensor,
     ) -> RunningMoments:
         """Return the running moments after a step with these raw rewards [B]."""
-        return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
+        clipped_rewards = self.scale_and_clip(rewards, valid)
+        return update_moments(moments, clipped_rewards, valid, decay=self.ema_decay)
 
     def shape(
         self,
@@ -122,12 +123,12 @@ class RewardShaping(Piece):
     ) -> Tensor:
         """Shape the rewards ``values`` [B]: float64, 0 on invalid rows.
 
-        ``moments`` include this step's rewards.
-        ``values`` are the samples' ``rewards`` [B] or the rewards of responses that are compared with them,
-        such as greedy ones. Batch statistics are computed from ``rewards``.
+        ``values`` are the samples' ``rewards`` [B], or the rewards of responses that are compared with them,
+        such as greedy ones. ``moments`` include this step's rewards.
+        Batch statistics are computed from ``rewards``.
         """
-        shaped = self.scaled(values, valid)
-        samples = self.scaled(rewards, valid)[valid]
+        shaped = self.scale_and_clip(values, valid)
+        samples = self.scale_and_clip(rewards, valid)[valid]
 
         # Mean of the rewards at this point, towards which smoothing moves them: 0 after normalisation.
         mean = moments.mean
@@ -278,9 +279,11 @@ def update_moments(
         return moments
 
     step_moments = (1.0, float(samples.mean()), float((samples**2).mean()))
-    return RunningMoments(
-        *(decay * old + (1 - decay) * new for old, new in zip(moments, step_moments, strict=True))
-    )
+    new_moments = [
+        decay * running + (1 - decay) * of_step
+        for running, of_step in zip(moments, step_moments, strict=True)
+    ]
+    return RunningMoments(*new_moments)
 
 
 def normalize(rewards: Tensor, valid: Tensor, mean: float, std: float) -> Tensor:
@@ -295,7 +298,7 @@ def normalize(rewards: Tensor, valid: Tensor, mean: float, std: float) -> Tensor
 
 
 def smooth(rewards: Tensor, valid: Tensor, mean: float, share: float) -> Tensor:
-    """Mix the running mean into every reward: ``(1 - share) R + share mean``, [B].
+    """Mix a mean into the reward of every valid row: ``(1 - share) R + share mean``, [B].
 
     Example:
         >>> smooth(torch.tensor([1.0]), torch.tensor([True]), 0.0, 0.25).tolist()
@@ -387,9 +390,9 @@ def informative_groups(
     return (statistics.size > 1) & (statistics.std > tolerance)
 
 
-def count_groups(rows: Tensor, group: Tensor) -> int:
-    """Count the groups with at least one of the marked ``rows`` [B] bool."""
-    return len(torch.unique(group[rows]))
+def count_groups(is_marked: Tensor, group: Tensor) -> int:
+    """Count the groups that have at least one marked row; ``is_marked`` is [B] bool."""
+    return len(torch.unique(group[is_marked]))
 
 
 def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[int]:
@@ -402,15 +405,17 @@ def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[in
         >>> take_groups(torch.tensor([True, False, True, True]), torch.tensor([5, 6, 7, 5]), 1)
         [0, 3]
     """
-    dense_group = ragged.dense_groups(group)[0].tolist()
+    group_index = ragged.renumber_groups(group)[0].tolist()
     group_rows: dict[int, list[int]] = {}
     for row, is_informative in enumerate(informative.tolist()):
         if is_informative:
-            group_rows.setdefault(dense_group[row], []).append(row)
+            group_rows.setdefault(group_index[row], []).append(row)
 
     # A dict keeps insertion order, which is the order of first appearance.
-    selected = list(group_rows.values())[:group_count]
-    return sorted(row for rows in selected for row in rows)
+    selected_rows: list[int] = []
+    for rows in list(group_rows.values())[:group_count]:
+        selected_rows.extend(rows)
+    return sorted(selected_rows)
 
 
 def prompts_to_sample(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.lookup import with_pieces
+from megatron_rl.algorithms.lookup import write_pieces
 from megatron_rl.check.data import DatasetStats
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
@@ -23,7 +23,7 @@ from megatron_rl.check.engine.arguments import (
 )
 from megatron_rl.check.engine.sampling_order import check_asynchrony
 from megatron_rl.check.files import Files
-from megatron_rl.check.inputs import Inputs, check_inputs, check_paths
+from megatron_rl.check.inputs import Inputs, check_inputs, check_path_lengths
 from megatron_rl.check.model.accelerator import (
     AppliedDefault,
     accelerated_roles,
@@ -47,15 +47,15 @@ from megatron_rl.check.packages import (
     missing_packages,
     split_import_errors,
 )
-from megatron_rl.check.rehearsal import rehearse
+from megatron_rl.check.rehearsal import try_imports
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
-    check_budget,
     check_checkpoint,
     check_layout,
     check_lengths,
     check_memory,
     check_memory_target,
+    check_microbatch_budget,
     check_top_tokens,
     check_world,
     smallest_valid_world,
@@ -82,9 +82,9 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
-from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
-from megatron_rl.config.token_budget import estimated_tokens
-from megatron_rl.errors import UserError, UserErrors, out_of_range
+from megatron_rl.config.stage_plan import job_reads, reset_unread_keys, stage_plans
+from megatron_rl.config.token_budget import estimate_tokens
+from megatron_rl.errors import UserError, UserErrors, range_error
 from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape
@@ -94,7 +94,7 @@ from megatron_rl.shapes.traffic import WeightTraffic
 _PROVIDER_KEYS = ("model.provider", "model.weights")
 """Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
 
-_USER_PIECE = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
+_USER_CODE_KEY = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Pattern of the keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
@@ -163,7 +163,7 @@ class _Check:
 
     Attributes:
         config: The configuration that is checked.
-        launched: Number of processes that the launcher started, or None without a launcher.
+        launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
         untried: Warnings that Megatron did not validate its settings.
@@ -175,7 +175,7 @@ class _Check:
     """
 
     config: RunConfig
-    launched: int | None
+    launched_processes: int | None
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     untried: list[UserError] = field(default_factory=list)
@@ -238,10 +238,15 @@ def check_file(
     With ``training``, Megatron has `LONG_PATIENCE` to validate its settings. Raises UserErrors if the file
     cannot be read at all.
     """
-    loaded = load(Path(path), overrides, weights=training)
+    loaded = load(Path(path), overrides, with_weights=training)
 
     # Models that ship with a configuration are in `models`, in its folder or one level up.
-    folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
+    model_folders: list[Path] = []
+    for file in loaded.files:
+        model_folders.append(file.parent / "models")
+        model_folders.append(file.parent.parent / "models")
+    shipped_models = next((folder for folder in model_folders if folder.is_dir()), None)
+
     # Only one rank of a job lets Megatron validate its settings; a run waits longer for that than a check.
     patience = 0.0
     if process_rank() == 0:
@@ -253,7 +258,7 @@ def check_file(
         training=training,
         without_files=without_files,
         elsewhere=elsewhere,
-        shipped_models=next((folder for folder in folders if folder.is_dir()), None),
+        shipped_models=shipped_models,
         patience=patience,
     )
 
@@ -290,7 +295,7 @@ def check_config(
         raise UserErrors(loaded.errors)
 
     # Reset the settings that the job does not read, so that no mistake in them is reported.
-    config = for_job(loaded.config)
+    config = reset_unread_keys(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
         config, loaded.broken, allow_missing=without_files
     )
@@ -323,9 +328,9 @@ def check_config(
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
         check.add_invalid(check_engine_arguments(config.rollout.vllm))
-    check.add_invalid(check_paths(config))
-    if not training:  # a run imports the pieces in any case
-        check.add_invalid(rehearse(_user_pieces(check), reported_keys=_PROVIDER_KEYS))
+    check.add_invalid(check_path_lengths(config))
+    if not training:  # a run imports this code in any case
+        check.add_invalid(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
     files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
@@ -339,13 +344,14 @@ def check_config(
         trial.stop()
 
 
-def _user_pieces(check: _Check) -> dict[str, str]:
-    """Return the user's code that runs in training processes: key -> ``file.py:Name``."""
-    pieces: dict[str, str] = {}
+def _user_code_paths(check: _Check) -> dict[str, str]:
+    """Return the paths of the user's code that runs in training processes: key -> ``file.py:Name``."""
+    object_paths: dict[str, str] = {}
     for key, value in flatten(check.config).items():
-        if isinstance(value, str) and ":" in value and _USER_PIECE.fullmatch(key) and check.is_valid(key):
-            pieces[key] = value
-    return pieces
+        is_object_path = isinstance(value, str) and ":" in value
+        if is_object_path and _USER_CODE_KEY.fullmatch(key) and check.is_valid(key):
+            object_paths[key] = value
+    return object_paths
 
 
 def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
@@ -395,8 +401,8 @@ def _check_with_inputs(
     if check.is_valid("rollout.engine"):
         check.add(check_user_engine(config.rollout.engine))
 
-    world = _check_world_size(check)
-    layouts = _check_layouts(check, world)
+    world_size = _check_world_size(check)
+    layouts = _check_layouts(check, world_size)
     check.add(check_asynchrony(config, layouts, algorithm))
 
     # Files, functions and servers: the rules below need the shapes that are read here.
@@ -434,8 +440,8 @@ def _check_with_inputs(
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
-        trial_errors, check.untried = trial.result(
-            _trial_roles(inputs, layouts), config.model.dtype, training
+        trial_errors, check.untried = trial.wait_for_result(
+            _build_trial_roles(inputs, layouts), config.model.dtype, training
         )
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
@@ -448,7 +454,7 @@ def _check_with_inputs(
         inputs.errors.extend(files.unmade_directories())
     else:
         inputs.warnings.extend(files.unmade_directories())
-    return _report(check, inputs, origins, world, algorithm)
+    return _build_report(check, inputs, origins, world_size, algorithm)
 
 
 def _check_world_size(check: _Check) -> int:
@@ -457,58 +463,58 @@ def _check_world_size(check: _Check) -> int:
     With an invalid size or invalid layouts it is 1.
     """
     config = check.config
-    check.add(check_world(config, check.launched))
+    check.add(check_world(config, check.launched_processes))
     # The configured size wins: against another number of processes every layout would seem wrong.
-    world = config.world_size or check.launched
-    if world is not None and 1 <= world <= MAX_WORLD:
-        return world
+    world_size = config.world_size or check.launched_processes
+    if world_size is not None and 1 <= world_size <= MAX_WORLD:
+        return world_size
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
 
     # Neither configured nor launched: take the smallest that every role's sizes divide.
-    world = smallest_valid_world(config)
-    if world is None:
+    world_size = smallest_valid_world(config)
+    if world_size is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
         fix = "lower the parallel sizes of actor, reference and rollout"
-        check.add_invalid([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.add_invalid([range_error("actor.layout", smallest_world(config), expected, fix=fix)])
         check.invalid.add("world_size")
         return 1
 
     check.warnings.append(
         UserError(
-            f"the number of processes is not set; {world} is the smallest that fits",
+            f"the number of processes is not set; {world_size} is the smallest that fits",
             where="world_size",
             got="neither world_size, --world-size nor a launcher",
             fix="pass --world-size N, or write world_size: N",
         )
     )
-    return world
+    return world_size
 
 
-def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
+def _check_layouts(check: _Check, world_size: int) -> dict[str, ParallelLayout]:
     """Check the layouts of all roles; return role -> layout for those whose own values are valid."""
     layouts: dict[str, ParallelLayout] = {}
     if not check.is_valid("placement"):
         return layouts
 
     sections = layout_sections(check.config)
-    checked: set[tuple[str, int]] = set()
-    for role, layout in role_layouts(check.config, world).items():
-        # A role without a section has the actor's sizes: their errors name the actor's key, also in a job
+    checked_layouts: set[tuple[str, int]] = set()
+    for role, layout in role_layouts(check.config, world_size).items():
+        # A role without a section has the actor's sizes: their errors name the actor's key, even in a job
         # without the actor, and are reported once for each number of ranks.
-        source = layout
+        reported_layout = layout
         if role != "rollout" and sections[layout_path_of(role)] is None:
-            source = replace(layout, path="actor.layout")
-        keys = (source.path,)
+            reported_layout = replace(layout, path="actor.layout")
+        size_keys = (reported_layout.path,)
         if role == "rollout":
-            keys = ("rollout.tensor", "rollout.ranks")
-        if not check.is_valid("world_size", *keys):
+            size_keys = ("rollout.tensor", "rollout.ranks")
+        if not check.is_valid("world_size", *size_keys):
             continue
 
         layouts[role] = layout
-        if (source.path, source.size) not in checked:
-            checked.add((source.path, source.size))
-            check.add(check_layout(role, source, world, check.config))
+        if (reported_layout.path, reported_layout.size) not in checked_layouts:
+            checked_layouts.add((reported_layout.path, reported_layout.size))
+            check.add(check_layout(role, reported_layout, world_size, check.config))
     return layouts
 
 
@@ -516,11 +522,11 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
     """Check token lengths, adapters, routing and layouts against the shapes of the roles' models."""
     config = check.config
     shape = inputs.shape
-    lengths_valid = check.is_valid(
+    are_lengths_valid = check.is_valid(
         "data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles"
     )
-    if lengths_valid and check.is_valid("batch.tokens_per_microbatch"):
-        check.add(check_budget(config))
+    if are_lengths_valid and check.is_valid("batch.tokens_per_microbatch"):
+        check.add(check_microbatch_budget(config))
         check.add(check_row_lengths(config, shape))
 
     # Adapters, first without and then with the model that they are on.
@@ -542,12 +548,12 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
     # Layouts and lengths against the model.
     check.add(check_routing(config, shape))
     for role, layout in layouts.items():
-        check.add(_fit_errors(check, inputs, role, layout))
-    if lengths_valid:
+        check.add(_layout_errors(check, inputs, role, layout))
+    if are_lengths_valid:
         check.add(check_lengths(config, shape))
 
 
-def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
+def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
     """Return the errors for a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
@@ -567,7 +573,7 @@ def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout
     return errors
 
 
-def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
+def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
     """Return the roles whose Megatron configuration a trial can build: those with a config.json."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
@@ -605,14 +611,14 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
     return roles
 
 
-def _report(
-    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
+def _build_report(
+    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world_size: int, algorithm: Algorithm | None
 ) -> CheckReport:
     """Build the report of a check; derive the remaining values and the plans only if there are no errors."""
     plans = None
     config = check.config
     if not check.errors:
-        plans = _plan(check, inputs, world, algorithm)
+        plans = _compute_plans(check, inputs, world_size, algorithm)
         config = plans.config
 
     # The origin of a derived section is also that of each value in it.
@@ -627,7 +633,7 @@ def _report(
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
     report = CheckReport(
         config=config,
-        world_size=world,
+        world_size=world_size,
         errors=tuple(_with_origin(error, origins) for error in errors),
         warnings=tuple(_with_origin(error, origins) for error in (*check.warnings, *inputs.warnings)),
         origins=value_origins,
@@ -653,19 +659,19 @@ def _report(
     )
 
 
-def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None) -> _Plans:
+def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Algorithm | None) -> _Plans:
     """Derive every unset value, compute the plans, and add the findings that need the plans to ``check``."""
-    resolved = resolve(check.config, world, algorithm, inputs.shape)
+    resolved = resolve(check.config, world_size, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
     piece_reasons: dict[str, str] = {}
     # A piece of the user's that this machine cannot import is a warning, and missing from ``algorithm``.
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
-        config, piece_reasons = with_pieces(config, algorithm)
+        config, piece_reasons = write_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
-    layouts = role_layouts(config, world)
+    layouts = role_layouts(config, world_size)
     shapes: dict[str, ModelShape] = {}
     models: Mapping[str, Path] = {}
     if inputs.shape is not None:
@@ -673,7 +679,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
         models = inputs.models
     budget_reasons: dict[str, str] = {}
     if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
-        tokens, reason = estimated_tokens(config, layouts, shapes)
+        tokens, reason = estimate_tokens(config, layouts, shapes)
         check.add(check_memory_target(check.config, tokens))
         config = with_value(config, "batch.tokens_per_microbatch", tokens)
         budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"
@@ -692,7 +698,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     # Warnings are about explicit values. Of the derived ones, only the memory of a GPU is used.
     user_config = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
     check.warnings.extend(
-        check_warnings(user_config, world, layouts, batch, inputs.shape, algorithm, records)
+        check_warnings(user_config, world_size, layouts, batch, inputs.shape, algorithm, records)
     )
     memory_key = "gpu" if gpu_reasons else "gpu_memory_gib"
     memory_errors, memory_warnings = check_memory(config, memory, memory_key)
@@ -746,9 +752,9 @@ def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
 
     # A section has the origin of the first value in it that the user wrote.
     if origin is None or origin.kind == "default":
-        for path, value in origins.items():
-            if path.startswith(f"{key}.") and value.kind in ("file", "override"):
-                origin = value
+        for path, other_origin in origins.items():
+            if path.startswith(f"{key}.") and other_origin.kind in ("file", "override"):
+                origin = other_origin
                 break
     if origin is None:
         return error

@@ -30,7 +30,7 @@ from megatron_rl.data.chat_format import (
     TurnEnd,
     find_turn_end,
     template_tokens,
-    turn_end_mismatch,
+    unnamed_turn_end_warning,
 )
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.messages import (
@@ -40,7 +40,7 @@ from megatron_rl.data.messages import (
     no_tokens_error,
     prompt_messages,
     unclosed_thoughts_warning,
-    uninformative_text,
+    uninformative_warning,
     uses_chat_template,
 )
 from megatron_rl.data.records import (
@@ -48,17 +48,17 @@ from megatron_rl.data.records import (
     DataPath,
     Record,
     data_files,
-    empty_error,
-    missing_error,
+    empty_data_error,
+    missing_data_error,
     parse_line,
     partial_warning,
     read_table,
-    unreadable_error,
+    unreadable_data_error,
 )
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
     prompt_warnings,
-    rendered_prompts,
+    render_prompts,
     response_pieces,
     response_warnings,
 )
@@ -68,11 +68,12 @@ from megatron_rl.errors import UserError
 MIN_RECORDS = 200
 """Minimum number of records that are read at the start of each data set, however large it is."""
 
-WHOLE_BYTES = 16 << 20
+FULLY_READ_BYTES = 16 << 20
 """Bytes of JSON lines, over all data sets, that `check` reads completely: about a second's work."""
 
-WHOLE_TABLE_BYTES = 4 << 20
-"""Bytes of Parquet and Arrow tables that take as long to read as `WHOLE_BYTES`: they may be compressed."""
+FULLY_READ_TABLE_BYTES = 4 << 20
+"""Bytes of Parquet and Arrow tables, which may be compressed, that take as long to read as
+`FULLY_READ_BYTES`."""
 
 MAX_LINE_BYTES = 64 << 20
 """Longest line that is read, in bytes: without a bound, a device such as /dev/zero would fill the memory."""
@@ -80,7 +81,7 @@ MAX_LINE_BYTES = 64 << 20
 COUNTED_BYTES = 256 << 20
 """Largest file whose lines are counted, in bytes: `check` should take less than five seconds."""
 
-MAX_BROKEN = 5
+MAX_RECORD_ERRORS = 5
 """Number of different record errors after which reading of a data set stops."""
 
 TOKENISED_RECORDS = 256
@@ -117,17 +118,17 @@ class DataSet:
     limited_by: str = "data.max_prompt_tokens"
 
     @property
-    def path(self) -> str:
+    def key(self) -> str:
         """Return the configuration key that names the data set, such as ``data.train``."""
         return self.reader.setting
 
     @property
-    def data(self) -> DataConfig:
+    def data_config(self) -> DataConfig:
         """Return the settings that name the fields of the data set's records."""
         return self.reader.data
 
     @property
-    def responses(self) -> Mapping[str, str]:
+    def response_fields(self) -> Mapping[str, str]:
         """Return the fields that contain responses: field -> setting that names it."""
         return self.reader.responses
 
@@ -162,7 +163,7 @@ class DatasetStats:
         limit: Largest valid number of tokens of a record, or None if that is not available.
 
     Example:
-        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
+        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).describe()
         'read the first 200 of many records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
 
@@ -174,7 +175,7 @@ class DatasetStats:
     over: int
     limit: int | None
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Describe the numbers of records and tokens as one sentence of the report."""
         records = f"the first {self.records:,} of many"
         if self.records == self.total:
@@ -194,8 +195,8 @@ class DatasetStats:
         return text
 
 
-def _bytes_on_disk(path: Path) -> int:
-    """Return the bytes of a file, or of all files in a folder, such as a table's Arrow files."""
+def _count_bytes_on_disk(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder, such as a table's Arrow files."""
     files = [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file()]
@@ -206,22 +207,24 @@ def _bytes_on_disk(path: Path) -> int:
 class ReadBudget:
     """Remaining bytes of data sets to read to the end; at 0, only the first records of a set are read."""
 
-    remaining: int = field(default_factory=lambda: WHOLE_BYTES)
+    remaining: int = field(default_factory=lambda: FULLY_READ_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
         """Reserve a data set's bytes in the budget; return the bytes to read, or None for all of them."""
         # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
-        size = 0
-        for path in files:
-            bytes_on_disk = _bytes_on_disk(path)
-            if path.suffix != ".jsonl":
-                bytes_on_disk *= WHOLE_BYTES // WHOLE_TABLE_BYTES
-            size += bytes_on_disk
+        weighted_bytes = 0
+        for file in files:
+            file_bytes = _count_bytes_on_disk(file)
+            if file.suffix != ".jsonl":
+                file_bytes *= FULLY_READ_BYTES // FULLY_READ_TABLE_BYTES
+            weighted_bytes += file_bytes
 
-        complete = size <= self.remaining
-        reserved = min(size, self.remaining)
+        fits = weighted_bytes <= self.remaining
+        reserved = min(weighted_bytes, self.remaining)
         self.remaining -= reserved
-        return None if complete else reserved
+        if fits:
+            return None
+        return reserved
 
 
 def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
@@ -230,28 +233,28 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     Errors and warnings are added to ``files``, and ``budget`` limits how much is read. Returns None if the
     data set cannot be read.
     """
-    missing_path = _first_missing(data_set.source)
+    missing_path = _find_missing_path(data_set.source)
     if missing_path is not None:
-        missing = missing_error(missing_path, data_set.path)
-        files.record_missing(missing_path, missing.message, data_set.path, KINDS, missing.fix or "")
+        finding = missing_data_error(missing_path, data_set.key)
+        files.record_missing(missing_path, finding.message, data_set.key, KINDS, finding.fix or "")
         return None
 
     try:
         # Detect truncated Parquet files here, since pyarrow's error names neither the file nor a fix.
-        paths = data_files(data_set.source, data_set.path)
+        paths = data_files(data_set.source, data_set.key)
         for path in paths:
             if path.is_file() and path.suffix == ".parquet":
-                _require_parquet(path, data_set.path)
+                _require_parquet(path, data_set.key)
 
-        partial = partial_warning(data_set.source, paths, data_set.path)
-        if partial is not None:
-            files.warnings.append(partial)
+        warning = partial_warning(data_set.source, paths, data_set.key)
+        if warning is not None:
+            files.warnings.append(warning)
 
         return _check_records(data_set, paths, files, budget.reserve(paths))
     except OSError as error:
-        first = _source_paths(data_set.source)[0]
+        first_path = _source_paths(data_set.source)[0]
         fix = "check the permissions of the file and of its folders"
-        files.errors.append(unreadable_error(first, data_set.path, str(error), fix))
+        files.errors.append(unreadable_data_error(first_path, data_set.key, str(error), fix))
     except ImportError:  # a machine that only checks may lack the packages that read tables
         return DataPreview(None, None)
     except UserError as error:
@@ -263,14 +266,16 @@ def _source_paths(source: DataPath) -> list[Path]:
     """Return the paths and glob patterns that a setting for a data set lists."""
     if isinstance(source, str | Path):
         return [Path(source)]
-    return [Path(item) for item in source]
+    return [Path(path) for path in source]
 
 
-def _first_missing(source: DataPath) -> Path | None:
+def _find_missing_path(source: DataPath) -> Path | None:
     """Return the first path of a data set that does not exist, or None if all exist."""
     for path in _source_paths(source):
-        matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
-        if not path.exists() and not matches:
+        is_pattern = glob.has_magic(str(path))
+        if is_pattern and glob.glob(str(path), recursive=True):
+            continue
+        if not path.exists():
             return path
     return None
 
@@ -280,44 +285,45 @@ def _check_records(
 ) -> DataPreview | None:
     """Read the records of a data set; return the preview, or None for an empty data set.
 
-    ``max_bytes`` bounds the bytes of JSON lines that are read; None reads all records.
+    Errors and warnings are added to ``files``. ``max_bytes`` is the largest number of bytes of JSON lines to
+    read; None reads all records.
     """
-    first: Mapping[str, Any] | None = None
-    total = 0
+    first_values: Mapping[str, Any] | None = None
+    read_count = 0
     records: list[Record] = []
-    # Report the same mistake in many records once, for the first of them.
-    broken: dict[tuple[str, str | None], UserError] = {}
-    for item in _read_records(paths, data_set.path, max_bytes):
-        if len(broken) >= MAX_BROKEN:
+    # Report the same mistake in many records once, for the first of them. The key is (message, got).
+    error_by_text: dict[tuple[str, str | None], UserError] = {}
+    for record_or_error in _read_records(paths, data_set.key, max_bytes):
+        if len(error_by_text) >= MAX_RECORD_ERRORS:
             break
         try:
-            total += 1
-            if isinstance(item, UserError):
-                raise item
-            first = first or item.values
-            records.append(data_set.reader.read(item))
+            read_count += 1
+            if isinstance(record_or_error, UserError):
+                raise record_or_error
+            first_values = first_values or record_or_error.values
+            records.append(data_set.reader.read(record_or_error))
         except UserError as error:
-            broken.setdefault((error.message, error.got), error)
+            error_by_text.setdefault((error.message, error.got), error)
 
-    files.errors.extend(broken.values())
-    if not broken:  # with wrong field names, the remarks about unread fields would mislead
+    files.errors.extend(error_by_text.values())
+    if not error_by_text:  # with wrong field names, the remarks about unread fields would mislead
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninformative_warnings(data_set, records))
-    if first is None and not broken:
-        files.errors.append(empty_error(data_set.source, data_set.path))
+    if first_values is None and not error_by_text:
+        files.errors.append(empty_data_error(data_set.source, data_set.key))
         return None
 
-    # Prefer a converted record to the raw first one, which is for data without a valid record.
+    # Prefer a converted record to the first one as written, which is for data without a valid record.
     if records:
-        first = records[0].values
+        first_values = records[0].values
 
     # Without a byte limit every record was read; else count the lines, which is faster than parsing them.
     count: int | None = None
     if max_bytes is not None:
         count = _count_records(paths)
-    elif not broken:
-        count = total
-    return DataPreview(first, count, records)
+    elif not error_by_text:
+        count = read_count
+    return DataPreview(first_values, count, records)
 
 
 def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
@@ -357,7 +363,7 @@ def _read_lines(
 
             if len(line) == MAX_LINE_BYTES:
                 problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
-                raise unreadable_error(path, setting, problem, "name a file of records")
+                raise unreadable_data_error(path, setting, problem, "name a file of records")
 
             if not line.strip():
                 continue
@@ -370,19 +376,21 @@ def _read_lines(
 
 def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
     """Yield a warning about records whose responses give no training signal."""
-    fields = data_set.responses
-    if not fields:
+    response_fields = data_set.response_fields
+    if not response_fields:
         return
 
     # Empty responses, or pairs of equal ones: their loss is 0 or cancels.
-    locations = [
-        record.where for record in records if is_uninformative(*(record.values[name] for name in fields))
-    ]
+    locations: list[str] = []
+    for record in records:
+        responses = [record.values[name] for name in response_fields]
+        if is_uninformative(*responses):
+            locations.append(record.where)
     if locations:
         yield UserError(
-            uninformative_text(locations, len(records), len(fields) > 1),
-            where=data_set.path,
-            got=f"{', '.join(fields)} of {len(records)} records that were read",
+            uninformative_warning(locations, len(records), len(response_fields) > 1),
+            where=data_set.key,
+            got=f"{', '.join(response_fields)} of {len(records)} records that were read",
             fix="correct or remove the records",
         )
 
@@ -390,44 +398,47 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
 def _require_parquet(path: Path, setting: str) -> None:
     """Raise UserError unless a file starts and ends as Parquet does; OSError if it cannot be read."""
     with path.open("rb") as stream:
-        head = stream.read(4)
+        first_bytes = stream.read(4)
         size = path.stat().st_size
         stream.seek(max(0, size - 4))
-        tail = stream.read(4)
+        last_bytes = stream.read(4)
 
     if size == 0:
-        raise empty_error(path, setting)
-    if head != b"PAR1" or tail != b"PAR1":
+        raise empty_data_error(path, setting)
+    if first_bytes != b"PAR1" or last_bytes != b"PAR1":
         raise UserError(
             f"{path} is not a whole Parquet file",
             where=setting,
             expected="a file that begins and ends with PAR1",
-            got=f"{head!r} ... {tail!r}, {size} bytes",
+            got=f"{first_bytes!r} ... {last_bytes!r}, {size} bytes",
             fix="write or download the file again",
         )
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, or None if one is a table or too large to count."""
-    total = 0
+    """Return the number of lines, one for each record, of all files.
+
+    Returns None if a file is a table, or too large to count its lines in time.
+    """
+    line_count = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
             return None
-        total += _count_lines(path)
-    return total
+        line_count += _count_lines(path)
+    return line_count
 
 
 def _count_lines(path: Path) -> int:
     """Return the number of lines of a file; the last one need not end with a newline."""
-    count = 0
-    tail = b"\n"
+    newline_count = 0
+    last_byte = b"\n"
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
-            count += block.count(b"\n")
-            tail = block[-1:]
-    if tail != b"\n":
-        count += 1
-    return count
+            newline_count += block.count(b"\n")
+            last_byte = block[-1:]
+    if last_byte != b"\n":
+        return newline_count + 1
+    return newline_count
 
 
 @dataclass
@@ -474,7 +485,7 @@ class TokenCounter:
         return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
 
     @cached_property
-    def chat(self) -> ConversationText | None:
+    def conversation_renderer(self) -> ConversationText | None:
         """Return the renderer of conversations as text, or None if the template cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
@@ -493,12 +504,12 @@ class TokenCounter:
         return template_tokens(self.renderer, added_token_ids(self.tokenizer).values())
 
     @cached_property
-    def thoughts_end(self) -> str | None:
+    def thoughts_end_tag(self) -> str | None:
         """Return the tag that closes the thoughts which rendered prompts open; None if they open none."""
-        if self.chat is None:
+        if self.conversation_renderer is None:
             return None
         with suppress(UserError):
-            return closing_thought_tag(self.chat.opening)
+            return closing_thought_tag(self.conversation_renderer.opening)
         return None
 
     def close(self) -> None:
@@ -506,43 +517,46 @@ class TokenCounter:
         if self.renderer is not None:
             self.renderer.close()
 
-    def check(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
+    def check_records(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
         """Count the tokens of a data set's records; errors of lengths and texts are added to ``files``.
 
         ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
         """
         # Count the tokens of a sample of the records.
         records = preview.records
-        counts: dict[int, int] = {}
+        token_counts: dict[int, int] = {}
         if self.tokenizer is not None:
-            counts = self._token_counts(data_set, records, files)
+            token_counts = self._count_tokens(data_set, records, files)
 
-        too_long = sorted(
-            index for index, count in counts.items() if data_set.limit is not None and count > data_set.limit
-        )
+        too_long_indices: list[int] = []
+        if data_set.limit is not None:
+            too_long_indices = sorted(
+                index for index, count in token_counts.items() if count > data_set.limit
+            )
         stats = DatasetStats(
-            where=data_set.path,
+            where=data_set.key,
             records=len(records),
             total=preview.count,
-            tokenised=len(counts),
-            longest=max(counts.values(), default=0),
-            over=len(too_long),
+            tokenised=len(token_counts),
+            longest=max(token_counts.values(), default=0),
+            over=len(too_long_indices),
             limit=data_set.limit,
         )
         self.stats.append(stats)
 
         # With `over_long: error` one long record is an error; else only a data set without any valid record.
-        if too_long:
-            first = too_long[0]
-            location = f"{records[first].where} ({data_set.path})"
-            error = _too_long_error(data_set, stats, location, counts[first], over_long)
-            all_counted = len(counts) == len(records) == preview.count
-            if over_long == "error" or (all_counted and len(too_long) == len(records)):
+        if too_long_indices:
+            first_index = too_long_indices[0]
+            location = f"{records[first_index].where} ({data_set.key})"
+            error = _too_long_error(data_set, stats, location, token_counts[first_index], over_long)
+            all_are_counted = len(token_counts) == len(records) == preview.count
+            if over_long == "error" or (all_are_counted and len(too_long_indices) == len(records)):
                 files.errors.append(error)
-            elif 2 * len(too_long) > len(counts):  # a few dropped records are expected, half of them are not
+            elif 2 * len(too_long_indices) > len(token_counts):
+                # A few dropped records are expected, half of them are not.
                 files.warnings.append(error)
 
-        if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
+        if not data_set.key.endswith(".held_out"):  # a stage's training data has the same form
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
@@ -550,58 +564,65 @@ class TokenCounter:
         if self.tokenizer is None or not records:
             return
 
-        data = data_set.data
+        data = data_set.data_config
         uses_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
         # Warn of the template itself only once for all data sets.
         if uses_template:
-            if self.chat is None:
+            if self.conversation_renderer is None:
                 return
             end_list = ", ".join(end_texts)
-            problem = turn_end_mismatch(self.turn_end, [*self.end_tokens], end_list, str(self.model))
-            if problem is not None and not self._turn_end_reported:
+            mismatch = unnamed_turn_end_warning(self.turn_end, [*self.end_tokens], end_list, str(self.model))
+            if mismatch is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
-                yield problem
-            end_texts = self.chat.ends
+                yield mismatch
+            end_texts = self.conversation_renderer.ends
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
-        if data_set.responses and uses_template and self.thoughts_end is not None:
+        if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:
             warning = unclosed_thoughts_warning(
-                records, data_set.responses, data, self.thoughts_end, data_set.path
+                records, data_set.response_fields, data, self.thoughts_end_tag, data_set.key
             )
             if warning is not None:
                 yield warning
 
-        with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
-            texts = rendered_prompts(records, data, data_set.path, self.renderer)
-            yield from prompt_warnings(records, texts, data, data_set.path, end_texts, self.framing_tokens)
-            if data_set.responses:
+        with suppress(UserError):  # a record that the template refuses is an error of `_count_tokens`
+            texts = render_prompts(records, data, data_set.key, self.renderer)
+            yield from prompt_warnings(records, texts, data, data_set.key, end_texts, self.framing_tokens)
+            if data_set.response_fields:
                 yield from response_warnings(
-                    records, data_set.responses, data, data_set.path, self.chat, end_texts
+                    records,
+                    data_set.response_fields,
+                    data,
+                    data_set.key,
+                    self.conversation_renderer,
+                    end_texts,
                 )
 
-    def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
+    def _count_tokens(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
         """Return the number of tokens of a sample of records, by their index in ``records``.
 
         A record with several responses counts with its longest. The first record that cannot be rendered, or
         whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
         # Index of a record -> its rows, each a list of texts: the prompt, then the response if there is one.
-        rows_of: dict[int, list[list[str]]] = {}
+        rows_by_index: dict[int, list[list[str]]] = {}
 
-        sizes = [_characters(record, data_set) for record in records]
-        for index in _sampled_indices(sizes):
-            if len(rows_of) > 1 and self.remaining < sizes[index]:
+        characters = [_count_characters(record, data_set) for record in records]
+        for index in _sampled_indices(characters):
+            if len(rows_by_index) > 1 and self.remaining < characters[index]:
                 continue
 
-            self.remaining -= sizes[index]
+            self.remaining -= characters[index]
             record = records[index]
             try:
-                rows_of[index] = self._rows(record, data_set)
+                rows = self._render_rows(record, data_set)
+                rows_by_index[index] = rows
                 # A broken tokenizer returns no tokens for valid prompts either, and is an error already.
-                if not record.values[data_set.data.prompt_field] or not files.errors:
-                    self._require_tokens(rows_of[index][0][0], record, data_set)
+                if not record.values[data_set.data_config.prompt_field] or not files.errors:
+                    first_row = rows[0]
+                    self._require_tokens(first_row[0], record, data_set)
             except UserError as error:
                 files.errors.append(error)
                 break
@@ -610,14 +631,15 @@ class TokenCounter:
         # far beyond the limit.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
-        for rows in rows_of.values():
+        for rows in rows_by_index.values():
             for row in rows:
                 texts.extend(text[:max_characters] for text in row)
-        encoded = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+        encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
 
         counts: dict[int, int] = {}
-        for index, rows in rows_of.items():
-            row_counts = [sum(len(next(encoded).ids) for _ in row) for row in rows]
+        for index, rows in rows_by_index.items():
+            # The encodings have the order of the texts: those of one row follow each other.
+            row_counts = [sum(len(next(encodings).ids) for _ in row) for row in rows]
             counts[index] = max(row_counts)
         return counts
 
@@ -625,30 +647,38 @@ class TokenCounter:
         """Raise UserError for a prompt without tokens: there is nothing to sample from."""
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
-        # As in training, add no special tokens to a rendered prompt, which contains them.
-        add_special_tokens = not uses_chat_template(record, data_set.data)
+        # As in training, add no special tokens to a rendered prompt: it contains them.
+        add_special_tokens = not uses_chat_template(record, data_set.data_config)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
-            raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
+            raise no_tokens_error(prompt, f"{record.where} ({data_set.key})")
 
-    def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
+    def _render_rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
         Each row is the prompt followed by one response; without responses it is only the prompt. Without a
         template, the texts are the contents of the messages.
         """
-        data = data_set.data
+        data = data_set.data_config
         if self.renderer is None and uses_chat_template(record, data):
             prompt = message_texts(prompt_messages(record, data))
-            responses = [message_texts(record.values[name]) for name in data_set.responses]
+            responses = [message_texts(record.values[name]) for name in data_set.response_fields]
         else:
-            prompt = rendered_prompts([record], data, data_set.path, self.renderer)
-            alternative = None
+            prompt = render_prompts([record], data, data_set.key, self.renderer)
+            suggested_setting = None
             if data_set.reader.every_turn:
-                alternative = "set sft.turns=last"
+                suggested_setting = "set sft.turns=last"
             end_texts = [*self.end_tokens.values()]
             responses = [
-                response_pieces(record, name, data, data_set.path, self.chat, end_texts, alternative)
-                for name in data_set.responses
+                response_pieces(
+                    record,
+                    name,
+                    data,
+                    data_set.key,
+                    self.conversation_renderer,
+                    end_texts,
+                    suggested_setting,
+                )
+                for name in data_set.response_fields
             ]
 
         if not responses:
@@ -656,43 +686,49 @@ class TokenCounter:
         return [prompt + response for response in responses]
 
 
-def _characters(record: Record, data_set: DataSet) -> int:
+def _count_characters(record: Record, data_set: DataSet) -> int:
     """Return the number of characters of a record's prompt and responses together."""
-    total = 0
-    for name in (data_set.data.prompt_field, *data_set.responses):
-        total += sum(len(text) for text in message_texts(record.values[name]))
-    return total
+    character_count = 0
+    for field_name in (data_set.data_config.prompt_field, *data_set.response_fields):
+        character_count += sum(len(text) for text in message_texts(record.values[field_name]))
+    return character_count
 
 
-def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
+def _sampled_indices(characters: Sequence[int]) -> Iterator[int]:
     """Yield the indices of the records to tokenise: longest and shortest in turn, then others spread evenly.
 
-    ``sizes`` are the records' characters. The order matters if the budget of characters runs out.
+    ``characters`` are the numbers of characters of the records. The order matters if the budget of characters
+    runs out.
     """
     # Tokenise a small data set completely, longest record first.
-    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
-    if len(sizes) <= TOKENISED_RECORDS:
-        yield from reversed(by_size)
+    indices_by_size = sorted(range(len(characters)), key=characters.__getitem__)
+    if len(characters) <= TOKENISED_RECORDS:
+        yield from reversed(indices_by_size)
         return
 
     # A dict keeps the order and drops repeated indices.
     selected: dict[int, None] = {}
-    for long_record, short_record in zip(
-        reversed(by_size[-EXTREME_RECORDS:]), by_size[:EXTREME_RECORDS], strict=True
+    for long_index, short_index in zip(
+        reversed(indices_by_size[-EXTREME_RECORDS:]), indices_by_size[:EXTREME_RECORDS], strict=True
     ):
-        selected[long_record] = None
-        selected[short_record] = None
+        selected[long_index] = None
+        selected[short_index] = None
 
-    spread_records = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
-    for step in range(spread_records):
-        selected[step * len(sizes) // spread_records] = None
+    # The other records are at equal distances in the data set.
+    spread_count = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
+    for number in range(spread_count):
+        index = number * len(characters) // spread_count
+        selected[index] = None
     yield from selected
 
 
 def _too_long_error(
-    data_set: DataSet, stats: DatasetStats, location: str, tokens: int, over_long: str
+    data_set: DataSet, stats: DatasetStats, location: str, token_count: int, over_long: str
 ) -> UserError:
-    """Return the error for records above the limit; ``location`` and ``tokens`` are of the first of them."""
+    """Return the error for records above the limit.
+
+    ``location`` and ``token_count`` are those of the first of these records.
+    """
     fix = f"raise {data_set.limited_by}"
     if over_long == "error":
         fix += ", or set data.over_long=drop"
@@ -700,6 +736,6 @@ def _too_long_error(
         f"{stats.over} of {stats.tokenised} tokenised records are longer than the limit",
         where=location,
         expected=f"at most {stats.limit} tokens",
-        got=f"{tokens} tokens there; the longest has {stats.longest}",
+        got=f"{token_count} tokens there; the longest has {stats.longest}",
         fix=fix,
     )

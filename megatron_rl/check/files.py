@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.hub import HubCopy
-from megatron_rl.errors import UserError, neighbours
+from megatron_rl.errors import UserError, describe_missing_path
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Files:
     ) -> None:
         """Record a missing file; it is not an error if a command will create its directory."""
         # A command in `prepare` makes this file.
-        preparation = self._preparation(path)
+        preparation = self._find_preparation(path)
         if preparation is not None:
             directory, command = preparation
             if directory in self.hub or not Path(directory).exists():
@@ -55,7 +55,11 @@ class Files:
             fix = f"make it with: {command}"
 
         error = UserError(
-            message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
+            message,
+            where=key,
+            expected=expected,
+            got=describe_missing_path(path),
+            fix=fix or "correct the path",
         )
 
         if self.allow_missing:
@@ -80,7 +84,7 @@ class Files:
             )
         return findings
 
-    def _preparation(self, path: Path) -> tuple[str, str] | None:
+    def _find_preparation(self, path: Path) -> tuple[str, str] | None:
         """Return the directory at or above ``path`` that a preparation command creates, and the command.
 
         Returns None if no command creates such a directory.

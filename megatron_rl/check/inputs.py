@@ -32,21 +32,21 @@ from megatron_rl.check.model.tokenizer import (
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.rewards import (
-    best_errors,
-    check_enforced,
+    best_metric_errors,
+    check_enforcement,
     check_limits,
-    check_not_hidden,
+    check_not_redacted,
     check_reward,
     check_servers,
     check_teacher_server,
-    contained_sections,
+    contained_code_limits,
     evaluation_set_errors,
     filter_errors,
-    function_errors,
-    silent_servers,
-    silent_teacher,
+    function_loading_errors,
+    silent_server_warnings,
+    silent_teacher_warnings,
 )
-from megatron_rl.check.stages import repeated_records
+from megatron_rl.check.stages import repeated_record_warnings
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
@@ -67,7 +67,7 @@ from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
 from megatron_rl.environments.host import environment_errors
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained
@@ -137,23 +137,24 @@ class Inputs:
         return template_source(chat_templates(path))
 
 
-def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for paths that are too long, such as a text in place of the path of its file.
+def check_path_lengths(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for paths that are too long for the file system, such as the text of a prompt.
 
     Later rules that read files need no guard against such values.
     """
     for key, value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
             continue
-        for path in value if isinstance(value, tuple) else (value,):
+        paths = value if isinstance(value, tuple) else (value,)
+        for path in paths:
             if not isinstance(path, str):
                 continue
             try:
                 os.lstat(path)
-            except OSError as error:  # any other one is reported by the rule that reads the file
+            except OSError as error:  # other errors are reported by the rule that reads the file
                 if error.errno == errno.ENAMETOOLONG:
                     got = f"{path[:60]}... ({len(path):,} characters)"
-                    yield out_of_range(key, got, "a path that this system accepts", fix=f"correct {key}")
+                    yield range_error(key, got, "a path that this system accepts", fix=f"correct {key}")
 
 
 def check_inputs(inputs: Inputs) -> None:
@@ -165,19 +166,19 @@ def check_inputs(inputs: Inputs) -> None:
 
     # `checkpoint.best` names a metric of an evaluation set.
     if inputs.is_valid("evaluation", "checkpoint"):
-        inputs.errors.extend(best_errors(config))
+        inputs.errors.extend(best_metric_errors(config))
 
     if config.job == TRAIN and inputs.is_valid("callbacks"):
         inputs.errors.extend(callback_errors(config.callbacks))
     if config.job == TRAIN and inputs.is_valid("reward"):
         _check_reward(inputs)
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
-            inputs.errors.extend(function_errors(config))
+            inputs.errors.extend(function_loading_errors(config))
 
     # Contained code, the environment, and secrets that were copied from a run folder in their hidden form.
     _check_containment(inputs)
     _check_environment(inputs)
-    inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
+    inputs.errors.extend(check_not_redacted("rollout.vllm", config.rollout.vllm))
 
     # The run folder, and the checkpoint to resume from.
     if inputs.is_valid("run_dir"):
@@ -191,17 +192,22 @@ def _check_models(inputs: Inputs) -> None:
     config = inputs.config
     if inputs.is_valid(_ACTOR_PATH):
         inputs.shape = _check_model(inputs, config.model.path, _ACTOR_PATH)
-        sampling = ("stop", "banned_tokens", "logit_bias", "sampling_profiles")
-        if config.job == TRAIN and inputs.is_valid(*(f"rollout.{name}" for name in sampling)):
+        sampling_keys = [
+            "rollout.stop",
+            "rollout.banned_tokens",
+            "rollout.logit_bias",
+            "rollout.sampling_profiles",
+        ]
+        if config.job == TRAIN and inputs.is_valid(*sampling_keys):
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
             inputs.errors.extend(rule_token_errors(Path(config.model.path), config.rollout))
 
-    actor = None
+    actor_model = None
     if inputs.shape is not None:
-        actor = read_pretrained(inputs.models["actor"])
+        actor_model = read_pretrained(inputs.models["actor"])
         if config.job == TRAIN:
-            inputs.errors.extend(language_model_errors(config.rollout, actor, config.model.path))
-    inputs.errors.extend(provider_errors(config.model, actor))
+            inputs.errors.extend(language_model_errors(config.rollout, actor_model, config.model.path))
+    inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
         # An error of a reward model may be about its name, which is above its path.
@@ -215,32 +221,32 @@ def _check_models(inputs: Inputs) -> None:
 def _check_data(inputs: Inputs) -> None:
     """Check the records of training, of evaluation sets and of stages."""
     config = inputs.config
-    limit = config.data.max_prompt_tokens
+    max_prompt_tokens = config.data.max_prompt_tokens
 
     # Training data.
-    fields = ("data.prompt_field", "data.ground_truth_field")
+    field_keys = ("data.prompt_field", "data.ground_truth_field")
     consumers = prompt_consumers(config)
-    if config.data.train is not None and inputs.is_valid(*fields, "data.train"):
+    if config.data.train is not None and inputs.is_valid(*field_keys, "data.train"):
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
-        inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, limit))
+        inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, max_prompt_tokens))
 
     # Sources, whose fields default to those of `data`.
     for name, source in config.data.sources.items():
         key = f"data.sources.{name}"
-        if inputs.is_valid(*fields, key):
+        if inputs.is_valid(*field_keys, key):
             data = fields_of(config.data, source, key)
             reader = RecordReader(data, f"{key}.path", consumers=consumers, template=inputs.template)
-            _check_data_set(inputs, DataSet(source.path, reader, limit))
+            _check_data_set(inputs, DataSet(source.path, reader, max_prompt_tokens))
     inputs.errors.extend(_source_template_errors(inputs))
 
     # Evaluation sets, whose fields default to those of training.
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
-        if inputs.is_valid(*fields, key):
+        if inputs.is_valid(*field_keys, key):
             data = fields_of(config.data, evaluation_set, key)
             consumers = prompt_consumers(config, name)
             reader = RecordReader(data, f"{key}.data", consumers=consumers, template=inputs.template)
-            _check_data_set(inputs, DataSet(evaluation_set.data, reader, limit))
+            _check_data_set(inputs, DataSet(evaluation_set.data, reader, max_prompt_tokens))
             inputs.errors.extend(evaluation_set_errors(name, evaluation_set))
     if config.rollout.environment is not None:
         inputs.errors.extend(_mixed_template_errors(inputs))
@@ -260,10 +266,10 @@ def _check_reward(inputs: Inputs) -> None:
         errors += check_teacher_server(inputs.config.teacher_server)
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
-    first = inputs.preview.first if inputs.preview else None
-    if reward.code is not None and first is not None:
+    first_record = inputs.preview.first if inputs.preview else None
+    if reward.code is not None and first_record is not None:
         try:
-            read_tests(first.get(inputs.config.data.ground_truth_field))
+            read_tests(first_record.get(inputs.config.data.ground_truth_field))
         except ValueError as error:
             errors.append(
                 UserError(
@@ -285,14 +291,14 @@ def _check_reward(inputs: Inputs) -> None:
     if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
         urls = rollout.server.urls
         health_path = ENGINES[rollout.engine].health_path
-    inputs.warnings.extend(silent_servers(reward, urls, health_path))
+    inputs.warnings.extend(silent_server_warnings(reward, urls, health_path))
     if inputs.config.teacher_server is not None:
-        inputs.warnings.extend(silent_teacher(inputs.config.teacher_server))
+        inputs.warnings.extend(silent_teacher_warnings(inputs.config.teacher_server))
 
 
 def _check_containment(inputs: Inputs) -> None:
     """Check the limits of contained code, and which of them the kernel enforces."""
-    sections = contained_sections(inputs.config)
+    sections = contained_code_limits(inputs.config)
     sections = {key: limits for key, limits in sections.items() if inputs.is_valid(key)}
     errors: list[UserError] = []
     for key, limits in sections.items():
@@ -301,7 +307,7 @@ def _check_containment(inputs: Inputs) -> None:
 
     # A run reports the unenforced limits of its own contained processes.
     if inputs.before_run and not inputs.files.allow_missing and not errors:
-        inputs.warnings.extend(check_enforced(sections))
+        inputs.warnings.extend(check_enforcement(sections))
 
 
 def _check_environment(inputs: Inputs) -> None:
@@ -310,7 +316,7 @@ def _check_environment(inputs: Inputs) -> None:
     if inputs.config.job != TRAIN or environment is None or not inputs.is_valid("rollout.environment"):
         return
     # A redacted value, copied from the configuration in a run folder, cannot be used to load the environment.
-    redaction_errors = check_not_hidden("rollout.environment", environment.settings)
+    redaction_errors = check_not_redacted("rollout.environment", environment.settings)
     inputs.errors.extend(redaction_errors or environment_errors(environment))
     inputs.errors.extend(check_tool_parser(environment.tool_parser))
 
@@ -332,20 +338,20 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
         limit = settings.max_row_tokens or longest_row(inputs.config)
         preview = _check_data_set(inputs, DataSet(path, reader, limit, f"{plan.where}.max_row_tokens"))
         if name == "data" and preview is not None and preview.count is not None:
-            inputs.warnings.extend(repeated_records(plan, preview.count))
+            inputs.warnings.extend(repeated_record_warnings(plan, preview.count))
 
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     """Check the model at ``path``, which ``key`` names; return its shape, or None if not available."""
     # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
-    shipped = _shipped_config(inputs.shipped_models, Path(path))
-    file = shipped
+    shipped_config = _find_shipped_config(inputs.shipped_models, Path(path))
+    config_file = shipped_config
     if Path(path).is_dir():
-        file = Path(path) / "config.json"
-    if file is not None and file.is_file():
-        inputs.models[_role_at(key)] = file
+        config_file = Path(path) / "config.json"
+    if config_file is not None and config_file.is_file():
+        inputs.models[_role_at(key)] = config_file
 
-    model = _check_model_files(Path(path), key, inputs.files, shipped)
+    model = _check_model_files(Path(path), key, inputs.files, shipped_config)
     if model is None:
         return None
     inputs.errors.extend(_output_errors(model, key, inputs.config))
@@ -359,10 +365,15 @@ def _role_at(key: str) -> str:
     return role_of(key.removesuffix(".path"))
 
 
-def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
+def _check_model_files(
+    path: Path,
+    key: str,
+    files: Files,
+    shipped_config: Path | None,
+) -> PretrainedModel | None:
     """Check a Hugging Face checkpoint and return its model, or None if it is not available.
 
-    ``shipped`` is a config.json with the sizes, for a checkpoint that is not on this machine.
+    ``shipped_config`` is a config.json with the sizes, for a checkpoint that is not on this machine.
     """
     if path.is_file():
         files.errors.append(
@@ -378,9 +389,9 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
     if not path.is_dir():
         fix = f"{download_command(str(path))}, or name it hf://ORGANISATION/NAME, or correct the path"
         files.record_missing(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
-        if shipped is None or not shipped.is_file():
+        if shipped_config is None or not shipped_config.is_file():
             return None
-        return read_trainable(shipped, files.errors)
+        return read_trainable(shipped_config, files.errors)
 
     # The checkpoint: sizes first, then weights and tokenizer that must match them.
     config_file = path / "config.json"
@@ -431,12 +442,15 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
         )
 
 
-def _shipped_config(folder: Path | None, path: Path) -> Path | None:
-    """Return the config.json in ``folder`` for the model at ``path``, as OWNER/NAME or as NAME."""
-    if folder is None:
+def _find_shipped_config(shipped_models: Path | None, path: Path) -> Path | None:
+    """Return the config.json in a folder of ``shipped_models`` for the model at ``path``, or None.
+
+    The folder has the model's name, below its owner's or not: OWNER/NAME or NAME.
+    """
+    if shipped_models is None:
         return None
-    for name in (Path(path.parent.name) / path.name, Path(path.name)):
-        file = folder / name / "config.json"
+    for model_folder in (Path(path.parent.name) / path.name, Path(path.name)):
+        file = shipped_models / model_folder / "config.json"
         if file.is_file():
             return file
     return None
@@ -483,15 +497,18 @@ def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[User
     # teacher may have further tokens.
     actor_ids = token_ids(Path(inputs.config.model.path))
     teacher_ids = token_ids(path)
-    different = [text for text, number in actor_ids.items() if teacher_ids.get(text) != number]
-    if not actor_ids or not teacher_ids or not different:
+    different_tokens: list[str] = []
+    for text, token_id in actor_ids.items():
+        if teacher_ids.get(text) != token_id:
+            different_tokens.append(text)
+    if not actor_ids or not teacher_ids or not different_tokens:
         return
-    example = different[0]
+    example = different_tokens[0]
     yield UserError(
         "the teacher and the model have different tokenizers",
         where=key,
         expected=f"the {len(actor_ids)} tokens of {inputs.config.model.path} with their ids",
-        got=f"{len(different)} that differ, such as {example!r}: {teacher_ids.get(example)} "
+        got=f"{len(different_tokens)} that differ, such as {example!r}: {teacher_ids.get(example)} "
         f"in place of {actor_ids[example]}",
         fix="use a teacher of the same model family",
     )
@@ -502,18 +519,18 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
-    data = data_set.data
-    first = preview.first
+    data = data_set.data_config
+    first_record = preview.first
 
     # Tools are optional in a record, so a misspelled field name only shows as a field that records lack.
     tools_key = data.setting_of("tools_field")
-    if data.tools_field is not None and data.tools_field not in first:
+    if data.tools_field is not None and data.tools_field not in first_record:
         inputs.warnings.append(
             UserError(
-                f"the first record of {data_set.path} has no tools",
+                f"the first record of {data_set.key} has no tools",
                 where=tools_key,
                 expected=f"a list in the field `{data.tools_field}` where a record has tools",
-                got=f"fields {', '.join(first)}",
+                got=f"fields {', '.join(first_record)}",
                 fix=f"correct {tools_key}, if no record has them",
             )
         )
@@ -522,26 +539,26 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     template_key = data.setting_of("chat_template")
     uses_template = data.chat_template
     if uses_template is None:
-        uses_template = isinstance(first.get(data.prompt_field), list)
+        uses_template = isinstance(first_record.get(data.prompt_field), list)
         inputs.derived_templates.setdefault(template_key, uses_template)
-    inputs.uses_template[data_set.path] = uses_template
+    inputs.uses_template[data_set.key] = uses_template
 
-    model = Path(inputs.config.model.path)
-    model_available = inputs.is_valid(template_key, _ACTOR_PATH) and model.is_dir()
-    if uses_template and model_available and not has_chat_template(model):
+    model_folder = Path(inputs.config.model.path)
+    is_model_available = inputs.is_valid(template_key, _ACTOR_PATH) and model_folder.is_dir()
+    if uses_template and is_model_available and not has_chat_template(model_folder):
         inputs.errors.append(
             UserError(
                 "the tokenizer has no chat template",
                 where=template_key,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {model}, and prompts of {data_set.path} that need one",
+                got=f"neither in {model_folder}, and prompts of {data_set.key} that need one",
                 fix=f"use an instruction-tuned model, or prompts that are text with {template_key}=false",
             )
         )
     elif inputs.tokens is not None and inputs.is_valid(
         "data.max_prompt_tokens", "rollout", data_set.limited_by
     ):
-        inputs.tokens.check(data_set, preview, inputs.config.data.over_long, inputs.files)
+        inputs.tokens.check_records(data_set, preview, inputs.config.data.over_long, inputs.files)
     return preview
 
 
@@ -572,10 +589,10 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     An environment continues all conversations either with the chat template or as plain text.
     """
     # Sources among themselves are compared by `_source_template_errors`, so the first one suffices here.
-    training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
-    if training is None:
+    training_key = next((key for key in inputs.uses_template if key.startswith("data.")), None)
+    if training_key is None:
         return
-    training_uses_template = inputs.uses_template[training]
+    training_uses_template = inputs.uses_template[training_key]
 
     descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     for key, uses_template in inputs.uses_template.items():
@@ -584,7 +601,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
             yield UserError(
                 "an environment continues all conversations in one way, and the data has two",
                 where=key,
-                expected=f"{descriptions[training_uses_template]}, as {training}",
+                expected=f"{descriptions[training_uses_template]}, as {training_key}",
                 got=descriptions[uses_template],
                 fix=f"set {setting}, or convert the set",
             )
@@ -605,15 +622,15 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 def _run_dir_problem(path: Path) -> str | None:
     """Return why a run folder cannot be created at ``path``, or None if it can."""
-    existing = path
+    existing_parent = path
 
     # Find the nearest existing parent, in which the missing folders would be made.
-    while not os.path.lexists(existing) and existing != existing.parent:
-        existing = existing.parent
+    while not os.path.lexists(existing_parent) and existing_parent != existing_parent.parent:
+        existing_parent = existing_parent.parent
 
     # None of the paths that a run writes may exist with another file type.
     folder = RunFolder(path)
-    for directory in (existing, *folder.directories(), folder.stages, folder.reward_models):
+    for directory in (existing_parent, *folder.directories(), folder.stages, folder.reward_models):
         if os.path.lexists(directory) and not directory.is_dir():
             return f"{directory} is not a folder"
     for file in (folder.config, folder.metrics):
@@ -624,8 +641,8 @@ def _run_dir_problem(path: Path) -> str | None:
 
     # Missing permissions and full disks are only detected by writing.
     try:
-        with tempfile.TemporaryDirectory(prefix=".check.", dir=existing) as probe:
-            Path(probe, "file").write_bytes(b"x")
+        with tempfile.TemporaryDirectory(prefix=".check.", dir=existing_parent) as temporary_folder:
+            Path(temporary_folder, "file").write_bytes(b"x")
     except OSError as error:
-        return f"nothing can be written in {existing}: {error.strerror}"
+        return f"nothing can be written in {existing_parent}: {error.strerror}"
     return None

@@ -58,7 +58,7 @@ class InstalledField:
     def annotation_text(self) -> str:
         """Return the source of the annotation; the name of a Literal is replaced by its choices."""
         if isinstance(self.annotation, ast.Name) and self.annotation.id not in _PLAIN_TYPES:
-            definition, _ = _definition(self.annotation.id, self.module)
+            definition, _ = _find_definition(self.annotation.id, self.module)
             return ast.unparse(definition or self.annotation)
         return ast.unparse(self.annotation)
 
@@ -87,43 +87,44 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
     return fields
 
 
-def table_names(module: str, table: str) -> list[str] | None:
-    """Return the keys of a dict literal in a module's source; None if the table is anything else."""
-    definition, _ = _definition(table, module)
+def read_dict_keys(module: str, variable: str) -> list[str] | None:
+    """Return the keys of the dict literal that a module assigns to ``variable``; None for anything else."""
+    definition, _ = _find_definition(variable, module)
     if not isinstance(definition, ast.Dict):
         return None
     return [str(key.value) for key in definition.keys if isinstance(key, ast.Constant)]
 
 
 def field_error(
-    section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
+    section: str, name: str, value: Any, installed_fields: Mapping[str, InstalledField], class_name: str
 ) -> UserError | None:
-    """Return the error for a pass-through setting that is not a field of ``owner``, or has the wrong type.
+    """Return the error for a pass-through setting that is no field of a class, or has the wrong type.
 
-    Returns None for a valid setting. ``installed`` are the fields of the class, ``owner`` is its name.
+    ``section`` is the key below which the setting ``name: value`` is written, ``installed_fields`` are the
+    fields of the installed class, by name. Returns None for a valid setting.
     """
-    path = f"{section}.{name}"
+    key = f"{section}.{name}"
     got = f"`{name}: {value}`"
 
     # A name that the class does not have.
-    field = installed.get(name)
+    field = installed_fields.get(name)
     if field is None:
-        suggestion = nearest(name, installed)
-        message = f"{owner} of the installed version has no field `{name}`"
+        suggestion = nearest(name, installed_fields)
+        message = f"{class_name} of the installed version has no field `{name}`"
         fix = "remove it"
         if suggestion is not None:
             message += f"; did you mean `{suggestion}`?"
             fix = f"write `{section}.{suggestion}`"
-        return UserError(message, where=path, expected=f"a field of {owner}", got=got, fix=fix)
+        return UserError(message, where=key, expected=f"a field of {class_name}", got=got, fix=fix)
 
     # A value of the wrong type.
     if not field.accepts(value):
         return UserError(
-            f"`{path}` has a value of the wrong type",
-            where=path,
+            f"`{key}` has a value of the wrong type",
+            where=key,
             expected=field.annotation_text(),
             got=got,
-            fix=f"correct it, or remove it to have the default of {owner}",
+            fix=f"correct it, or remove it to have the default of {class_name}",
         )
     return None
 
@@ -162,7 +163,7 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
         return isinstance(value, types) and (bool in types or not is_bool)
 
     # A name that the module defines or imports: follow a Literal or a union, accept a class.
-    definition, defining_module = _definition(annotation.id, module)
+    definition, defining_module = _find_definition(annotation.id, module)
     return definition is None or _accepts(definition, defining_module, value)
 
 
@@ -173,21 +174,21 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
     """
     if not isinstance(annotation.value, ast.Name):
         return True
-    generic = annotation.value.id
+    container = annotation.value.id
     arguments = [annotation.slice]
     if isinstance(annotation.slice, ast.Tuple):
         arguments = annotation.slice.elts
 
-    if generic == "Optional":
+    if container == "Optional":
         return value is None or _accepts(arguments[0], module, value)
-    if generic == "Union":
+    if container == "Union":
         return any(_accepts(argument, module, value) for argument in arguments)
-    if generic == "Literal":
-        return any(not isinstance(item, ast.Constant) or item.value == value for item in arguments)
-    return generic not in _PLAIN_TYPES or isinstance(value, _PLAIN_TYPES[generic])
+    if container == "Literal":
+        return any(not isinstance(choice, ast.Constant) or choice.value == value for choice in arguments)
+    return container not in _PLAIN_TYPES or isinstance(value, _PLAIN_TYPES[container])
 
 
-def _definition(name: str, module: str) -> tuple[ast.expr | None, str]:
+def _find_definition(name: str, module: str) -> tuple[ast.expr | None, str]:
     """Return the expression that a module assigns to ``name``, and the module that contains the assignment.
 
     Imports are followed. The expression is None for a name without an assignment, and for one that is
@@ -201,5 +202,5 @@ def _definition(name: str, module: str) -> tuple[ast.expr | None, str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return _definition(alias.name, node.module)
+                    return _find_definition(alias.name, node.module)
     return None, module

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.errors import UserError, not_installed, unknown_choice
+from megatron_rl.errors import UserError, not_installed_error, unknown_choice
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -28,7 +28,7 @@ _UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 class _Requirement(NamedTuple):
     """Optional package that a configured value needs: key, value, package, and the extra that installs it."""
 
-    path: str
+    key: str
     value: str
     package: str
     extra: str
@@ -61,7 +61,7 @@ def check_attention(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for ``model.attention: transformer_engine`` without an installed Transformer Engine."""
     if config.model.attention == "transformer_engine" and not has_transformer_engine():
         yield UserError(
-            "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
+            "Transformer Engine, or its PyTorch extension, is not installed on this machine",
             where="model.attention",
             expected="Transformer Engine with its extension, where the run is started",
             got="transformer_engine",
@@ -74,9 +74,9 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each optional package that the configuration needs and this machine lacks."""
     for requirement in _requirements(config):
         if find_spec(requirement.package) is None:
-            yield not_installed(
+            yield not_installed_error(
                 f"the package {requirement.package}",
-                requirement.path,
+                requirement.key,
                 purpose=requirement.value,
                 fix=f"pip install megatron_rl[{requirement.extra}], or choose another",
             )
@@ -102,20 +102,20 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
-    for name in config.logging.trackers:
-        if name in TRACKERS:
-            yield _Requirement("logging.trackers", name, TRACKERS[name], name)
+    for tracker in config.logging.trackers:
+        if tracker in TRACKERS:
+            yield _Requirement("logging.trackers", tracker, TRACKERS[tracker], tracker)
 
     # Functions of this package that import an optional one.
     functions: dict[str, str | None] = {"reward.function": config.reward.function}
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():
-        for key, function in evaluation_set.functions().items():
-            functions[f"evaluation.sets.{set_name}.{key}"] = function
+        for evaluator_key, function in evaluation_set.user_functions().items():
+            functions[f"evaluation.sets.{set_name}.{evaluator_key}"] = function
 
-    for path, function in functions.items():
+    for key, function in functions.items():
         module = (function or "").partition(":")[0]
         if module in PACKAGE_BY_MODULE:
             package, extra = PACKAGE_BY_MODULE[module]
-            yield _Requirement(path, str(function), package, extra)
+            yield _Requirement(key, str(function), package, extra)

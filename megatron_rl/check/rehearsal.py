@@ -49,62 +49,63 @@ class _ImportFailure(LoadFailed):
     ended = True
 
 
-def rehearse(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ...] = ()) -> list[UserError]:
-    """Import each ``file.py:Name`` or ``module:Name`` in a separate process; return the errors.
+def try_imports(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ...] = ()) -> list[UserError]:
+    """Import each object of the user in a separate process; return the errors of the imports.
 
-    ``object_paths`` maps a key of the configuration to the path of the user's object that it names.
+    ``object_paths``: key of the configuration -> ``file.py:Name`` or ``module:Name`` of the object that it
+    names.
 
     An import that ends its process, or never finishes, is an error. An import that raises is an error only
     for the keys in ``reported_keys``: `check` imports the code of the other keys itself, and reports the
     exception.
     """
     # A name without a colon belongs to this package and needs no trial.
-    specs = {key: spec for key, spec in object_paths.items() if ":" in spec}
-    if not specs:
+    user_paths = {key: object_path for key, object_path in object_paths.items() if ":" in object_path}
+    if not user_paths:
         return []
 
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        failures = list(pool.map(_import_failure, specs.values()))
+        failures = list(pool.map(_try_import, user_paths.values()))
 
     errors: list[UserError] = []
-    for (key, spec), failure in zip(specs.items(), failures, strict=True):
+    for (key, object_path), failure in zip(user_paths.items(), failures, strict=True):
         if failure is not None and (failure.ended or key in reported_keys):
             expected = "file.py:Name or module:Name that can be imported"
-            errors.append(failure.as_error(spec, key, expected))
+            errors.append(failure.as_error(object_path, key, expected))
     return errors
 
 
-def _import_failure(spec: str) -> _ImportFailure | None:
-    """Import ``spec`` in a contained process; return the failure, or None if the import succeeds."""
-    process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
+def _try_import(object_path: str) -> _ImportFailure | None:
+    """Import ``object_path`` in a contained process; return the failure, or None if the import succeeds."""
+    process = ContainedProcess("megatron_rl.check.rehearsal:serve_import", _LIMITS, object_path)
     try:
-        answer = process.load(spec)
+        reply = process.load(object_path)
     except LoadFailed as error:
         return _ImportFailure(error.reason, error.details)
     finally:
         process.kill()
 
-    if "raised" not in answer:
+    if "raised" not in reply:
         return None
-    failure = _ImportFailure(
-        escape_unprintable(str(answer["raised"])), escape_unprintable(str(answer.get("text", "")))
-    )
+    reason = escape_unprintable(str(reply["raised"]))
+    details = escape_unprintable(str(reply.get("text", "")))
+    failure = _ImportFailure(reason, details)
     failure.ended = False
     return failure
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
+def serve_import(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
     """Import the requested object in this contained process, and reply whether the import raised."""
-    # Use the parent's search path, and the copies of user code that a run keeps.
-    search_path, spec = requests.read()
-    set_module_sources(search_path)
-    module, _, name = spec.rpartition(":")
+    # Use the trainer's search path, and the copies of user code that a run keeps.
+    module_sources, object_path = requests.read()
+    set_module_sources(module_sources)
+    module, _, name = object_path.rpartition(":")
 
-    answer: dict[str, Any] = {"kind": READY}
+    reply: dict[str, Any] = {"kind": READY}
     try:
-        value: Any = load_module(module)
+        imported: Any = load_module(module)
         for attribute in name.split("."):
-            value = getattr(value, attribute)
+            imported = getattr(imported, attribute)
     except BaseException as error:  # includes SystemExit and KeyboardInterrupt of the user's module
-        answer |= {"raised": f"{type(error).__name__}: {error}", "text": format_error(error)}
-    requests.reply(answer)
+        reply |= {"raised": f"{type(error).__name__}: {error}", "text": format_error(error)}
+    requests.reply(reply)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.adapters import adapters_of, with_adapters
 from megatron_rl.config.checkpoint_meta import (
-    check_same_model,
-    checkpoints,
-    latest,
+    complete_checkpoints,
+    latest_checkpoint,
     optimizer_kind,
     read_meta,
     require_layout,
     require_roles,
     require_same_build,
+    require_same_model,
     require_state_format,
 )
 from megatron_rl.config.derive import with_needed_roles
@@ -28,7 +28,7 @@ from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import pending_stages
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.lora import format_adapters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -56,14 +56,14 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
     # Newest first: skip damaged checkpoints as long as an older one can be read.
     if resume == "auto":
-        unreadable: list[UserError] = []
-        for path in reversed(checkpoints(run_checkpoints)):
-            readable, error = _check_resumable(path, config)
-            if readable:
+        unreadable_errors: list[UserError] = []
+        for path in reversed(complete_checkpoints(run_checkpoints)):
+            is_readable, error = _check_resumable(path, config)
+            if is_readable:
                 return [] if error is None else [error]
             if error is not None:
-                unreadable.append(error)
-        return unreadable[:1]
+                unreadable_errors.append(error)
+        return unreadable_errors[:1]
 
     # An explicit path must itself be readable.
     if Path(resume).is_dir():
@@ -71,10 +71,10 @@ def resume_errors(config: RunConfig) -> list[UserError]:
         return [] if error is None else [error]
 
     # The folder does not exist: suggest the newest checkpoint of the run.
-    newest = latest(run_checkpoints)
+    newest_checkpoint = latest_checkpoint(run_checkpoints)
     fix = "write auto, or a directory that exists"
-    if newest is not None:
-        fix = f"the newest of this run is {newest}"
+    if newest_checkpoint is not None:
+        fix = f"the newest of this run is {newest_checkpoint}"
     return [
         UserError(
             "the checkpoint to resume from does not exist",
@@ -87,7 +87,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
 
 
 def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint's meta.json is readable, and an error that prevents resuming (or None)."""
+    """Return whether a checkpoint's meta.json is readable, and the error that prevents resuming, or None."""
     try:
         meta = read_meta(path)
     except UserError as error:
@@ -100,7 +100,7 @@ def _check_resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | N
     try:
         # The checkpoint needs a state of this format, the same model, and a step within the run.
         require_state_format(path, meta)
-        check_same_model(path, meta["model"], model)
+        require_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
             raise UserError(
                 "the checkpoint is beyond the last step of the run",
@@ -154,7 +154,7 @@ def resumed_build_errors(
                 if role in layouts:
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
 
-                build = _build_facts(config.model.dtype, optimizer, adapters.get(name))
+                build = _learner_build(config.model.dtype, optimizer, adapters.get(name))
                 require_same_build(checkpoint, name, meta["roles"][name], build)
         except UserError as error:
             errors.append(error)
@@ -164,39 +164,42 @@ def resumed_build_errors(
 
 
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
-    """Yield the checkpoints to resume from: of reinforcement learning, else of the pending stages."""
+    """Yield the checkpoints to resume from, with the optimizers of their roles.
+
+    There is one of reinforcement learning, or else one of each pending stage.
+    """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
         resume = config.checkpoint.resume
         checkpoint = Path(resume)
         if resume == "auto":
-            checkpoint = latest(folder.checkpoints)
+            checkpoint = latest_checkpoint(folder.checkpoints)
         if checkpoint is not None:
-            learners = {
-                path: section.optimizer
-                for path, section in learner_sections(config).items()
-                if spec_at(path).need is None or spec_at(path).needed(algorithm)
-            }
-            yield _SavedLearners(checkpoint, learners)
+            optimizers: dict[str, OptimizerConfig] = {}
+            for path, section in learner_sections(config).items():
+                spec = spec_at(path)
+                if spec.need is None or spec.is_needed_by(algorithm):
+                    optimizers[path] = section.optimizer
+            yield _SavedLearners(checkpoint, optimizers)
             return  # stages do not run again once reinforcement learning has started
 
     for plan in pending_stages(config):
-        checkpoint = latest(folder.stage_checkpoints(plan.name))
+        checkpoint = latest_checkpoint(folder.stage_checkpoints(plan.name))
         if checkpoint is not None:
             yield _SavedLearners(checkpoint, {plan.role: plan.settings.optimizer})
 
 
-def _build_facts(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
+def _learner_build(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
     """Return the optimizer, dtype and adapters of a learner as meta.json records them.
 
     Adapters are left out if their alpha or targets are still to be derived.
     """
-    facts: dict[str, Any] = {
+    build: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
         "dtype": dtype,
     }
     if lora is None:
-        facts["adapters"] = None
+        build["adapters"] = None
     elif lora.alpha is not None and lora.targets is not None:
-        facts["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
-    return facts
+        build["adapters"] = format_adapters(lora.rank, lora.alpha, lora.targets)
+    return build

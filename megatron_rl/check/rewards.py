@@ -39,11 +39,11 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.errors import UserError, nearest, out_of_range, requires, unknown_choice
-from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
-from megatron_rl.rewards.judgement import JUDGEMENT, is_function
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice
+from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret
+from megatron_rl.rewards.judgement import JUDGEMENT, is_function_path
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
-from megatron_rl.user_code import find_module, missing_file
+from megatron_rl.user_code import find_module, missing_python_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 """Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
@@ -60,7 +60,7 @@ class FunctionRef(NamedTuple):
     """Function that a configuration names, and the arguments that it will be called with.
 
     Example:
-        >>> FunctionRef("rewards.py:score", "reward.function", extra=("bonus",)).noun
+        >>> FunctionRef("rewards.py:score", "reward.function", extra_arguments=("bonus",)).noun
         'reward function'
     """
 
@@ -68,13 +68,13 @@ class FunctionRef(NamedTuple):
     """``module:function`` or ``path/to/file.py:function``."""
     key: str
     """The key that names the function."""
-    extra: tuple[str, ...] = ()
+    extra_arguments: tuple[str, ...] = ()
     """Further arguments of each call: from the configuration, or of this kind of function only."""
     accepts_group: bool = True
     """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
     """Names of the arguments that a run passes in every call."""
-    optional: tuple[str, ...] = (TURNS, TOKENS)
+    optional_arguments: tuple[str, ...] = (TURNS, TOKENS)
     """Arguments that are passed only if the function has a parameter of that name."""
     passes_all: bool = False
     """Whether all ``arguments`` are passed; by default only those that the function has a parameter for."""
@@ -91,18 +91,20 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
     if reward.function is not None:
         errors += _argument_errors(reward)
         if not errors:
-            function = FunctionRef(reward.function, "reward.function", extra=tuple(reward.arguments))
+            function = FunctionRef(
+                reward.function, "reward.function", extra_arguments=tuple(reward.arguments)
+            )
             errors += check_function(function)
 
     # An LLM judge: the parser of its answers, and the function that writes its prompts.
     if reward.judge is not None:
         parser = FunctionRef(
-            reward.judge.parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False
+            reward.judge.parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False
         )
         errors += check_function(parser)
 
         # The template is a text or a function.
-        if is_function(reward.judge.template):
+        if is_function_path(reward.judge.template):
             template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
             errors += check_function(template)
     return errors
@@ -124,7 +126,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
     if filters.min_tokens > max_response:
         fix = "lower it, or raise rollout.max_response_tokens"
         expected = f"at most {max_response}, the longest response"
-        errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
+        errors.append(range_error("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
     if filters.refill:
         errors += _refill_errors(config)
     return errors
@@ -155,9 +157,9 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
     The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
     """
     # A reserved name would replace an argument of the call.
-    reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
-    if not reserved:
-        return check_not_hidden("reward.arguments", reward.arguments)
+    reserved_names = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
+    if not reserved_names:
+        return check_not_redacted("reward.arguments", reward.arguments)
     return [
         UserError(
             f"reserved argument name: the run passes {name} itself",
@@ -166,13 +168,13 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
             got=repr(name),
             fix="give it another name, in the function too",
         )
-        for name in reserved
+        for name in reserved_names
     ]
 
 
-def check_not_hidden(key: str, value: Any) -> list[UserError]:
+def check_not_redacted(key: str, value: Any) -> list[UserError]:
     """Return the error for a value that is redacted, copied from the stored configuration of a run."""
-    if not is_hidden(value):
+    if not contains_hidden(value):
         return []
     return [
         UserError(
@@ -195,7 +197,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
-            return [missing_file(location, function.key, f"file of the {function.noun}")]
+            return [missing_python_file(location, function.key, f"file of the {function.noun}")]
         if not path.is_file() or path.suffix != ".py":
             return [_not_python_error(function, path)]
     else:
@@ -271,7 +273,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
     if name in definitions:
         return _signature_errors(definitions[name], path, function)
-    if _binds(tree, name):  # not a plain function: its signature is only available after an import
+    if _may_bind(tree, name):  # not a plain function: its signature is only available after an import
         return []
 
     suggestion = nearest(name, definitions)
@@ -289,7 +291,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
     ]
 
 
-def _binds(tree: ast.Module, name: str) -> bool:
+def _may_bind(tree: ast.Module, name: str) -> bool:
     """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
@@ -310,41 +312,41 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     parameters = node.args
 
     # Parameters that an argument can be passed to by name.
-    accepted = {item.arg for item in (*parameters.args, *parameters.kwonlyargs)}
+    accepted_names = {parameter.arg for parameter in (*parameters.args, *parameters.kwonlyargs)}
 
     # Parameters without a default.
-    positional = parameters.args[: len(parameters.args) - len(parameters.defaults)]
-    required = {item.arg for item in (*parameters.posonlyargs, *positional)}
-    for item, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+    positional_without_default = parameters.args[: len(parameters.args) - len(parameters.defaults)]
+    required_names = {parameter.arg for parameter in (*parameters.posonlyargs, *positional_without_default)}
+    for parameter, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
         if default is None:
-            required.add(item.arg)
+            required_names.add(parameter.arg)
 
     # Arguments of the call: a function with a parameter for the group gets it in place of one response.
-    takes_group = function.accepts_group and GROUP in accepted
+    takes_group = function.accepts_group and GROUP in accepted_names
     arguments = list(function.arguments)
     if takes_group and "response" in arguments:
         arguments[arguments.index("response")] = GROUP
-    arguments += function.extra
+    arguments += function.extra_arguments
 
     # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
-    refused: list[str] = []
+    refused_names: list[str] = []
     if parameters.kwarg is None:
-        passed = function.extra
+        passed_names = function.extra_arguments
         if function.passes_all:
-            passed = tuple(arguments)
-        refused = [name for name in passed if name not in accepted]
-    unsupplied = sorted(required - {*arguments, *function.optional})
-    if not refused and not unsupplied:
+            passed_names = tuple(arguments)
+        refused_names = [name for name in passed_names if name not in accepted_names]
+    unsupplied_names = sorted(required_names - {*arguments, *function.optional_arguments})
+    if not refused_names and not unsupplied_names:
         return []
 
     problems: list[str] = []
-    if refused:
-        problems.append(f"it does not take {', '.join(refused)}")
+    if refused_names:
+        problems.append(f"it does not take {', '.join(refused_names)}")
 
-    if unsupplied:
-        problems.append(f"it requires {', '.join(unsupplied)}")
+    if unsupplied_names:
+        problems.append(f"it requires {', '.join(unsupplied_names)}")
 
-    expected = f"parameters among {', '.join((*arguments, *function.optional))}"
+    expected = f"parameters among {', '.join((*arguments, *function.optional_arguments))}"
     if function.passes_all:
         expected = f"parameters for the call {node.name}({', '.join(f'{name}=' for name in arguments)})"
     return [
@@ -353,22 +355,22 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
             where=f"{path}:{node.lineno}",
             expected=expected,
             got=" and ".join(problems),
-            fix=_signature_fix(function, bool(refused), unsupplied),
+            fix=_signature_fix(function, bool(refused_names), unsupplied_names),
         )
     ]
 
 
-def _signature_fix(function: FunctionRef, refused: bool, unsupplied: Sequence[str]) -> str:
-    """Return the fix for a function that refuses arguments, requires ``unsupplied`` ones, or both."""
-    if refused and unsupplied:
+def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_names: Sequence[str]) -> str:
+    """Return the fix for a function that refuses arguments of its call, requires unsupplied ones, or both."""
+    if refuses_arguments and unsupplied_names:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
-    if refused:
+    if refuses_arguments:
         return "add **kwargs for the arguments that it does not use"
     fixes = ["give them a default"]
     if function.key == "reward.function":
         fixes.insert(0, "set them in reward.arguments")
     if not function.passes_all:
-        hints = parameter_hints(unsupplied)
+        hints = parameter_hints(unsupplied_names)
         fixes.insert(0, hints or "rename them to arguments of the call")
     return ", or ".join(fixes)
 
@@ -382,69 +384,69 @@ class _ContainedFunction(NamedTuple):
     """The key that names the function."""
     returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
-    extra: Sequence[str] = ()
+    extra_arguments: Sequence[str] = ()
     """Arguments of the function's calls in addition to those of every reward function."""
     accepts_group: bool = True
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
-    def errors(self) -> list[UserError]:
+    def try_loading(self) -> list[UserError]:
         """Load the function in a contained process as a run does; return the errors of loading it."""
-        return loading_errors(self.config, self.key, self.returns_text, self.extra)
+        return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
         """Return the errors for the function's source, which other rules report."""
-        extra = (*self.config.arguments, *self.extra)
-        function = FunctionRef(self.config.function or "", self.key, extra, self.accepts_group)
+        extra_arguments = (*self.config.arguments, *self.extra_arguments)
+        function = FunctionRef(self.config.function or "", self.key, extra_arguments, self.accepts_group)
         return check_function(function)
 
 
-def function_errors(config: RunConfig) -> list[UserError]:
+def function_loading_errors(config: RunConfig) -> list[UserError]:
     """Load reward and evaluation functions in contained processes; return the errors of loading them.
 
     Functions whose source has errors are skipped, so that one mistake is one error.
     """
     # A process for each function: importing one must not affect another.
-    functions = [
-        function
-        for function in _contained_functions(config)
-        # Skip the package's own functions, whose import the tests cover.
-        if not (function.config.function or "").startswith("megatron_rl.") and not function.source_errors()
-    ]
+    functions: list[_ContainedFunction] = []
+    for function in _contained_functions(config):
+        # The tests of this package cover the import of its own functions.
+        is_own_function = (function.config.function or "").startswith("megatron_rl.")
+        if not is_own_function and not function.source_errors():
+            functions.append(function)
 
     if not functions:
         return []
 
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
-        for function_failures in pool.map(_ContainedFunction.errors, functions):
-            errors.extend(function_failures)
+        for function_errors in pool.map(_ContainedFunction.try_loading, functions):
+            errors.extend(function_errors)
     return errors
 
 
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
-    """Yield the functions that run in contained processes: rewards, filters, evaluation and the judge's."""
+    """Yield the functions that run in contained processes: of reward, filters, evaluation and judge."""
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
         yield _ContainedFunction(reward, "reward.function")
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _ContainedFunction(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
+        yield _ContainedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
-        for key, function in evaluation_set.functions().items():
-            yield _ContainedFunction(reward.of_function(function), f"evaluation.sets.{name}.{key}")
+        for key, function in evaluation_set.user_functions().items():
+            yield _ContainedFunction(reward.with_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 
     # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
-    yield _ContainedFunction(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
-    if is_function(reward.judge.template):
+    yield _ContainedFunction(parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False)
+    if is_function_path(reward.judge.template):
         template = RewardConfig(reward.judge.template, limits=limits)
         yield _ContainedFunction(template, "reward.judge.template", returns_text=True, accepts_group=False)
 
 
-PATIENCE = 2.0
+RESPONSE_SECONDS = 2.0
 """Timeout for the responses of all servers together, in seconds: `check` should take less than five."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -469,7 +471,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
         yield from check_server(section, config)
 
     if reward.http is not None:
-        yield from _sends_errors(reward.http.sends)
+        yield from _sent_parts_errors(reward.http.sends)
     if reward.judge is not None:
         yield from _judge_errors(reward.judge)
 
@@ -481,9 +483,9 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
         yield from _variable_errors("teacher_server.key_from", config.key_from)
 
 
-def silent_teacher(config: TeacherServerConfig) -> Iterator[UserError]:
+def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield a warning if the teacher's server does not respond now."""
-    (problem,) = _request_all([(config.url, None)])
+    (problem,) = _request_in_parallel([(config.url, None)])
     if problem is not None:
         yield UserError(
             "the teacher's server does not answer now",
@@ -502,55 +504,56 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
         yield from _variable_errors(f"{section}.headers", variable)
 
 
-def _url_errors(path: str, url: str) -> Iterator[UserError]:
+def _url_errors(key: str, url: str) -> Iterator[UserError]:
     """Yield the error for an invalid URL, or for one with a secret, which is not shown."""
     # urlsplit accepts almost any text, so check each part.
     try:
-        address = urllib.parse.urlsplit(url)
-        parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
-        valid = (
-            address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
-        )
-        has_login = address.username is not None or address.password is not None
+        parts = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(parts.query)]
+        has_spaces = re.search(r"[\s\x00-\x1f]", url) is not None
+        is_valid = parts.scheme in ("http", "https") and parts.hostname and not has_spaces
+        has_login = parts.username is not None or parts.password is not None
 
         # Do not print a URL with a secret in the report.
-        if valid and (has_login or any(map(is_secret, parameters))):
+        if is_valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
                 "the server URL contains a secret, and a run writes its settings to files",
-                where=path,
+                where=key,
                 expected="a URL without user, password or key",
-                got=f"a URL of {address.hostname} with one",
+                got=f"a URL of {parts.hostname} with one",
                 fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
             )
             return
 
         # urlsplit accepts port 0, on which no server listens.
-        problem = None if valid and address.port != 0 else repr(url)
+        problem = None
+        if not is_valid or parts.port == 0:
+            problem = repr(url)
     except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
     if problem is not None:
         yield UserError(
             "invalid server URL",
-            where=path,
+            where=key,
             expected="http://HOST:PORT/PATH or https://HOST/PATH",
             got=problem,
             fix="correct it",
         )
 
 
-def _header_errors(path: str, header: str) -> Iterator[UserError]:
+def _header_errors(key: str, header: str) -> Iterator[UserError]:
     """Yield the error for an invalid name of an HTTP header."""
     if not _HEADER_NAME.fullmatch(header):
         yield UserError(
             "invalid name of an HTTP header",
-            where=path,
+            where=key,
             expected="letters, digits and -",
             got=repr(header),
             fix="correct the name",
         )
 
 
-def _variable_errors(path: str, name: str) -> Iterator[UserError]:
+def _variable_errors(key: str, name: str) -> Iterator[UserError]:
     """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
@@ -558,7 +561,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
     if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
         yield UserError(
             "a secret has to be named by an environment variable that user code cannot read",
-            where=path,
+            where=key,
             expected="the name of an environment variable that looks like a secret's, such as SERVER_TOKEN "
             "or MY_API_KEY",
             got=f"{len(name)} characters that are not such a name",
@@ -572,16 +575,16 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
         return
     yield UserError(
         f"the environment variable {name} has no valid secret",
-        where=path,
+        where=key,
         expected="one line of printable characters",
         got="text that is invalid in a header" if value.strip() else "nothing",
         fix=f"export {name}=... where the run is started",
     )
 
 
-def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
+def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
     """Yield the errors for ``reward.http.sends``, the fields of a sample in a request."""
-    if not sends:
+    if not sent_parts:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
             where="reward.http.sends",
@@ -589,7 +592,7 @@ def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
             got="nothing",
             fix="remove the setting",
         )
-    for name in sends:
+    for name in sent_parts:
         if name not in SENDABLE_PARTS:
             yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS))
 
@@ -598,7 +601,7 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
     """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
         yield from _variable_errors("reward.judge.key_from", judge.key_from)
-    if not is_function(judge.template) and "{response}" not in judge.template:
+    if not is_function_path(judge.template) and "{response}" not in judge.template:
         yield UserError(
             "the judge's template does not contain the response",
             where="reward.judge.template",
@@ -619,22 +622,22 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             )
 
 
-def silent_servers(
-    reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
+def silent_server_warnings(
+    reward: RewardConfig, sampler_urls: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
     """Yield warnings about servers that do not respond now; they may be up when the run starts.
 
-    ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
+    ``sampler_urls`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
     their engine has one.
     """
     # Any response of a reward server counts; the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in _reward_servers(reward)}
 
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
-    requests += [(url, health_path) for url in samplers]
+    requests += [(url, health_path) for url in sampler_urls]
 
     # In parallel: one after another, unreachable servers would take the complete timeout each.
-    problems = _request_all(requests)
+    problems = _request_in_parallel(requests)
 
     reward_problems = problems[: len(reward_urls)]
     for section, problem in zip(reward_urls, reward_problems, strict=True):
@@ -648,34 +651,34 @@ def silent_servers(
             )
 
     sampler_problems = problems[len(reward_urls) :]
-    silent = [
+    silent_samplers = [
         f"{url}: {problem}"
-        for url, problem in zip(samplers, sampler_problems, strict=True)
+        for url, problem in zip(sampler_urls, sampler_problems, strict=True)
         if problem is not None
     ]
-    if silent:
+    if silent_samplers:
         yield UserError(
-            f"{len(silent)} of {len(samplers)} servers of the rollout engine do not answer now",
+            f"{len(silent_samplers)} of {len(sampler_urls)} servers of the rollout engine do not answer now",
             where="rollout.server.urls",
             expected="a server of rollout.engine at each address, started as SERVERS shows",
-            got="\n".join(silent),
+            got="\n".join(silent_samplers),
             fix="start them before the run, or correct the addresses",
         )
 
 
-def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+def _request_in_parallel(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
     Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
     of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
     """
-    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
+    problems: list[str | None] = [f"no answer within {RESPONSE_SECONDS:g} s"] * len(requests)
 
     def send(index: int) -> None:
-        problems[index] = _request(*requests[index])
+        problems[index] = _send_request(*requests[index])
 
     threads = [threading.Thread(target=send, args=(index,), daemon=True) for index in range(len(requests))]
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + RESPONSE_SECONDS
     for thread in threads:
         thread.start()
 
@@ -685,25 +688,25 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
     return list(problems)  # a copy, since late threads still write to it
 
 
-def _request(url: str, health_path: str | None) -> str | None:
+def _send_request(url: str, health_path: str | None) -> str | None:
     """Send one request to ``url``; return its problem as text, or None for a healthy server.
 
     Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """
-    address = urllib.parse.urlsplit(url)
+    parts = urllib.parse.urlsplit(url)
     connection: http.client.HTTPConnection
     try:
-        if address.scheme == "https":
+        if parts.scheme == "https":
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
+            connection = http.client.HTTPSConnection(parts.netloc, timeout=RESPONSE_SECONDS, context=context)
         else:
-            connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
+            connection = http.client.HTTPConnection(parts.netloc, timeout=RESPONSE_SECONDS)
 
         # A HEAD request starts no computation on a reward server, and any response shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
-            connection.request("HEAD", address.path or "/")
+            connection.request("HEAD", parts.path or "/")
 
         status = connection.getresponse().status
         connection.close()
@@ -717,21 +720,21 @@ def _request(url: str, health_path: str | None) -> str | None:
 
 def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Iterator[UserError]:
     """Yield the errors for an evaluation set's name, its evaluators' names and its functions."""
-    path = f"evaluation.sets.{name}"
-    yield from name_errors(path, name)
+    set_key = f"evaluation.sets.{name}"
+    yield from name_errors(set_key, name)
 
     # Evaluators report under their own names, next to the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
-    reserved = [*evaluation_set.metrics(), *failure_metrics]
+    reserved_names = [*evaluation_set.metric_names(), *failure_metrics]
 
     for evaluator in evaluation_set.evaluators:
-        yield from name_errors(f"{path}.evaluators", evaluator, reserved)
+        yield from name_errors(f"{set_key}.evaluators", evaluator, reserved_names)
 
-    for key, function in evaluation_set.functions().items():
-        yield from check_function(FunctionRef(function, f"{path}.{key}"))
+    for key, function in evaluation_set.user_functions().items():
+        yield from check_function(FunctionRef(function, f"{set_key}.{key}"))
 
 
-def best_errors(config: RunConfig) -> Iterator[UserError]:
+def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``checkpoint.best`` that no evaluation computes, or for patience without it."""
     # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
     best = config.checkpoint.best
@@ -739,14 +742,16 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
         if config.evaluation.patience is not None:
             fix = "set checkpoint.best=eval/NAME/accuracy, or remove evaluation.patience"
             patience = config.evaluation.patience
-            yield requires("evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix)
+            yield requirement_error(
+                "evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix
+            )
         return
 
     # An evaluator that returns several numbers has a metric for each, whose name begins with the evaluator's.
     metrics: list[str] = []
     evaluators: list[str] = []
     for name, evaluation_set in config.evaluation.sets.items():
-        metrics += [f"eval/{name}/{metric}" for metric in evaluation_set.metrics()]
+        metrics += [f"eval/{name}/{metric}" for metric in evaluation_set.metric_names()]
         evaluators += [f"eval/{name}/{evaluator}" for evaluator in evaluation_set.evaluators]
     metrics += evaluators
     if best in metrics or any(best.startswith(f"{evaluator}/") for evaluator in evaluators):
@@ -754,10 +759,11 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
 
     if not metrics:
         fix = "add a set to evaluation.sets, or remove checkpoint.best"
-        yield requires("checkpoint.best", best, "an evaluation set that measures it", got="none", fix=fix)
+        condition = "an evaluation set that measures it"
+        yield requirement_error("checkpoint.best", best, condition, got="none", fix=fix)
         return
     yield unknown_choice(
-        "checkpoint.best", best, metrics, otherwise="name a metric of a set in evaluation.sets"
+        "checkpoint.best", best, metrics, fallback_fix="name a metric of a set in evaluation.sets"
     )
 
 
@@ -765,7 +771,7 @@ _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
 """Folders that contained code may never read as a whole: they expose other processes and every device."""
 
 
-def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
+def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
     """Return the limits of the user's code that runs in contained processes, by the key of their section."""
     if config.job != TRAIN:
         return {}
@@ -790,19 +796,19 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
 
     Paths that do not exist are added to ``files``.
     """
-    for entry in limits.read:
+    for readable_path in limits.read:
         # Compare the real path, since a link may lead to a forbidden folder.
-        path = Path(os.path.expanduser(entry))
+        path = Path(os.path.expanduser(readable_path))
         if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
-                f"contained code cannot read all of {entry}",
+                f"contained code cannot read all of {readable_path}",
                 where=f"{section}.read",
                 expected="files and folders that it reads, or devices by name",
-                got=entry,
+                got=readable_path,
                 fix="name the files in it that the code reads",
             )
         elif not path.exists():
-            message = f"a path for contained code does not exist: {entry}"
+            message = f"a path for contained code does not exist: {readable_path}"
             files.record_missing(path, message, f"{section}.read", "existing files and folders")
 
     for name in limits.environment:
@@ -816,7 +822,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
             )
 
 
-def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
+def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """Yield warnings about limits that this machine's kernel does not enforce.
 
     A contained process is started with the limits of each section and reports which of them are not in force;

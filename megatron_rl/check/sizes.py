@@ -13,12 +13,12 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.response_limits import AUTO
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
 
-TRUST = 0.2
+MEMORY_TOLERANCE = 0.2
 """Tolerance of memory estimates, as a share of a GPU's memory: only an estimate beyond it is an error.
 
 Estimates count the tensors that a rank allocates, and approximate kernel workspaces and fragmentation by a
@@ -28,24 +28,24 @@ constant.
 _GIB = 2**30
 
 
-def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
+def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[UserError]:
     """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
-    if launched is not None and not 1 <= launched <= MAX_WORLD:
+    if launched_processes is not None and not 1 <= launched_processes <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
-        yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
+        yield range_error("world size", launched_processes, f"1 to {MAX_WORLD} processes", fix=fix)
         return
 
     # Without an explicit world size any number of processes is the user's intention.
-    if launched is None or config.world_size is None or launched == config.world_size:
+    if launched_processes is None or config.world_size is None or launched_processes == config.world_size:
         return
-    processes = "1 process" if launched == 1 else f"{launched} processes"
+    processes = "1 process" if launched_processes == 1 else f"{launched_processes} processes"
     yield UserError(
         "the number of processes is not `world_size`",
         where="world_size",
         expected=f"{config.world_size} processes, as in world_size",
         got=processes,
         fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
-        f"world_size={launched}, or remove world_size",
+        f"world_size={launched_processes}, or remove world_size",
     )
 
 
@@ -54,8 +54,8 @@ def smallest_valid_world(config: RunConfig) -> int | None:
 
     This is the only bound on products of parallel sizes: layouts with more ranks are never built.
     """
-    world = smallest_world(config)
-    return world if world <= MAX_WORLD else None
+    world_size = smallest_world(config)
+    return world_size if world_size <= MAX_WORLD else None
 
 
 def check_layout(
@@ -101,17 +101,17 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
 
 def check_top_tokens(algorithm: Algorithm, shape: ModelShape) -> Iterator[UserError]:
     """Yield the error for a distillation over more tokens than the actor's vocabulary has."""
-    count = algorithm.distillation.top_tokens
-    if count > shape.vocab:
-        yield out_of_range(
+    top_tokens = algorithm.distillation.top_tokens
+    if top_tokens > shape.vocab:
+        yield range_error(
             "algorithm.distillation.k",
-            count,
+            top_tokens,
             f"at most {shape.vocab}, the tokens of the model",
             fix="64 tokens usually have nearly all of the teacher's probability",
         )
 
 
-def check_budget(config: RunConfig) -> Iterator[UserError]:
+def check_microbatch_budget(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a micro-batch budget (tokens) below the longest row."""
     budget = config.batch.tokens_per_microbatch
     row_tokens = longest_row(config)
@@ -125,18 +125,20 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterator[UserError]:
+def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> Iterator[UserError]:
     """Yield the errors for a ``batch.memory_target`` without a GPU, or with explicit tokens per micro-batch.
 
-    ``tokens`` is the number of tokens per micro-batch that the target gives, None before it is computed. A
-    configuration with exactly this number is valid, as the resolved configuration of a run has both.
+    ``target_tokens`` is the number of tokens per micro-batch that the target gives, None before it is
+    computed. A configuration with exactly this number is valid, as the resolved configuration of a run has
+    both.
     """
     batch = config.batch
     if batch.memory_target is None:
         return
 
     # The target is a share of a known memory.
-    if with_gpu_memory(config)[0].gpu_memory_gib is None:
+    config_with_gpu, _ = with_gpu_memory(config)
+    if config_with_gpu.gpu_memory_gib is None:
         got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
         yield UserError(
             "`batch.memory_target` is a share of a GPU's memory, and no known GPU is named",
@@ -147,11 +149,12 @@ def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterato
         )
 
     # An explicit number of tokens would contradict the one that the target gives.
-    if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
+    if target_tokens is not None and batch.tokens_per_microbatch not in (None, target_tokens):
         yield UserError(
             "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",
             where="batch.tokens_per_microbatch",
-            expected=f"one of them; memory_target={batch.memory_target:g} sets {tokens} tokens at first",
+            expected=f"one of them; memory_target={batch.memory_target:g} sets {target_tokens} tokens "
+            "at first",
             got=str(batch.tokens_per_microbatch),
             fix="remove batch.tokens_per_microbatch, or batch.memory_target",
         )
@@ -175,39 +178,40 @@ def check_memory(
 ) -> tuple[list[UserError], list[UserError]]:
     """Return the errors and the warnings for phases in which a rank's estimated memory exceeds its GPU's.
 
-    An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the setting that
-    determines the memory of a GPU.
+    An estimate above the limit by more than `MEMORY_TOLERANCE` is an error, else a warning. ``key`` is the
+    setting that determines the memory of a GPU.
     """
     errors: list[UserError] = []
     warnings: list[UserError] = []
-    limit = config.gpu_memory_gib
-    if limit is None or not ranks:
+    gpu_gib = config.gpu_memory_gib
+    if gpu_gib is None or not ranks:
         return errors, warnings
 
     # Each phase has its own peak, since different tensors are resident.
+    tolerated_gib = gpu_gib * (1 + MEMORY_TOLERANCE)
     for phase in PHASES:
-        fullest = max(ranks, key=lambda memory: memory.total(phase))
-        total = fullest.total(phase) / _GIB
-        if total <= limit:
+        fullest_rank = max(ranks, key=lambda memory: memory.phase_peak(phase))
+        estimated_gib = fullest_rank.phase_peak(phase) / _GIB
+        if estimated_gib <= gpu_gib:
             continue
 
         # The three largest items tell the user which setting to change.
-        items = [item for item in fullest.items if phase in item.phases]
+        items = [item for item in fullest_rank.items if phase in item.phases]
         items.sort(key=lambda item: item.bytes, reverse=True)
-        top_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])
-        error = UserError(
-            f"rank {fullest.rank} is estimated to need more memory than a GPU has in the phase {phase}",
+        largest_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])
+        finding = UserError(
+            f"rank {fullest_rank.rank} is estimated to need more memory than a GPU has in the phase {phase}",
             where=key,
-            expected=f"at most {limit:g} GiB; up to {limit * (1 + TRUST):.1f} may fit, since the estimate is "
-            f"trusted within {TRUST:.0%}",
-            got=f"{total:.1f} GiB of {limit:g} GiB; largest: {top_items}",
+            expected=f"at most {gpu_gib:g} GiB; up to {tolerated_gib:.1f} may fit, since the estimate is "
+            f"trusted within {MEMORY_TOLERANCE:.0%}",
+            got=f"{estimated_gib:.1f} GiB of {gpu_gib:g} GiB; largest: {largest_items}",
             fix=_memory_fix(config),
         )
 
-        if total > limit * (1 + TRUST):
-            errors.append(error)
+        if estimated_gib > tolerated_gib:
+            errors.append(finding)
         else:
-            warnings.append(error)
+            warnings.append(finding)
     return errors, warnings
 
 
@@ -217,22 +221,22 @@ def check_checkpoint(
     """Yield the error for a checkpoint that needs more host memory than a node has."""
     memory = checkpoint_memory(config, layouts, ranks)
     layout = config.checkpoint.optimizer_layout
-    limit = config.host_memory_gib
-    if memory is None or layout is None or limit is None:
+    host_gib = config.host_memory_gib
+    if memory is None or layout is None or host_gib is None:
         return
-    required_gib = memory.on_host(layout) / _GIB
-    if required_gib <= limit:
+    required_gib = memory.host_bytes(layout) / _GIB
+    if required_gib <= host_gib:
         return
 
     # Suggest the sharded layout only where it would fit.
-    sharded = memory.on_host(SAME) / _GIB
+    sharded_gib = memory.host_bytes(SAME) / _GIB
     fix = "use more nodes"
-    if layout == ANY and sharded <= limit:
-        fix = f"set checkpoint.optimizer_layout=same, which needs {sharded:.1f} GiB"
+    if layout == ANY and sharded_gib <= host_gib:
+        fix = f"set checkpoint.optimizer_layout=same, which needs {sharded_gib:.1f} GiB"
     yield UserError(
         "a checkpoint is estimated to need more memory than the host of a node has",
         where="checkpoint.optimizer_layout",
-        expected=f"at most host_memory_gib={limit:g}",
+        expected=f"at most host_memory_gib={host_gib:g}",
         got=f"{required_gib:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
         fix=fix,
     )
@@ -240,13 +244,13 @@ def check_checkpoint(
 
 def _memory_fix(config: RunConfig) -> str:
     """Return, as a fix, the settings that lower a rank's memory and that the run does not have yet."""
-    steps = ["raise tensor or pipeline", "use more GPUs"]
+    changes = ["raise tensor or pipeline", "use more GPUs"]
     if config.job == TRAIN:
         if config.actor.recompute != "full":
-            steps.append("set actor.recompute=full")
+            changes.append("set actor.recompute=full")
         if not config.actor.offload:
-            steps.append("set actor.offload=true")
+            changes.append("set actor.offload=true")
         if not config.actor.optimizer.offload:
-            steps.append("set actor.optimizer.offload=true")
-    steps.append("lower batch.tokens_per_microbatch")
-    return ", ".join(steps[:-1]) + f", or {steps[-1]}"
+            changes.append("set actor.optimizer.offload=true")
+    changes.append("lower batch.tokens_per_microbatch")
+    return ", ".join(changes[:-1]) + f", or {changes[-1]}"

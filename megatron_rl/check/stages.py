@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.algorithms.lookup import preference_function
+from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.records import source_text
-from megatron_rl.errors import UserError, requires, single_errors
+from megatron_rl.errors import UserError, requirement_error, single_errors
 from megatron_rl.shapes.model import ModelShape
 
-SMOOTHED = ("sigmoid", "robust")
+SMOOTHED_LOSSES = ("sigmoid", "robust")
 """Preference losses that ``label_smoothing`` changes."""
 
 
@@ -55,16 +55,16 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
     if settings.until_loss is not None and settings.held_out is None:
         fix = f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50"
         path = f"{plan.where}.until_loss"
-        yield requires(path, settings.until_loss, "held-out data", got="none", fix=fix)
+        yield requirement_error(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
     # A stage trains the actor's own model, whose gradient buffers are allocated for one kind of optimizer.
-    distributed = config.actor.optimizer.distributed
-    if config.job == TRAIN and plan.role == "actor" and settings.optimizer.distributed != distributed:
+    is_distributed = config.actor.optimizer.distributed
+    if config.job == TRAIN and plan.role == "actor" and settings.optimizer.distributed != is_distributed:
         yield UserError(
             "the actor's optimizers share its gradient buffers, which are laid out for one kind of optimizer",
             where=f"{plan.where}.optimizer.distributed",
-            expected=f"{distributed}, as actor.optimizer.distributed",
-            got=str(not distributed),
+            expected=f"{is_distributed}, as actor.optimizer.distributed",
+            got=str(not is_distributed),
             fix="set both to the same value",
         )
 
@@ -84,16 +84,16 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for a single-stage job: a stage that is not configured, or a checkpoint to resume."""
     if not stage_plans(config):
         section = SECTIONS[config.job]
-        data = "pairs"
+        file_name = "pairs"
         if config.job == "sft":
-            data = "responses"
-        example = section.replace("NAME", "judge")
+            file_name = "responses"
+        example_section = section.replace("NAME", "judge")
         yield UserError(
             f"there is nothing to do for {config.job}",
             where=section,
             expected=f"the section {section}",
             got="nothing",
-            fix=f"for example {example}.data=data/{data}.jsonl, {example}.epochs=1",
+            fix=f"for example {example_section}.data=data/{file_name}.jsonl, {example_section}.epochs=1",
         )
 
     # A stage resumes from its own folder: a path would name a checkpoint of reinforcement learning.
@@ -123,33 +123,34 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
             return  # one error, with the command of the first stage
 
 
-def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
-    """Yield the warning about a step that needs more than all ``records`` of a stage's data."""
+def repeated_record_warnings(plan: StagePlan, record_count: int) -> Iterator[UserError]:
+    """Yield the warning about a step that needs more than all ``record_count`` records of a stage."""
     settings = plan.settings
 
     # Less than one epoch uses only a part of the records.
     records_per_step = settings.per_step
     if settings.epochs is not None:
-        records_per_step = min(records_per_step, round(settings.epochs * records))
-    if records_per_step > records:
-        path = f"{plan.where}.{settings.UNIT}s_per_step"
+        records_per_step = min(records_per_step, round(settings.epochs * record_count))
+    if records_per_step > record_count:
+        key = f"{plan.where}.{settings.UNIT}s_per_step"
         yield UserError(
             f"a step takes more {settings.UNIT}s than the data has",
-            where=path,
-            got=f"{records_per_step} {settings.UNIT}s per step, {records} in {source_text(settings.data)}",
-            fix=f"lower {path}, or add data: records would repeat within a step",
+            where=key,
+            got=f"{records_per_step} {settings.UNIT}s per step, {record_count} in "
+            f"{source_text(settings.data)}",
+            fix=f"lower {key}, or add data: records would repeat within a step",
         )
 
 
 def check_preference_loss(loss: str) -> Iterator[UserError]:
     """Yield the error for a user's preference loss that cannot be loaded or called."""
     try:
-        preference_function(loss, "preference.loss")
+        load_preference_loss(loss, "preference.loss")
     except UserError as error:
         yield from single_errors(error)
 
 
-def unused_settings(config: RunConfig) -> Iterator[UserError]:
+def unused_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield the warnings about settings of stages that have no effect."""
     for plan in stage_plans(config):
         settings = plan.settings
@@ -160,8 +161,8 @@ def unused_settings(config: RunConfig) -> Iterator[UserError]:
 
         if isinstance(settings, PreferenceConfig):
             loss = f"loss {settings.loss}"
-            if settings.label_smoothing and settings.loss not in SMOOTHED:
-                unused.append(("label_smoothing", loss, f"choose {' or '.join(SMOOTHED)}"))
+            if settings.label_smoothing and settings.loss not in SMOOTHED_LOSSES:
+                unused.append(("label_smoothing", loss, f"choose {' or '.join(SMOOTHED_LOSSES)}"))
             if settings.margin != PreferenceConfig.margin and settings.loss != "simpo":
                 unused.append(("margin", loss, "choose simpo"))
 

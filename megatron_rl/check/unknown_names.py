@@ -29,13 +29,13 @@ from megatron_rl.config.other_names import (
     FOREIGN_SECTIONS,
     OtherName,
     UnknownName,
+    counterpart_in_section,
     find_counterpart,
-    name_in_section,
 )
 from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import REMOVED, is_setting
-from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, set_value
+from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, set_node
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"
@@ -67,7 +67,7 @@ _MAX_LISTED = 8
 
 _MAX_VALUE_CHARACTERS = 40
 
-_PASSED_THROUGH = (
+_PASS_THROUGH_SECTIONS = (
     ("rollout.vllm", ("rollout", "vllm", "engine", "generation"), (ENGINE_ARGUMENTS,)),
     ("actor.megatron", ("", "actor", "model", "megatron", "policy"), TRANSFORMER_CONFIG),
     ("actor.ddp", ("", "actor", "ddp", "megatron", "policy"), DDP_CONFIG),
@@ -108,7 +108,7 @@ class _UnknownEntry:
     @property
     def key(self) -> str:
         """Return the path of the name, with the file or override that wrote it."""
-        node = _node(self.tree, self.names)
+        node = _find_node(self.tree, self.names)
         if node is None or node.origin.kind == "default":
             return self.path
         return f"{self.path} ({node.origin})"
@@ -123,7 +123,7 @@ class _UnknownEntry:
         name = self.path
         if name == self.error.path:
             name = self.error.key
-        got = f"`{name}: {_short_text(self.value)}`{source}"
+        got = f"`{name}: {_format_short_value(self.value)}`{source}"
         return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
 
@@ -142,7 +142,7 @@ class _Replacement:
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
     """Return the errors, with suggestions, that replace one `UnknownName`."""
-    section_names = _section_names(tree, error.section)
+    section_names = _split_section_path(tree, error.section)
     entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
         return _section_errors(entry)
@@ -153,14 +153,14 @@ def _value_error(entry: _UnknownEntry) -> UserError:
     """Return the error for an unknown name with a single value."""
     if "." in entry.error.key and entry.path in value_paths(RunConfig):
         *sections, name = entry.path.split(".")
-        parents = " ".join(f"{section}:" for section in sections)
+        parent_lines = " ".join(f"{section}:" for section in sections)
         return entry.as_error(
             f"`{entry.path}` is written with dots, which join names only on the command line",
             "nested names",
-            f"write `{name}: {_short_text(entry.value)}` below `{parents}`",
+            f"write `{name}: {_format_short_value(entry.value)}` below `{parent_lines}`",
         )
 
-    counterpart = _counterpart(entry)
+    counterpart = _find_counterpart(entry)
     if counterpart is None:
         return _guess_error(entry) or _absent_error(entry)
     if counterpart.ours is None:
@@ -173,41 +173,41 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     error = entry.error
 
     # The section itself may be another project's name for one of our sections.
-    counterpart = _counterpart(entry)
+    counterpart = _find_counterpart(entry)
     if counterpart is not None:
         if counterpart.ours is None:
             return [_absent_error(entry, counterpart.reason)]
-        if not _replace(entry, counterpart.ours, entry.value).problems:
+        if not _try_replacement(entry, counterpart.ours, entry.value).problems:
             return [_renamed_error(entry, counterpart, counterpart.ours)]
 
     # It may also be a misspelling of one of our sections.
-    guess = _guess_error(entry)
-    if guess is not None:
-        return [guess]
+    guess_error = _guess_error(entry)
+    if guess_error is not None:
+        return [guess_error]
 
     # Otherwise suggest a key for each name in the section for which one is found.
     errors: list[UserError] = []
-    unmatched: list[str] = []
-    for names, value in _leaves(entry.value, ()):
+    unmatched_paths: list[str] = []
+    for names, value in _iterate_leaves(entry.value, ()):
         path = ".".join((error.path, *names))
-        nested = replace(entry, names=(*entry.names, *names), path=path, value=value)
-        nested_error = _nested_error(nested)
+        nested_entry = replace(entry, names=(*entry.names, *names), path=path, value=value)
+        nested_error = _nested_error(nested_entry)
         if nested_error is None:
-            unmatched.append(path)
+            unmatched_paths.append(path)
         else:
             errors.append(nested_error)
-    if errors and not unmatched:
+    if errors and not unmatched_paths:
         return errors
 
     # Report the remaining names of the section as one error.
     message = f"`{error.path}` is not a known section"
-    foreign = FOREIGN_SECTIONS.get(error.path)
-    if foreign is not None:
-        message += f"; {foreign.project} has it, here it is {foreign.name}"
+    foreign_section = FOREIGN_SECTIONS.get(error.path)
+    if foreign_section is not None:
+        message += f"; {foreign_section.project} has it, here it is {foreign_section.name}"
     elif counterpart is not None:
         message += f"; it is called `{counterpart.ours}` here, with other names below it"
-    got = ", ".join(f"`{path}`" for path in unmatched[:_MAX_LISTED]) or "an empty section"
-    if len(unmatched) > _MAX_LISTED:
+    got = ", ".join(f"`{path}`" for path in unmatched_paths[:_MAX_LISTED]) or "an empty section"
+    if len(unmatched_paths) > _MAX_LISTED:
         got += " ..."
     errors.append(
         UserError(
@@ -226,12 +226,12 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
     The section belongs to another project, so a similar spelling is not evidence of a misspelling.
     """
-    counterpart = _counterpart(entry)
+    counterpart = _find_counterpart(entry)
     if counterpart is not None:
         if counterpart.ours is None:
             return _absent_error(entry, counterpart.reason)
         return _renamed_error(entry, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, misspellings=False))
+    candidates = (*_pass_through_keys(entry), *_find_keys_elsewhere(entry, include_misspellings=False))
     replacements = _valid_replacements(entry, candidates)
     if not replacements:
         return None
@@ -245,22 +245,23 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     """
     message = f"`{entry.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
-    value = _mapped_value(counterpart, entry.value)
+    value = _translate_value(counterpart, entry.value)
     if value == REMOVED:
-        message += f", and {_short_text(entry.value)} has no effect"
+        message += f", and {_format_short_value(entry.value)} has no effect"
         return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
-    replacement = _replace(entry, our_key, value, counterpart.piece)
+    replacement = _try_replacement(entry, our_key, value, counterpart.piece)
     # An override may replace a value of the file, but two lines of one file contradict each other.
-    current = None if entry.error.overrides else _written_value(entry, our_key)
+    current_value = None if entry.error.overrides else _find_written_value(entry, our_key)
 
     # The fix is a line to write, or the reason why no line is needed.
     if counterpart.conversion and value is entry.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
-    elif current is not None and current == value:
-        fix = f"remove the line: `{our_key}` is {_short_text(current)} already"
-    elif current is not None:
-        fix = f"write `{our_key}: {_short_text(value)}` instead of {_short_text(current)}, or remove the line"
+    elif current_value is not None and current_value == value:
+        fix = f"remove the line: `{our_key}` is {_format_short_value(current_value)} already"
+    elif current_value is not None:
+        line = f"{our_key}: {_format_short_value(value)}"
+        fix = f"write `{line}` instead of {_format_short_value(current_value)}, or remove the line"
     elif replacement.problems:
         problem = replacement.problems[0]
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
@@ -272,21 +273,21 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
 def _guess_error(entry: _UnknownEntry) -> UserError | None:
     """Return the error for a misspelling, or for a name in the wrong section; None if no key is close."""
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
-    for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
+    for candidates in (_find_sibling_keys(entry), _find_keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
             return _did_you_mean_error(entry, replacements)
 
     # For a field of vLLM or Megatron that the run sets or refuses, the rule on that field gives the reason.
     for key in _pass_through_keys(entry):
-        problem = _replace(entry, key, entry.value).problems[0]
-        return _absent_error(entry, problem.message)
+        first_problem = _try_replacement(entry, key, entry.value).problems[0]
+        return _absent_error(entry, first_problem.message)
     return None
 
 
 def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict[str, _Replacement]:
     """Return the replacements that cause no new error, by the key that replaces the unknown name."""
-    replacements = {key: _replace(entry, key, entry.value) for key in candidates}
+    replacements = {key: _try_replacement(entry, key, entry.value) for key in candidates}
     return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
 
 
@@ -323,16 +324,16 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
     return entry.as_error(message, expected, fix)
 
 
-def _counterpart(entry: _UnknownEntry) -> OtherName | None:
+def _find_counterpart(entry: _UnknownEntry) -> OtherName | None:
     """Return our key for another project's name, in the section or role where it was written."""
-    counterpart = find_counterpart(entry.path) or _own_suffix(entry.path)
+    counterpart = find_counterpart(entry.path) or _find_key_suffix(entry.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
 
     # Prefer the counterpart within the section of ours in which the name was written.
-    in_section = name_in_section(entry.path, entry.error.section, entry.error.below)
-    if in_section is not None:
-        return in_section
+    section_counterpart = counterpart_in_section(entry.path, entry.error.section, entry.error.below)
+    if section_counterpart is not None:
+        return section_counterpart
 
     # In another project's section for a role, prefer the setting of that role.
     section, _, setting = counterpart.ours.partition(".")
@@ -343,7 +344,7 @@ def _counterpart(entry: _UnknownEntry) -> OtherName | None:
     return counterpart
 
 
-def _own_suffix(path: str) -> OtherName | None:
+def _find_key_suffix(path: str) -> OtherName | None:
     """Return the longest valid key at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
     keys = set(value_paths(RunConfig))
     names = path.split(".")
@@ -354,20 +355,22 @@ def _own_suffix(path: str) -> OtherName | None:
     return None
 
 
-def _sibling_keys(entry: _UnknownEntry) -> list[str]:
-    """Return the key in the same section that the name misspells, if any."""
+def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
+    """Return the nearest key of the same section, in a list that is empty if no key is similar."""
     section = entry.error.section
-    siblings = {name.partition(".")[0] for name in entry.error.below}
-    sibling = nearest(entry.error.key, siblings)
-    if sibling is None:
+    sibling_names = {name.partition(".")[0] for name in entry.error.below}
+    nearest_name = nearest(entry.error.key, sibling_names)
+    if nearest_name is None:
         return []
-    return [f"{section}.{sibling}" if section else sibling]
+    if section:
+        return [f"{section}.{nearest_name}"]
+    return [nearest_name]
 
 
-def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[str]:
+def _find_keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) -> list[str]:
     """Return the keys in other sections with the same name; of a key that several roles have, the actor's.
 
-    ``misspellings`` also searches for keys with a similar name.
+    ``include_misspellings`` also searches for keys with a similar name, if there is none with the same.
     """
     name = entry.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
@@ -375,18 +378,18 @@ def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[
 
     # Exact names take precedence over misspellings.
     keys_by_name: dict[str, list[str]] = {}
-    for path in (*value_paths(RunConfig), *piece_paths()):
+    for path in (*value_paths(RunConfig), *algorithm_piece_keys()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    match = None
+    matching_name = None
     if name in keys_by_name:
-        match = name
-    elif misspellings and len(name) >= _MIN_MISSPELLED_LETTERS:
-        match = nearest(name, keys_by_name)
-    if match is None or match in _GENERIC_NAMES:
+        matching_name = name
+    elif include_misspellings and len(name) >= _MIN_MISSPELLED_LETTERS:
+        matching_name = nearest(name, keys_by_name)
+    if matching_name is None or matching_name in _GENERIC_NAMES:
         return []
 
     # For a key of several roles, suggest the actor's; otherwise the key nearest to the root.
-    keys = keys_by_name[match]
+    keys = keys_by_name[matching_name]
     if all(key.partition(".")[0] in _ROLE_SECTIONS for key in keys):
         actor_keys = [key for key in keys if key.startswith("actor.")]
         return [*actor_keys, keys[0]][:1]
@@ -394,26 +397,32 @@ def _keys_elsewhere(entry: _UnknownEntry, *, misspellings: bool = True) -> list[
     return [key for key in keys if key.count(".") == depth]
 
 
-def piece_paths() -> list[str]:
+def algorithm_piece_keys() -> list[str]:
     """Return the key of every setting of an algorithm's named pieces (its loss and other components)."""
     keys: list[str] = []
     for section, kind in KINDS.items():
-        for piece in kind.named.values():
-            keys.extend(f"algorithm.{section}.{item.name}" for item in fields(piece) if is_setting(item))
+        for piece_class in kind.named.values():
+            for piece_field in fields(piece_class):
+                if is_setting(piece_field):
+                    keys.append(f"algorithm.{section}.{piece_field.name}")
     return list(dict.fromkeys(keys))
 
 
 def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
-    """Yield the key of the section that passes this name to the installed vLLM or Megatron, if one does."""
+    """Yield the key that passes this name through to the installed vLLM or Megatron, if it is their field."""
+    # A name of one word, such as `model`, is too common to be taken for a field.
     name = entry.names[-1]
+    if "_" not in name:
+        return
+
     sections = set(entry.path.split(".")[:-1]) or {""}
-    for key, written_in, classes in _PASSED_THROUGH:
-        if "_" in name and sections & set(written_in) and name in (class_fields(*classes) or {}):
+    for key, usual_sections, classes in _PASS_THROUGH_SECTIONS:
+        if sections & set(usual_sections) and name in (class_fields(*classes) or {}):
             yield f"{key}.{name}"
             return
 
 
-def _mapped_value(counterpart: OtherName, value: Any) -> Any:
+def _translate_value(counterpart: OtherName, value: Any) -> Any:
     """Return our value for another project's value, or the value itself if no other one is known."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
@@ -421,29 +430,29 @@ def _mapped_value(counterpart: OtherName, value: Any) -> Any:
     return value
 
 
-def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
+def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
     """Check the configuration with ``key: value`` in place of the unknown name.
 
     If the algorithm's own piece (such as its loss) lacks the setting, the replacement also selects the
     ``piece`` that has it.
     """
     # Errors that the configuration has without the unknown name do not count against the suggestion.
-    base = copy.deepcopy(entry.tree)
-    _remove(base, entry.names)
-    errors_before = {str(error) for error in _configuration_errors(base, key)}
+    tree_without_name = copy.deepcopy(entry.tree)
+    _remove_name(tree_without_name, entry.names)
+    errors_before = {str(error) for error in _configuration_errors(tree_without_name, key)}
 
     parent, _, _ = key.rpartition(".")
     parent_names = parent.split(".")
     # `policy_loss: gspo` is short for a section; with a setting below it, show the expanded section.
-    shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
-    replaced = copy.deepcopy(base)
-    set_value(replaced, key.split("."), _tree(value))
-    problems = [error for error in _configuration_errors(replaced, key) if str(error) not in errors_before]
+    shows_section = bool(parent) and isinstance(_find_node(tree_without_name, parent_names), Leaf)
+    new_tree = copy.deepcopy(tree_without_name)
+    set_node(new_tree, key.split("."), _to_node(value))
+    problems = [error for error in _configuration_errors(new_tree, key) if str(error) not in errors_before]
     if problems and piece:
-        set_value(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
-        set_value(replaced, key.split("."), _tree(value))
+        set_node(new_tree, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
+        set_node(new_tree, key.split("."), _to_node(value))
         problems = [
-            error for error in _configuration_errors(replaced, key) if str(error) not in errors_before
+            error for error in _configuration_errors(new_tree, key) if str(error) not in errors_before
         ]
         shows_section = True
 
@@ -451,7 +460,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     line = key
     if value is not entry.value:
         line = f"{key}: {one_line(value)}"
-    section = _node(replaced, parent_names)
+    section = _find_node(new_tree, parent_names)
     if shows_section and isinstance(section, Section):
         line = f"{parent}: {one_line(section.plain())}"
     return _Replacement(line, problems)
@@ -475,13 +484,13 @@ def _configuration_errors(tree: Section, key: str) -> list[UserError]:
     return errors
 
 
-def _written_value(entry: _UnknownEntry, key: str) -> Any:
+def _find_written_value(entry: _UnknownEntry, key: str) -> Any:
     """Return the value of a key in the configuration as written, or None if it is not written."""
-    node = _node(entry.tree, key.split("."))
+    node = _find_node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
-def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
+def _find_node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
     """Return the node of the configuration at the path ``names``, or None if there is none."""
     node: Leaf | Section | None = tree
     for name in names:
@@ -491,44 +500,47 @@ def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
     return node
 
 
-def _remove(tree: Section, names: Sequence[str]) -> None:
+def _remove_name(tree: Section, names: Sequence[str]) -> None:
     """Remove the name at a path from a configuration, and the sections above it that are then empty."""
-    section = _node(tree, names[:-1])
+    section = _find_node(tree, names[:-1])
     if isinstance(section, Section):
         section.children.pop(names[-1], None)
         if not section.children and len(names) > 1:
-            _remove(tree, names[:-1])
+            _remove_name(tree, names[:-1])
 
 
-def _section_names(tree: Section, path: str) -> list[str]:
+def _split_section_path(tree: Section, path: str) -> list[str]:
     """Split the path of a section into names; a name that the user chose may itself contain dots."""
     if not path:
         return []
-    for name, child in tree.children.items():
+    for name, node in tree.children.items():
         if path == name:
             return [name]
-        if path.startswith(f"{name}.") and isinstance(child, Section):
-            return [name, *_section_names(child, path.removeprefix(f"{name}."))]
+        if path.startswith(f"{name}.") and isinstance(node, Section):
+            return [name, *_split_section_path(node, path.removeprefix(f"{name}."))]
     return path.split(".")
 
 
-def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _iterate_leaves(
+    value: Mapping[str, Any],
+    names: tuple[str, ...],
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path (a tuple of names) and the value of each leaf of nested mappings."""
     for name, inner in value.items():
         if isinstance(inner, dict):
-            yield from _leaves(inner, (*names, name))
+            yield from _iterate_leaves(inner, (*names, name))
         else:
             yield (*names, name), inner
 
 
-def _tree(value: Any) -> Leaf | Section:
+def _to_node(value: Any) -> Leaf | Section:
     """Convert a plain value to a node of the configuration's tree: mappings to sections, others to leaves."""
     if isinstance(value, dict):
-        return Section({name: _tree(inner) for name, inner in value.items()})
+        return Section({name: _to_node(inner) for name, inner in value.items()})
     return Leaf(value, DEFAULT)
 
 
-def _short_text(value: Any) -> str:
+def _format_short_value(value: Any) -> str:
     """Format a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
     text = "null"
     if value is not None:

@@ -22,7 +22,7 @@ from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import RolloutConfig, limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.errors import UserError, exclusive, nearest, requires, single_errors
+from megatron_rl.errors import UserError, exclusive_error, nearest, requirement_error, single_errors
 
 _CHANGES_DISTRIBUTION = (
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "banned_tokens", "min_response_tokens",
@@ -78,7 +78,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
         return
     if config.teacher is None or config.teacher.path is None:
         # The actor's own model would be its teacher.
-        yield requires(
+        yield requirement_error(
             "algorithm.distillation",
             type(algorithm.distillation).__name__,
             "teacher.path, a checkpoint with the actor's tokenizer",
@@ -90,7 +90,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for a teacher's server: a second teacher, or sampling that it does not compute."""
     if config.teacher is not None:
-        yield exclusive(
+        yield exclusive_error(
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
         )
 
@@ -150,19 +150,19 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 
 
 def name_errors(
-    path: str, name: str, reserved: Sequence[str] = (), *, identifier: bool = False
+    path: str, name: str, reserved_names: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error for a name that metrics and files cannot contain, or that is ``reserved``."""
-    form = r"[\w.-]{1,64}"
+    """Yield the error for a name that metrics and files cannot contain, or that is reserved."""
+    pattern = r"[\w.-]{1,64}"
     expected = "1 to 64 letters, digits, underscores, dots and hyphens"
     if identifier:
-        form = r"[^\W\d]\w{0,63}"
+        pattern = r"[^\W\d]\w{0,63}"
         expected = "a letter, then up to 63 letters, digits and underscores"
-    if re.fullmatch(form, name, re.ASCII) and name not in reserved:
+    if re.fullmatch(pattern, name, re.ASCII) and name not in reserved_names:
         return
 
-    if reserved:
-        expected += f"; none of {', '.join(reserved)}"
+    if reserved_names:
+        expected += f"; none of {', '.join(reserved_names)}"
     message = f"`{path}` has a name that cannot be part of a metric's name, or is one already"
     yield UserError(message, where=path, expected=expected, got=repr(name[:80]), fix="give it another name")
 
@@ -170,10 +170,10 @@ def name_errors(
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for reward models: an invalid name, or neither weights nor training."""
     # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
-    reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
+    reserved_names = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
-        yield from name_errors(path, name, reserved, identifier=True)
+        yield from name_errors(path, name, reserved_names, identifier=True)
         if model.path is None and model.training is None:
             expected = "a *ForSequenceClassification checkpoint, or a training section"
             fix = f"set {path}.path, or {path}.training to train one from the starting model"
@@ -282,9 +282,13 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
             yield from _own_rule_errors(path, name, rule)
 
         # Compare the band as it will be in effect: an unset side has the default's value.
-        default = RULE_OF.get(name)
-        above = rule.above if rule.above is not None or default is None else default.above
-        below = rule.below if rule.below is not None or default is None else default.below
+        above = rule.above
+        below = rule.below
+        default_rule = RULE_OF.get(name)
+        if default_rule is not None and above is None:
+            above = default_rule.above
+        if default_rule is not None and below is None:
+            below = default_rule.below
         if above is not None and below is not None and above <= below:
             yield UserError(
                 f"the band of `{path}` is empty",
@@ -298,10 +302,14 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
 def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
     """Yield the errors for a user-defined health rule: its name, its metric and its band."""
     if rule.metric is None:
-        close = nearest(name, tuple(RULE_OF))
-        fix = f"write health.rules.{close}" if close else f"set {path}.metric for a rule of your own"
+        suggestion = nearest(name, tuple(RULE_OF))
+        message = f"`{path}` is not a health rule"
+        fix = f"set {path}.metric for a rule of your own"
+        if suggestion is not None:
+            message += f"; did you mean `{suggestion}`?"
+            fix = f"write health.rules.{suggestion}"
         yield UserError(
-            f"`{path}` is not a health rule" + (f"; did you mean `{close}`?" if close else ""),
+            message,
             where=path,
             expected=f"one of {', '.join(RULE_OF)}, or a rule of your own with `metric`",
             got=name,
@@ -332,7 +340,9 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
             fix="make data.train one of the sources, or remove one of the two",
         )
     if data.weights and not data.sources:
-        yield requires("data.weights", "weights", "data.sources", got="none", fix="remove data.weights")
+        yield requirement_error(
+            "data.weights", "weights", "data.sources", got="none", fix="remove data.weights"
+        )
 
     for steps, weights in data.weights.items():
         yield from _weight_errors(steps, weights, list(data.sources))
@@ -340,7 +350,8 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
     # Both kinds of section can add a system prompt and template arguments to their prompts.
     sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
     sections |= {f"data.sources.{name}": source for name, source in data.sources.items()}
-    sections |= {f"evaluation.sets.{name}": item for name, item in config.evaluation.sets.items()}
+    for name, evaluation_set in config.evaluation.sets.items():
+        sections[f"evaluation.sets.{name}"] = evaluation_set
     for path, section in sections.items():
         yield from _template_argument_errors(config, path, section)
 
@@ -398,22 +409,23 @@ def _template_argument_errors(
             continue
         if fields_of(config.data, section, path).chat_template is False:
             fix = f"set {path}.chat_template=true, or remove {path}.{name}"
-            yield requires(f"{path}.{name}", value, "the chat template", got="chat_template=false", fix=fix)
+            got = "chat_template=false"
+            yield requirement_error(f"{path}.{name}", value, "the chat template", got=got, fix=fix)
         # Later turns are rendered without the arguments, and would not continue the prompt.
         if name == "chat_template_kwargs" and config.rollout.environment is not None:
             fix = f"remove {path}.{name}, or write the value into the chat template of model.path"
             got = "rollout.environment"
-            yield requires(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
+            yield requirement_error(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
 
     # The renderer passes values of these names itself; they would silently replace the user's arguments.
-    reserved = sorted(
+    reserved_names = sorted(
         {"messages", "tools", "documents", "add_generation_prompt"} & set(section.chat_template_kwargs)
     )
-    if reserved:
+    if reserved_names:
         yield UserError(
             "arguments of the chat template that the prompts themselves set",
             where=f"{path}.chat_template_kwargs",
             expected="arguments of the template's own, such as enable_thinking",
-            got=", ".join(reserved),
-            fix=f"remove {reserved[0]}",
+            got=", ".join(reserved_names),
+            fix=f"remove {reserved_names[0]}",
         )

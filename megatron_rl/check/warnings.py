@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import Vapo
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
-from megatron_rl.check.stages import unused_settings
-from megatron_rl.config.derive import BatchPlan, versions_between
+from megatron_rl.check.stages import unused_setting_warnings
+from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.roles import MODEL_ROLES, learner_sections, teacher_of_task
@@ -76,14 +76,14 @@ def check_warnings(
     # Warnings of every job.
     warnings += _schedule_warnings(config)
     warnings += _determinism_warnings(config)
-    warnings += unused_settings(config)
+    warnings += unused_setting_warnings(config)
     warnings += _idle_rank_warnings(world_size, layouts)
     warnings += _network_warnings(config, layouts, shape)
     if algorithm is not None:
         warnings += _unneeded_role_warnings(config, algorithm)
         warnings += _unused_server_warnings(config, algorithm)
         warnings += _task_teacher_warnings(config, algorithm)
-    warnings += untried_settings(config)
+    warnings += untried_setting_warnings(config)
     return warnings
 
 
@@ -91,8 +91,8 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     """Yield warnings about samples that carry no information for the advantage or for an evaluation."""
     # Group baselines need several samples of a prompt.
     advantage = None if algorithm is None else algorithm.advantage
-    single_sample = config.batch.samples_per_prompt == 1
-    if single_sample and advantage is not None and advantage.compares_samples:
+    has_single_sample = config.batch.samples_per_prompt == 1
+    if has_single_sample and advantage is not None and advantage.compares_samples:
         yield UserError(
             f"{config.algorithm.name} compares samples of one prompt, and there is only one",
             where="batch.samples_per_prompt",
@@ -182,32 +182,32 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
 def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield warnings about learning rates that never finish warming up, or that do not decay."""
     # A stage with `epochs` has no steps here, since its length depends on the data.
-    updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
+    optimizer_steps = config.steps * config.batch.optimizer_steps * config.batch.epochs
     stage_steps = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):
-        length = stage_steps.get(path, updates)
-        if length is not None and optimizer.warmup_steps > length > 0:
+        step_count = stage_steps.get(path, optimizer_steps)
+        if step_count is not None and optimizer.warmup_steps > step_count > 0:
             yield UserError(
                 "the learning rate is still warming up when the run ends",
                 where=f"{path}.warmup_steps",
-                expected=f"at most the {length} optimizer steps of the run",
+                expected=f"at most the {step_count} optimizer steps of the run",
                 got=str(optimizer.warmup_steps),
                 fix="lower warmup_steps or raise steps; a short first try may stay as it is",
             )
 
-        rate = optimizer.learning_rate
-        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (None, rate):
+        learning_rate = optimizer.learning_rate
+        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (None, learning_rate):
             yield UserError(
                 "the learning rate has a decay, but its final value is its initial value",
                 where=f"{path}.minimum_learning_rate",
-                got=f"decay {optimizer.decay} from {rate:g} to {rate:g}",
+                got=f"decay {optimizer.decay} from {learning_rate:g} to {learning_rate:g}",
                 fix=f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
             )
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning if routing replay is set for a forward pass that the step does not run."""
-    if config.actor.routing_replay == "update" and scoring_reason(config, algorithm) is None:
+    if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
             where="actor.routing_replay",
@@ -220,7 +220,7 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning if the loss treats responses of older weights as samples of the newest weights."""
     correction = algorithm.correction
-    is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
+    is_corrected = correction.is_active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:
         return
 
@@ -228,7 +228,8 @@ def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
         "responses are sampled from older weights, and the loss treats them as samples of the newest",
         where="hybrid_engine.every",
         expected="1, or importance weights in algorithm.correction",
-        got=f"{config.hybrid_engine.every}: up to {versions_between(config)} versions older, not corrected",
+        got=f"{config.hybrid_engine.every}: up to {versions_between_syncs(config)} versions older, "
+        "not corrected",
         fix="set algorithm.correction={level: token}, or hybrid_engine.every=1; "
         "an offline algorithm may stay as it is",
     )
@@ -310,13 +311,13 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
 
 def _idle_rank_warnings(world_size: int, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
     """Yield the warning about ranks without a role."""
-    occupied = {rank for layout in layouts.values() for rank in layout.ranks}
-    idle = tuple(rank for rank in range(world_size) if rank not in occupied)
-    if idle:
+    occupied_ranks = {rank for layout in layouts.values() for rank in layout.ranks}
+    idle_ranks = tuple(rank for rank in range(world_size) if rank not in occupied_ranks)
+    if idle_ranks:
         yield UserError(
-            f"{len(idle)} of {world_size} ranks have no role and do nothing",
+            f"{len(idle_ranks)} of {world_size} ranks have no role and do nothing",
             where="world_size",
-            got=f"idle: {format_ranges(idle)}",
+            got=f"idle: {format_ranges(idle_ranks)}",
             fix="give these ranks to a role, or start fewer processes",
         )
 
@@ -355,7 +356,7 @@ def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
 def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield a warning for each role that the configuration has and the algorithm does not need."""
     for spec in MODEL_ROLES:
-        if spec.need is None or spec.needed(algorithm):
+        if spec.need is None or spec.is_needed_by(algorithm):
             continue
         reason = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
         for path in spec.sections(config):
@@ -391,7 +392,7 @@ def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
         )
 
 
-def untried_settings(config: RunConfig) -> Iterator[UserError]:
+def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield a warning for each section with pass-through fields that no trial or run has covered.
 
     These are the fields that this machine cannot try, and the fields that no run of this project has had.
@@ -408,32 +409,32 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
         sections[f"{path}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
     sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
 
-    for path, (kind, settings) in sections.items():
+    for path, (field_kind, settings) in sections.items():
         # Fields whose requirement this machine lacks: Megatron's own trial leaves them out.
-        unmet = {} if kind == "rollout.vllm" else unmet_needs(settings or {})
-        for need in dict.fromkeys(unmet.values()):
-            names = [name for name in unmet if unmet[name] == need]
+        unmet_need_by_field = {} if field_kind == "rollout.vllm" else unmet_needs(settings or {})
+        for need in dict.fromkeys(unmet_need_by_field.values()):
+            fields_of_need = [name for name in unmet_need_by_field if unmet_need_by_field[name] == need]
             yield UserError(
-                f"{', '.join(names)} of `{path}`: untried here, needs {need}",
-                where=f"{path}.{names[0]}",
+                f"{', '.join(fields_of_need)} of `{path}`: untried here, needs {need}",
+                where=f"{path}.{fields_of_need[0]}",
                 expected=f"{need} where the run will be; `train` tries it there before its first step",
                 got=f"a machine without {need}",
                 fix="check again on a machine of the run",
             )
 
-        untried = {
+        untried_fields = {
             name: value
             for name, value in (settings or {}).items()
-            if name not in TRIED[kind] and name not in unmet and not is_off(value)
+            if name not in TRIED[field_kind] and name not in unmet_need_by_field and not is_off(value)
         }
-        if not untried:
+        if not untried_fields:
             continue
 
-        package = "vLLM" if kind == "rollout.vllm" else "Megatron-Core"
+        package = "vLLM" if field_kind == "rollout.vllm" else "Megatron-Core"
         yield UserError(
-            f"{', '.join(untried)} of `{path}` passes to {package} as it is, and was never tried here",
-            where=f"{path}.{next(iter(untried))}",
-            expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[kind]))}",
-            got=", ".join(f"{name}: {value}" for name, value in untried.items()),
+            f"{', '.join(untried_fields)} of `{path}` passes to {package} as it is, and was never tried here",
+            where=f"{path}.{next(iter(untried_fields))}",
+            expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[field_kind]))}",
+            got=", ".join(f"{name}: {value}" for name, value in untried_fields.items()),
             fix="compare a few steps with and without it: kl/rollout, policy/grad_norm and seconds",
         )

@@ -16,7 +16,12 @@ from typing import Any
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.tensors import TensorWrite
-from megatron_rl.config.checkpoint_meta import named_checkpoints, prune, read_meta, remove_interrupted_saves
+from megatron_rl.config.checkpoint_meta import (
+    named_checkpoints,
+    prune_checkpoints,
+    read_meta,
+    remove_interrupted_saves,
+)
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -38,7 +43,7 @@ _PROGRESS_SECONDS = 1.0
 # --- Steps on all ranks
 
 
-def from_first_rank(compute: Callable[[], Any]) -> Any:
+def compute_on_first_rank(compute: Callable[[], Any]) -> Any:
     """Compute a value on the first rank and return it on all ranks. Collective over the world.
 
     Used for reads of a shared file system: for a short time after a write, ranks can read different states.
@@ -64,12 +69,12 @@ def run_write_step(
         try:
             action()
         except Exception as error:
-            raise write_error(error, folder) from error
+            raise convert_write_error(error, folder) from error
 
     run_on_all_ranks_or_raise(run, f"{description}: {folder}")
 
 
-def write_error(error: Exception, folder: Path) -> Exception:
+def convert_write_error(error: Exception, folder: Path) -> Exception:
     """Return a UserError for a failed write of ``folder`` if the cause is a full disk, memory or the system.
 
     Full disks and exhausted memory surface as many types of exceptions. Other errors are returned unchanged.
@@ -84,7 +89,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
-        return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+        return durable.full_disk_error(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
 
     # torch's writer reports its position instead of the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
@@ -103,7 +108,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
 # --- Writing
 
 
-def partial_of(final: Path) -> Path:
+def partial_path(final: Path) -> Path:
     """Return the path of a checkpoint's folder while it is incomplete: ``final`` + ``.partial``."""
     return final.with_name(final.name + ".partial")
 
@@ -116,12 +121,13 @@ def write_tensors(
 ) -> None:
     """Write Megatron's sharded ``state`` into an empty folder, and wait until it is written.
 
-    The arguments are those of `TensorWrite`. Call it inside `checkpoint.tensors.megatron_scope`. Collective
-    over the world.
+    ``model`` is None on ranks outside its layout. ``content`` is Megatron's metadata for readers of the
+    checkpoint, or None to write none. Call it inside `checkpoint.tensors.megatron_scope`. Collective over the
+    world.
     """
-    tensor_write = TensorWrite(folder, model, state, content, keep=False)
-    run_write_step(tensor_write.run, "write a checkpoint", folder)
-    tensor_write.finish()
+    tensor_write = TensorWrite(folder, model, state, content, copy_host_tensors=False)
+    run_write_step(tensor_write.write_shards, "write a checkpoint", folder)
+    tensor_write.write_tensor_index()
 
 
 class PendingCheckpoint:
@@ -134,7 +140,7 @@ class PendingCheckpoint:
         writes: planned writes of tensors, in the same order on every rank.
         files: the files of this rank in the partial folder, which the thread flushes to the disk.
         keep: number of checkpoints to retain, or None for all.
-        best: steps whose checkpoints are retained in addition.
+        best_steps: steps whose checkpoints are retained in addition.
     """
 
     def __init__(
@@ -143,26 +149,26 @@ class PendingCheckpoint:
         writes: Sequence[TensorWrite],
         files: Sequence[Path],
         keep: int | None,
-        best: Collection[int],
+        best_steps: Collection[int],
     ) -> None:
         self.final = final
-        self.partial = partial_of(final)
+        self.partial = partial_path(final)
         self.seconds = 0.0
         self._writes = writes
         self._files = files
         self._keep = keep
-        self._best = best
+        self._best_steps = best_steps
 
         # Results of the thread, which `finish` reads after its end.
         self._digests: dict[str, str] = {}
         self._failure: Exception | None = None
         self._is_finished = False
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write_files, name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
-    def written(self) -> bool:
-        """Whether this rank's thread has ended, after writing all of its files or after an error."""
+    def is_written(self) -> bool:
+        """Return whether this rank's writer thread has ended; if it failed, `finish` raises its error."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
@@ -173,15 +179,15 @@ class PendingCheckpoint:
         # `save` has already finished a checkpoint in the foreground.
         if self._is_finished:
             return
-        run_write_step(self._wait, "write the checkpoint", self.final)
+        run_write_step(self._wait_for_thread, "write the checkpoint", self.final)
 
         # Megatron writes the index of all tensors (.metadata) from the results of all ranks.
         try:
             with device.megatron_mode():
                 for write in self._writes:
-                    write.finish()
+                    write.write_tensor_index()
         except Exception as error:
-            raise write_error(error, self.final) from error
+            raise convert_write_error(error, self.final) from error
 
         digests = gather_digests(self.partial, self._digests)
 
@@ -190,12 +196,12 @@ class PendingCheckpoint:
                 durable.write_digests(self.partial, digests)
                 durable.publish(self.partial, self.final)
                 if self._keep is not None:
-                    prune(self.final, self._keep, self._best)
+                    prune_checkpoints(self.final, self._keep, self._best_steps)
 
         run_write_step(publish, "complete the checkpoint", self.final)
         self._is_finished = True
 
-    def _wait(self) -> None:
+    def _wait_for_thread(self) -> None:
         """Wait for the thread that writes this rank's files; raise the error with which it failed."""
         size = 0
         while self._thread.is_alive():
@@ -209,15 +215,15 @@ class PendingCheckpoint:
         if self._failure is not None:
             raise self._failure
 
-    def _write(self) -> None:
+    def _write_files(self) -> None:
         """Write this rank's files and compute their digests, on the thread; `finish` raises its errors."""
         start = time.perf_counter()
         try:
             for write in self._writes:
-                write.run()
+                write.write_shards()
             names = [path.relative_to(self.partial).as_posix() for path in self._files]
-            # `durable.digests` flushes each file to the disk before it reads it.
-            self._digests = durable.digests(self.partial, names)
+            # `durable.compute_digests` flushes each file to the disk before it reads it.
+            self._digests = durable.compute_digests(self.partial, names)
         except Exception as error:
             self._failure = error
 
@@ -235,13 +241,13 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
         digests |= gathered
 
     # Files that Megatron writes itself, such as the index of tensors, have no digest yet.
-    names = from_first_rank(lambda: durable.files_below(folder))
+    names = compute_on_first_rank(lambda: durable.files_below(folder))
     pending_names = [name for name in names if name not in digests]
     new_digests: dict[str, str] = {}
 
     def compute_rank_digests() -> None:
         rank_names = pending_names[device.rank() :: device.world_size()]
-        new_digests.update(durable.digests(folder, rank_names))
+        new_digests.update(durable.compute_digests(folder, rank_names))
 
     run_write_step(compute_rank_digests, "flush the checkpoint to the disk", folder)
     for gathered in gather_objects(new_digests):
@@ -252,7 +258,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 # --- Verification
 
 
-def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
+def find_newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests, or None if there are none.
 
     First, a checkpoint whose replacement was interrupted by a kill is renamed back. Damaged checkpoints are
@@ -260,15 +266,15 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     exists, files of interrupted saves are deleted. Raises UserError if all checkpoints are damaged.
     Collective over the world.
     """
-    for path in from_first_rank(lambda: durable.recover_replaced(folder)):
-        log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
+    for path in compute_on_first_rank(lambda: durable.recover_replaced(folder)):
+        log(f"{path}: restored from {durable.replaced_path(path).name}, which an interrupted save left")
 
     newest_damage = ""
-    for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
+    for path in reversed(compute_on_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
             # If the last save of a run was interrupted, no later save deletes its files.
-            from_first_rank(lambda: remove_interrupted_saves(folder))
+            compute_on_first_rank(lambda: remove_interrupted_saves(folder))
             return path
 
         summary = summarize_damages(problems)
@@ -325,7 +331,7 @@ def find_model_damages(folder: Path) -> list[str]:
 
     Collective over the world.
     """
-    has_digests = from_first_rank(lambda: durable.is_sealed(folder))
+    has_digests = compute_on_first_rank(lambda: durable.is_sealed(folder))
     if not has_digests:
         return []
     return find_damages(folder)
@@ -344,12 +350,12 @@ def find_damages(path: Path) -> list[str]:
 
     The files are divided among the ranks. Collective over the world.
     """
-    digests = from_first_rank(lambda: durable.read_digests(path))
+    digests = compute_on_first_rank(lambda: durable.read_digests(path))
     if digests is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
 
     names = list(digests)[device.rank() :: device.world_size()]
     problems: list[str] = []
-    for lines in gather_objects(durable.damages(path, digests, names)):
+    for lines in gather_objects(durable.find_damages(path, digests, names)):
         problems += lines
     return problems

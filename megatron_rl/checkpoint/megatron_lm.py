@@ -20,14 +20,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
-from megatron_rl.checkpoint.folders import partial_of, run_write_step, write_error, write_tensors
+from megatron_rl.checkpoint.folders import convert_write_error, partial_path, run_write_step, write_tensors
 from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, restore_steps, sharded_state
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed_checkpoint
 from megatron_rl.hf.weights import assigned_parameters, fill_parameters, source_boxes
-from megatron_rl.interop.megatron_lm.arguments import arguments_of
+from megatron_rl.interop.megatron_lm.arguments import derive_arguments
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
 from megatron_rl.megatron.lora import without_adapters
@@ -58,7 +58,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     the iteration is 0. Raises UserError for a model that Megatron-LM has no arguments for.
     """
     model = read_pretrained(Path(source) / "config.json")
-    arguments = arguments_of(model)
+    arguments = derive_arguments(model)
     origin = read_pointer(source)
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
@@ -101,7 +101,7 @@ def save_megatron(
     None. Collective over the world; the folder is on a file system that all ranks share.
     """
     final = iteration_folder(folder, iteration)
-    partial_folder = partial_of(final)
+    partial_folder = partial_path(final)
 
     def prepare() -> None:
         if device.rank() == 0:
@@ -122,9 +122,9 @@ def save_megatron(
     run_write_step(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
         with megatron_scope(model), without_adapters(model):
-            write_tensors(partial_folder, model, _state(model, arguments, iteration), _CONTENT)
+            write_tensors(partial_folder, model, _build_state(model, arguments, iteration), _CONTENT)
     except Exception as error:
-        raise write_error(error, final) from error
+        raise convert_write_error(error, final) from error
     run_write_step(publish, "complete the Megatron checkpoint", final)
     return final
 
@@ -143,7 +143,7 @@ def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
     return earlier_folders[: max(surplus, 0)]
 
 
-def _state(
+def _build_state(
     model: ParallelModel | None,
     arguments: Mapping[str, Any],
     iteration: int,
@@ -181,7 +181,7 @@ def _state(
         name = "model"
         if len(chunks) > 1:
             name = f"model{index}"
-        state[name] = {key: _with_rows(model, value, vocabulary_rows) for key, value in chunk.items()}
+        state[name] = {key: _resize_vocabulary(model, value, vocabulary_rows) for key, value in chunk.items()}
     return state
 
 
@@ -192,7 +192,7 @@ def _torch_value(value: Any) -> Any:
     return value
 
 
-def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
+def _resize_vocabulary(model: ParallelModel, value: Any, row_count: int) -> Any:
     """Change a sharded tensor with a row per token of the vocabulary to ``row_count`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
@@ -245,7 +245,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
     # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
-    for state, open_files in _states(model, source, checkpoint):
+    for state, open_files in _list_optimizer_states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
@@ -255,16 +255,16 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         state_name = state
         if state in MASTERS:
             state_name = "param"
-        for sub_optimizer in optimizer.parts:
+        for sub_optimizer in optimizer.sub_optimizers:
             _set_state(model, sub_optimizer, state_name, values)
 
     restore_steps(optimizer, checkpoint.steps)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
 
 
-def _states(
+def _list_optimizer_states(
     model: ParallelModel,
     source: str | Path,
     checkpoint: MegatronCheckpoint,
@@ -276,16 +276,16 @@ def _states(
     # An optimizer in the fully reshardable format has a named tensor per parameter and state.
     if checkpoint.states:
         for state in checkpoint.states:
-            yield state, partial(MegatronFiles, source, checkpoint.state(state))
+            yield state, partial(MegatronFiles, source, checkpoint.with_state(state))
         return
 
     # Other formats have flat buffers without parameter names.
-    buffers = _verified_buffers(model, source, checkpoint)
+    buffers = _open_verified_buffers(model, source, checkpoint)
     for state in checkpoint.buffers:
         yield state, partial(buffers.with_state, state)
 
 
-def _verified_buffers(
+def _open_verified_buffers(
     model: ParallelModel,
     source: str | Path,
     checkpoint: MegatronCheckpoint,
@@ -303,31 +303,31 @@ def _verified_buffers(
 
     shape = read_pretrained(Path(source) / "config.json").shape
     differing_names: list[str] = []
-    for parameters in checkpoint.flat_parameters(shape):
-        masters = BufferFiles(source, checkpoint, parameters)
+    for parameters in checkpoint.list_arrangements(shape):
+        master_weights = BufferFiles(source, checkpoint, parameters)
         names = run_on_all_ranks_or_raise(
-            partial(_first_difference, masters, weights, boxes),
+            partial(_find_first_difference, master_weights, weights, boxes),
             "read the optimizer's state",
             model.groups.all,
         )
         differing_names = [name for name in names if name is not None]
         if not differing_names:
-            return masters
+            return master_weights
 
-    names = ", ".join(sorted(set(differing_names))[:_LISTED])
+    listed_names = ", ".join(sorted(set(differing_names))[:_LISTED])
     raise UserError(
         "the master weights in the Megatron checkpoint's optimizer differ from the weights of its model",
         where="model.resume_optimizer",
         expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
         "each from a multiple of 64 elements",
-        got=f"{checkpoint.path}: other values at the positions of {names}",
+        got=f"{checkpoint.path}: other values at the positions of {listed_names}",
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts from zero",
     )
 
 
-def _first_difference(
-    masters: MegatronFiles,
+def _find_first_difference(
+    master_weights: MegatronFiles,
     weights: MegatronFiles,
     boxes: Sequence[TensorBox],
 ) -> str | None:
@@ -336,14 +336,14 @@ def _first_difference(
     Returns None if all are equal up to rounding.
     """
     for box in boxes:
-        if not _is_equal_up_to_rounding(masters, weights, box):
+        if not _is_equal_up_to_rounding(master_weights, weights, box):
             return box.name
     return None
 
 
-def _is_equal_up_to_rounding(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
+def _is_equal_up_to_rounding(master_weights: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
     """Return whether master weights equal the model weights in a box (slice) of a tensor, up to rounding."""
-    master = masters.read(box.name, box.start, box.size)
+    master = master_weights.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
 
     # A weight is its master weight rounded to the model's dtype. The rounding error is relative, except below
@@ -372,12 +372,12 @@ def _set_state(
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
             if is_distributed:
-                _set_shard(sub_optimizer, parameter, state, value)
+                _set_state_shard(sub_optimizer, parameter, state, value)
             else:
-                _set_complete(sub_optimizer, parameter, state, value)
+                _set_complete_state(sub_optimizer, parameter, state, value)
 
 
-def _set_shard(
+def _set_state_shard(
     sub_optimizer: Any,
     parameter: Any,
     state: str,
@@ -396,7 +396,7 @@ def _set_shard(
     set_states(sub_optimizer, parameter, {state: shard_values})
 
 
-def _set_complete(
+def _set_complete_state(
     sub_optimizer: Any,
     parameter: Any,
     state: str,

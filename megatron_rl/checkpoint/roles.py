@@ -30,18 +30,22 @@ from torch import Tensor
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import (
     PendingCheckpoint,
-    partial_of,
+    convert_write_error,
+    partial_path,
     require_intact,
     run_write_step,
-    write_error,
 )
 from megatron_rl.checkpoint.shards import load_shards, write_index
-from megatron_rl.checkpoint.tensors import TensorWrite, begin_tensors, load_tensors, require_shards
+from megatron_rl.checkpoint.tensors import (
+    TensorWrite,
+    load_tensors,
+    plan_tensor_write,
+    require_savable_shards,
+)
 from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
-    check_same_model,
     fits_shards,
     model_identity,
     optimizer_kind,
@@ -50,6 +54,7 @@ from megatron_rl.config.checkpoint_meta import (
     require_layout,
     require_roles,
     require_same_build,
+    require_same_model,
     require_state_format,
     write_meta,
 )
@@ -58,9 +63,9 @@ from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.errors import unreadable_file
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.optimizer import Optimizer
-from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.lora import format_adapters
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 _OPTIMIZER_BYTES = 12
@@ -110,10 +115,10 @@ def save(
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
     final = Path(directory)
-    partial = partial_of(final)
+    partial = partial_path(final)
     first_role = next(iter(roles))
 
-    # Before anything is written, `_prepare` compares the free space with the size of the whole checkpoint.
+    # Before anything is written, `_prepare_folders` compares the free space with the whole checkpoint's size.
     rank_bytes = sum(_stored_bytes(role) for role in roles.values())
     checkpoint_bytes = sum(gather_objects(rank_bytes))
 
@@ -125,21 +130,21 @@ def save(
         step_count = None
         if role.optimizer is not None:
             step_count = role.optimizer.scheduler.num_steps
-        schedules[name] = _from_layout(step_count, role.model)
+        schedules[name] = _broadcast_from_layout(step_count, role.model)
 
         role_meta = None
         if role.model is not None:
             role_meta = _role_meta(role.model, role.optimizer, layout)
-        roles_meta[name] = _from_layout(role_meta, role.model)
+        roles_meta[name] = _broadcast_from_layout(role_meta, role.model)
 
-    run_state = _from_layout(dict(state), roles[first_role].model)
+    run_state = _broadcast_from_layout(dict(state), roles[first_role].model)
     content = {"state": run_state, "schedules": schedules}
     meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
     generator_path = partial / "rng" / f"rank_{device.rank()}.pt"
     state_path = partial / "state.pt"
 
     def prepare() -> None:
-        _prepare(final, roles, layout, checkpoint_bytes)
+        _prepare_folders(final, roles, layout, checkpoint_bytes)
 
     def write_rank_files() -> None:
         torch.save(_generator_states(), generator_path)
@@ -160,13 +165,15 @@ def save(
             # Weights that are in the model only inside this context are copied, as for a background write.
             copies = in_background or role.weights is not nullcontext
             with role.weights():
-                write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=copies)
+                write = plan_tensor_write(
+                    partial / name, role.model, role.optimizer, layout, copy_host_tensors=copies
+                )
             writes.append(write)
             files += write.files
             if layout == SAME:
                 files += write_index(partial / name, role.model, role.optimizer)
     except Exception as error:
-        raise write_error(error, final) from error
+        raise convert_write_error(error, final) from error
 
     checkpoint = PendingCheckpoint(final, writes, files, keep, best)
     if not in_background:
@@ -174,7 +181,7 @@ def save(
     return checkpoint
 
 
-def _prepare(
+def _prepare_folders(
     final: Path,
     roles: Mapping[str, TrainedRole],
     layout: str,
@@ -186,15 +193,15 @@ def _prepare(
     """
     if layout == SAME:
         for role in roles.values():
-            require_shards(role.optimizer)
+            require_savable_shards(role.optimizer)
 
     if device.rank() == 0:
         # A killed save leaves its partial folder.
-        durable.remove(partial_of(final))
+        durable.remove(partial_path(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
         for name in (*roles, "rng"):
-            (partial_of(final) / name).mkdir(parents=True)
+            (partial_path(final) / name).mkdir(parents=True)
 
 
 def _stored_bytes(role: TrainedRole) -> int:
@@ -223,7 +230,7 @@ def _stored_bytes(role: TrainedRole) -> int:
     return num_bytes
 
 
-def _from_layout(value: Any, model: ParallelModel | None) -> Any:
+def _broadcast_from_layout(value: Any, model: ParallelModel | None) -> Any:
     """Return, on all ranks of the world, the value on the first rank of the model's layout.
 
     ``model`` is None on ranks outside the layout. Collective over the world.
@@ -275,7 +282,7 @@ def load(
     # Before any pickle of the checkpoint is loaded.
     for name in roles:
         refuse_code(folder / name, trusted=trusted)
-    content = _read(folder / "state.pt", types)
+    content = _read_file(folder / "state.pt", types)
 
     # Both loads below are collective over the world: every rank needs every role's layout to choose the same
     # one.
@@ -284,7 +291,7 @@ def load(
         role_layout = None
         if role.model is not None:
             role_layout = _layout_meta(role.model)
-        layouts[name] = _from_layout(role_layout, role.model)
+        layouts[name] = _broadcast_from_layout(role_layout, role.model)
 
     for name, role in roles.items():
         role_meta = roles_meta[name]
@@ -304,7 +311,7 @@ def load(
     # Each rank's generators have been used for its shards, so they fit only the layouts of the save.
     if all(layouts[name] == roles_meta[name]["layout"] for name in roles):
         generator_path = folder / "rng" / f"rank_{device.rank()}.pt"
-        _set_generator_states(_read(generator_path))
+        _set_generator_states(_read_file(generator_path))
     else:
         first_model = next(iter(roles.values())).model
         seed_generators(int(meta["seed"]), int(meta["step"]), first_model)
@@ -314,7 +321,7 @@ def load(
 def read_state(directory: str | Path) -> dict[str, Any]:
     """Return the ``state`` that `save` stored in a checkpoint; it must be plain values and tensors."""
     require_state_format(directory, read_meta(directory))
-    return _read(Path(directory) / "state.pt")["state"]
+    return _read_file(Path(directory) / "state.pt")["state"]
 
 
 def load_model(
@@ -337,7 +344,7 @@ def load_model(
     return meta
 
 
-def _read(path: Path, types: Sequence[type] = ()) -> Any:
+def _read_file(path: Path, types: Sequence[type] = ()) -> Any:
     """Read a file that torch.save wrote, of plain values, tensors and ``types``.
 
     Raises UserError if the file is unreadable or contains an object of the wrong type.
@@ -372,7 +379,10 @@ def _role_meta(
     optimizer: Optimizer | None,
     layout: str,
 ) -> dict[str, Any]:
-    """Return a role's entry of meta.json, which `load` compares with the role that it restores."""
+    """Return a role's entry of meta.json, which `load` compares with the role that it restores.
+
+    ``layout`` is how a distributed optimizer is stored: `ANY` or `SAME`.
+    """
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
 
@@ -382,15 +392,15 @@ def _role_meta(
         stored_layout = layout
 
     return {
-        "model": model_identity(pretrained(model.hf_config)),
-        "dtype": _dtype(model),
+        "model": model_identity(describe_model(model.hf_config)),
+        "dtype": _dtype_name(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
         "optimizer_layout": stored_layout,
         # The index of the shards has the states of Adam.
         "indexed_shards": is_distributed and is_adam and layout == SAME,
-        "adapters": _adapters(model),
-        "base": _adapter_base(model),
+        "adapters": _describe_adapters(model),
+        "base": _adapter_base_checksum(model),
         "layout": _layout_meta(model),
     }
 
@@ -404,7 +414,7 @@ def _layout_meta(model: ParallelModel) -> dict[str, Any]:
     return values
 
 
-def _dtype(model: ParallelModel) -> str:
+def _dtype_name(model: ParallelModel) -> str:
     """Return the name of the dtype of the model's parameters, such as "bfloat16"."""
     return str(model.transformer_config.params_dtype).removeprefix("torch.")
 
@@ -423,15 +433,15 @@ def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
     return optimizer_kind(optimizer.config.name, optimizer.config.distributed)
 
 
-def _adapters(model: ParallelModel) -> str | None:
+def _describe_adapters(model: ParallelModel) -> str | None:
     """Describe rank, alpha and targets of the model's LoRA adapters, or return None without adapters."""
     adapters = model.adapters
     if adapters is None:
         return None
-    return adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
+    return format_adapters(adapters.rank, adapters.alpha, adapters.targets)
 
 
-def _adapter_base(model: ParallelModel) -> str | None:
+def _adapter_base_checksum(model: ParallelModel) -> str | None:
     """Return the checksum of the base weights of the model's adapters, or None without adapters."""
     if model.adapters is None:
         return None
@@ -449,15 +459,15 @@ def _require_same_role(
 
     If ``optimizer`` is None, optimizer and dtype are not compared.
     """
-    check_same_model(folder, meta["model"], pretrained(model.hf_config))
+    require_same_model(folder, meta["model"], describe_model(model.hf_config))
     build = {
         "layers": _layer_kind(model),
-        "adapters": _adapters(model),
-        "base": _adapter_base(model),
+        "adapters": _describe_adapters(model),
+        "base": _adapter_base_checksum(model),
     }
 
     if optimizer is not None:
-        build |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype(model)}
+        build |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype_name(model)}
     require_same_build(folder, role, meta, build)
 
 

@@ -62,14 +62,14 @@ class ParameterBox:
     strides: tuple[int, ...]
     """Strides of the box in the flattened parameter, in elements, one per dimension."""
 
-    def offset(self, start: tuple[int, ...]) -> int:
+    def offset_of(self, start: tuple[int, ...]) -> int:
         """Return the offset in the flattened parameter of the global tensor's value at index ``start``."""
         offset = self.first
         for index, origin, stride in zip(start, self.start, self.strides, strict=True):
             offset += (index - origin) * stride
         return offset
 
-    def within(self, begin: int, end: int) -> ParameterBox:
+    def narrow_to_range(self, begin: int, end: int) -> ParameterBox:
         """Return the part of this box that covers a range of the flattened parameter.
 
         ``begin`` and ``end`` are offsets in elements. The box is narrowed along its dimension of largest
@@ -85,16 +85,16 @@ class ParameterBox:
         extent = self.size[dim]
 
         # The first slice contains ``begin`` (rounded down), the last one the element before ``end`` (up).
-        low = (begin - self.first) // stride
-        low = min(max(low, 0), extent)
-        high = -(-(end - self.first) // stride)
-        high = max(min(high, extent), low)
+        first_slice = (begin - self.first) // stride
+        first_slice = min(max(first_slice, 0), extent)
+        end_slice = -(-(end - self.first) // stride)
+        end_slice = max(min(end_slice, extent), first_slice)
 
         start = list(self.start)
-        start[dim] += low
+        start[dim] += first_slice
         size = list(self.size)
-        size[dim] = high - low
-        first = self.first + low * stride
+        size[dim] = end_slice - first_slice
+        first = self.first + first_slice * stride
         return replace(self, start=tuple(start), size=tuple(size), first=first)
 
 
@@ -126,7 +126,7 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
     sharded_parameters = _sharded_parameters(state)
 
     entries: list[dict[str, Any]] = []
-    for number, sub_optimizer in enumerate(optimizer.parts):
+    for optimizer_index, sub_optimizer in enumerate(optimizer.sub_optimizers):
         # All ranks of a data-parallel group have equal buffers, so the first one writes the index.
         is_distributed = hasattr(sub_optimizer, "gbuf_ranges")
         if not is_distributed or sub_optimizer.data_parallel_group.rank() != 0:
@@ -135,7 +135,7 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
         group = sub_optimizer.data_parallel_group_idx
         for buffer_index, buffer in enumerate(sub_optimizer.buffers):
             for parameter, (start, _, bucket_index) in buffer.param_index_map.items():
-                bucket = Bucket(number, group, buffer_index, bucket_index)
+                bucket = Bucket(optimizer_index, group, buffer_index, bucket_index)
                 # Megatron's offset is relative to the buffer; the checkpoint has a separate tensor per
                 # bucket.
                 begin = start - buffer.buckets[bucket_index].offset
@@ -214,18 +214,18 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 
     def read() -> None:
         if optimizer is not None:
-            _read(folder, optimizer, _sharded_parameters(state))
+            _read_states(folder, optimizer, _sharded_parameters(state))
 
     run_on_all_ranks_or_raise(read, f"read the optimizer of {folder.name}")
 
 
 @torch.no_grad()
-def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> None:
+def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping[Any, Any]) -> None:
     """Read this rank's data-parallel shards of all optimizer states from the checkpoint's buffers.
 
-    ``sharded`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
+    ``sharded_parameters`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
     """
-    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded.items()}
+    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded_parameters.items()}
     tensor_names: set[str] = set()
     for boxes in boxes_by_parameter.values():
         tensor_names.update(box.key for box in boxes)
@@ -234,31 +234,31 @@ def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> Non
     files = BucketReader(folder, read_tensors(folder).buffers)
 
     # One parameter and one state at a time, so that host memory has a single unsharded parameter.
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
             # Only the rows with which this layout pads the vocabulary may be absent from the checkpoint.
-            may_be_absent = getattr(sharded[parameter], "allow_shape_mismatch", False)
+            may_be_absent = getattr(sharded_parameters[parameter], "allow_shape_mismatch", False)
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
 
             for state in sorted(current_states.keys() - {"step"}):
                 if not boxes:
-                    raise _absent_error(folder, None, state)
+                    raise _missing_state_error(folder, None, state)
 
                 values = torch.zeros(parameter.numel(), device=device.host())
                 for box in boxes:
-                    shard_box = box.within(shard.start, shard.end)
+                    shard_box = box.narrow_to_range(shard.start, shard.end)
                     num_absent = _copy_box(values, shard_box, state, index.boxes, files)
                     if num_absent and not may_be_absent:
-                        raise _absent_error(folder, box, state)
+                        raise _missing_state_error(folder, box, state)
 
                 shard_values = values[shard.start : shard.end]
                 set_states(sub_optimizer, parameter, {state: shard_values})
             count_progress("tensors read")
 
     restore_steps(optimizer, index.steps)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
 
@@ -283,15 +283,15 @@ def _copy_box(
 
         # Read the contiguous range from the first to the last element of the overlap.
         start, size = overlap
-        count = 1
+        element_count = 1
         for extent, stride in zip(size, source.strides, strict=True):
-            count += (extent - 1) * stride
-        begin = stored_box.begin + source.offset(start)
-        elements = files.read(state, stored_box.bucket, begin, count)
+            element_count += (extent - 1) * stride
+        begin = stored_box.begin + source.offset_of(start)
+        elements = files.read(state, stored_box.bucket, begin, element_count)
 
         # View the overlap with the strides of the saved and of the current parameter.
         source_view = elements.as_strided(size, source.strides, elements.storage_offset())
-        target_view = values.as_strided(size, box.strides, box.offset(start))
+        target_view = values.as_strided(size, box.strides, box.offset_of(start))
         target_view.copy_(source_view)
         num_copied += math.prod(size)
 
@@ -317,7 +317,7 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
         steps = max(steps, int(index["steps"]))
 
         for entry in index["parts"]:
-            stored_box = _stored_box(entry)
+            stored_box = _parse_stored_box(entry)
             box = stored_box.box
             if box.key not in tensor_names:
                 continue
@@ -331,7 +331,7 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
     return _Index(stored_boxes, steps)
 
 
-def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
+def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
     """Parse the box of one entry of an index file; JSON stores its tuples as lists."""
     box = ParameterBox(
         entry["key"],
@@ -343,7 +343,7 @@ def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
     return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
 
 
-def _absent_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
+def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not locate.
 
     ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.

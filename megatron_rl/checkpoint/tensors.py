@@ -44,7 +44,7 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.lora import load_adapters, sharded_adapters
+from megatron_rl.megatron.lora import build_sharded_adapters, load_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
 from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
@@ -62,16 +62,17 @@ class TensorWrite:
     """The planned write of a sharded state and its common values into an empty folder.
 
     The constructor copies this rank's shards from the accelerator into pinned host memory and, on the first
-    rank, writes the common values. Then `run` writes the shards, on any thread, and `finish` writes the index
-    of all tensors. Call the constructor inside `megatron_scope`. Collective over the world.
+    rank, writes the common values. Then `write_shards` writes the shards, on any thread, and
+    `write_tensor_index` writes the index of all tensors. Call the constructor inside `megatron_scope`.
+    Collective over the world.
 
     Arguments:
         folder: an empty folder on a file system that all ranks share.
         model: the model, or None on ranks outside its layout.
         state: Megatron's sharded state.
         content: Megatron's content metadata, which readers of the checkpoint use; None to write none.
-        keep: also copy tensors that are already in host memory, because the job may change them before they
-            are written.
+        copy_host_tensors: also copy tensors that are already in host memory, because the job may change them
+            before they are written.
 
     `files` are the paths of the files that this rank will write.
     """
@@ -83,7 +84,7 @@ class TensorWrite:
         state: dict[str, Any],
         content: Mapping[str, Any] | None = None,
         *,
-        keep: bool,
+        copy_host_tensors: bool,
     ) -> None:
         strategy: Any
         if model is None:
@@ -91,7 +92,7 @@ class TensorWrite:
             strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
         else:
             # The wrapper distributes replicated tensors over the ranks that hold them.
-            rank_strategy = _Save("torch_dist", 1, thread_count=WRITERS)
+            rank_strategy = _SaveInProcess("torch_dist", 1, thread_count=WRITERS)
             strategy = FullyParallelSaveStrategyWrapper(rank_strategy, model.groups.data_context)
 
         content_metadata = None
@@ -112,7 +113,7 @@ class TensorWrite:
         # Each bucket becomes a file: its path, its name, and lists of (plan item, value) for bytes and
         # tensors.
         buckets = self._request.async_fn_args[1]
-        if keep:
+        if copy_host_tensors:
             for _, _, (_, tensors) in buckets:
                 for index, (item, tensor) in enumerate(tensors):
                     if tensor.is_cpu:
@@ -120,7 +121,7 @@ class TensorWrite:
         buckets[:] = self._request.preload_fn()
         self.files += [Path(path) for path, _, _ in buckets]
 
-    def run(self) -> None:
+    def write_shards(self) -> None:
         """Write the copied shards, on any thread, and release their memory; raise if a write fails."""
         if self._request.async_fn is None:
             return
@@ -148,7 +149,7 @@ class TensorWrite:
             outcomes_by_file = pool.map(write_bucket, range(len(buckets)))
             results.put(dict(enumerate(outcomes_by_file)))
 
-    def finish(self) -> None:
+    def write_tensor_index(self) -> None:
         """Write the index of all ranks' tensors (.metadata). Call it inside `megatron_mode`.
 
         Collective over the world.
@@ -157,7 +158,7 @@ class TensorWrite:
             finalize()
 
 
-class _Save(TorchDistSaveShardedStrategy):
+class _SaveInProcess(TorchDistSaveShardedStrategy):
     """Save strategy that returns the results of a write in this process instead of starting another one."""
 
     def async_save(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -184,7 +185,7 @@ class _Save(TorchDistSaveShardedStrategy):
             filesystem_async._results_queue = None
 
 
-class _SaveOutsideLayout(_Save):
+class _SaveOutsideLayout(_SaveInProcess):
     """Save strategy of a rank outside the model's layout, which writes nothing."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
@@ -206,18 +207,19 @@ def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
     return model.scope()
 
 
-def begin_tensors(
+def plan_tensor_write(
     folder: Path,
     model: ParallelModel | None,
     optimizer: Optimizer | None,
     layout: str,
     *,
-    keep: bool,
+    copy_host_tensors: bool,
 ) -> TensorWrite:
     """Plan the write of a model and its optimizer into an empty folder, and copy this rank's shards.
 
     ``model`` is None on ranks outside its layout. ``layout`` is how a distributed optimizer is stored: `ANY`
-    gathers it, `SAME` stores its shards. ``keep`` also copies tensors in host memory, as for `TensorWrite`.
+    gathers it, `SAME` stores its shards. ``copy_host_tensors``: whether tensors in host memory are copied
+    too, as in `TensorWrite`.
     Collective over the world.
     """
     with megatron_scope(model):
@@ -229,10 +231,10 @@ def begin_tensors(
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
 
-        return TensorWrite(folder, model, state, keep=keep)
+        return TensorWrite(folder, model, state, copy_host_tensors=copy_host_tensors)
 
 
-def require_shards(optimizer: Optimizer | None) -> None:
+def require_savable_shards(optimizer: Optimizer | None) -> None:
     """Raise UserError if a bucket of the distributed optimizer has no parameter on this rank.
 
     Megatron cannot save such a bucket in the shards of its layout (`SAME`).
@@ -240,7 +242,7 @@ def require_shards(optimizer: Optimizer | None) -> None:
     if optimizer is None:
         return
     buckets: list[Any] = []
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for buckets_by_type in getattr(sub_optimizer, "gbuf_ranges", ()):
             for typed_buckets in buckets_by_type.values():
                 buckets += typed_buckets
@@ -275,7 +277,7 @@ def load_tensors(
     num_sharing_ranks = sum_over_ranks(torch.tensor([int(shares_reading)]))
     any_shares_reading = bool(num_sharing_ranks)
 
-    with _load_errors(folder), megatron_scope(model):
+    with _convert_load_errors(folder), megatron_scope(model):
         if model is None:
             dist_checkpointing.load({}, str(folder), _LoadOutsideLayout(any_shares_reading))
             return
@@ -334,8 +336,8 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
 
 
 @contextmanager
-def _load_errors(folder: Path) -> Iterator[None]:
-    """Context manager that turns Megatron's errors about a checkpoint into UserError."""
+def _convert_load_errors(folder: Path) -> Iterator[None]:
+    """Convert Megatron's errors about the checkpoint ``folder`` to UserError inside the block."""
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError) as error:
@@ -371,19 +373,19 @@ def sharded_state(
         "dp_cp_group": groups.data_context,
     }
     chunks: dict[str, Any] = {}
-    with _own_data_parallel_rank(model):
+    with _use_model_data_parallel_rank(model):
         for index, chunk in enumerate(model.chunks):
             if model.adapters is None:
                 chunks[f"chunk{index}"] = chunk.sharded_state_dict(metadata=metadata)
             else:
-                chunks[f"chunk{index}"] = sharded_adapters(model, chunk)
+                chunks[f"chunk{index}"] = build_sharded_adapters(model, chunk)
 
     if optimizer is None:
         return chunks, {}
 
     with (
-        _replaced_method(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
-        _replaced_method(optimizer, "state_dict", partial(_with_step, step_count(optimizer))),
+        _replace_method(optimizer, "get_parameter_state_dp_zero", _make_padded_gather),
+        _replace_method(optimizer, "state_dict", partial(_make_state_dict_with_step, step_count(optimizer))),
     ):
         state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     rank_state, stored_state = extract_nonpersistent(state)
@@ -394,21 +396,21 @@ def sharded_state(
     replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
     common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
     complete_state = {**chunks, "optimizer": tensors, "optimizer_common": common_object}
-    return complete_state, _unwrap(rank_state)
+    return complete_state, _unwrap_values(rank_state)
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap_values(value: Any) -> Any:
     """Replace each of Megatron's wrappers in a nested state by the value that it contains."""
     if isinstance(value, dict):
-        return {key: _unwrap(item) for key, item in value.items()}
+        return {key: _unwrap_values(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_unwrap(item) for item in value]
+        return [_unwrap_values(item) for item in value]
     return value.unwrap()
 
 
 @contextmanager
-def _own_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
-    """Context in which Megatron's get_data_parallel_rank returns the rank in the model's data-parallel group.
+def _use_model_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
+    """Make Megatron's get_data_parallel_rank return the rank in the model's own group inside the block.
 
     Megatron calls it for the copy of tied embeddings on the last pipeline stage. The original needs
     process-global groups, which do not exist here.
@@ -428,12 +430,12 @@ def _clear_padding(model: ParallelModel) -> None:
     These are the rows after the last token of the vocabulary.
     """
     shape = model.spec.model.shape
-    for storage, parameter in live_parameters(model).items():
-        if global_name(model, storage) in vocabulary_names(shape):
+    for storage_name, parameter in live_parameters(model).items():
+        if global_name(model, storage_name) in vocabulary_names(shape):
             # Tensor-parallel ranks have equal numbers of rows, in order; the last rows are padding.
             first_row = model.groups.coordinates.tensor * len(parameter)
-            row_count = max(shape.vocab - first_row, 0)
-            parameter[row_count:].zero_()
+            token_rows = max(shape.vocab - first_row, 0)
+            parameter[token_rows:].zero_()
 
 
 # --- Optimizer state
@@ -441,40 +443,40 @@ def _clear_padding(model: ParallelModel) -> None:
 
 def initialise_states(optimizer: Optimizer) -> None:
     """Create the optimizer's initial state for every parameter, unless it already exists."""
-    for sub_optimizer in optimizer.parts:
-        inner = sub_optimizer.optimizer
-        if len(inner.state):
+    for sub_optimizer in optimizer.sub_optimizers:
+        torch_optimizer = sub_optimizer.optimizer
+        if len(torch_optimizer.state):
             continue
 
-        rates = [group["lr"] for group in inner.param_groups]
+        learning_rates = [group["lr"] for group in torch_optimizer.param_groups]
         parameters: list[Tensor] = []
-        for group in inner.param_groups:
+        for group in torch_optimizer.param_groups:
             parameters += [parameter for parameter in group["params"] if parameter.numel()]
         gradients = [parameter.grad for parameter in parameters]
 
         # A step with zero learning rate and zero gradients creates the states and changes no weight.
-        for group in inner.param_groups:
+        for group in torch_optimizer.param_groups:
             group["lr"] = 0.0
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        inner.step()
+        torch_optimizer.step()
 
         # Restore gradients, learning rates and step counts.
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, learning_rate in zip(torch_optimizer.param_groups, learning_rates, strict=True):
+            group["lr"] = learning_rate
             if "step" in group:
                 group["step"] = 0
-        _separate_steps(inner, reset=True)
+        _separate_steps(torch_optimizer, reset=True)
 
 
-def _separate_steps(inner: Any, reset: bool = False) -> None:
+def _separate_steps(torch_optimizer: Any, reset: bool = False) -> None:
     """Give each parameter a separate step counter, set to zero if ``reset``.
 
     After Megatron's load all parameters share one tensor, which would count every parameter's update.
     """
-    for state in inner.state.values():
+    for state in torch_optimizer.state.values():
         step = state.get("step")
         if isinstance(step, Tensor):
             state["step"] = step.clone()
@@ -485,9 +487,9 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
 def step_count(optimizer: Optimizer) -> int:
     """Return the number of steps that the optimizer has taken, which is equal in all sub-optimizers."""
     # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
-    for sub_optimizer in optimizer.parts:
-        inner = sub_optimizer.optimizer
-        for entry in (*inner.state.values(), *inner.param_groups):
+    for sub_optimizer in optimizer.sub_optimizers:
+        torch_optimizer = sub_optimizer.optimizer
+        for entry in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
             if "step" in entry:
                 return int(entry["step"])
     return 0
@@ -495,7 +497,7 @@ def step_count(optimizer: Optimizer) -> int:
 
 def restore_steps(optimizer: Optimizer, steps: int) -> None:
     """Set the step count of every parameter and parameter group to ``steps``."""
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         for group in sub_optimizer.optimizer.param_groups:
             if "step" in group:
                 group["step"] = steps
@@ -504,7 +506,7 @@ def restore_steps(optimizer: Optimizer, steps: int) -> None:
                 parameter_state["step"].fill_(steps)
 
 
-def _with_step(
+def _make_state_dict_with_step(
     step: int,
     sub_optimizer: Any,
     original: Callable[[], Any],
@@ -516,12 +518,12 @@ def _with_step(
     """
 
     def state_dict() -> Any:
-        inner = sub_optimizer.optimizer
-        if inner.state or not hasattr(sub_optimizer, "gbuf_ranges"):
+        torch_optimizer = sub_optimizer.optimizer
+        if torch_optimizer.state or not hasattr(sub_optimizer, "gbuf_ranges"):
             return original()
 
         groups = []
-        for group in inner.state_dict()["param_groups"]:
+        for group in torch_optimizer.state_dict()["param_groups"]:
             settings = {name: value for name, value in group.items() if name != "params"}
             groups.append(settings | {"step": step})
         return {"optimizer": {"param_groups": groups}}
@@ -539,28 +541,32 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
         settings.append(group_settings)
 
     # no_grad: shards are copied into views of parameters, which autograd does not allow.
-    with torch.no_grad(), _replaced_method(optimizer, "_set_main_param_and_optimizer_states", _without_step):
+    restore_method = "_set_main_param_and_optimizer_states"
+    with torch.no_grad(), _replace_method(optimizer, restore_method, _make_restore_without_step):
         optimizer.megatron.load_state_dict(state)
 
     for group, group_settings in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(group_settings)
-    for sub_optimizer in optimizer.parts:
+    for sub_optimizer in optimizer.sub_optimizers:
         _separate_steps(sub_optimizer.optimizer)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
 
 
 @contextmanager
-def _replaced_method(
+def _replace_method(
     optimizer: Optimizer,
     name: str,
     build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Context in which Megatron's optimizers have another method ``name``.
+    """Replace the method ``name`` of all Megatron optimizers that have it inside the block.
 
     ``build(sub_optimizer, method)`` returns the new method from the original one.
     """
-    sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
+    sub_optimizers = []
+    for sub_optimizer in optimizer.sub_optimizers:
+        if hasattr(sub_optimizer, name):
+            sub_optimizers.append(sub_optimizer)
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
         setattr(sub_optimizer, name, build(sub_optimizer, method))
@@ -573,7 +579,7 @@ def _replaced_method(
             delattr(sub_optimizer, name)
 
 
-def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_padded_gather(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's gather of a distributed optimizer's state so that it includes padding between buckets.
 
     Megatron's gather omits that padding, but its load expects it. After a padded bucket, such as the separate
@@ -607,7 +613,7 @@ def _insert_padding(values: Tensor, buffer: Any) -> Tensor:
     return padded
 
 
-def _without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., None]:
+def _make_restore_without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., None]:
     """Return a method that restores one parameter's states except its step.
 
     Megatron restores the step with the parameter groups.

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import UserError, unreadable_file
-from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, names_in
+from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, read_global_names
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 _STORAGES = (
@@ -64,13 +64,13 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
 
     # One file at a time: the index must be harmless before it is unpickled to find the other files.
     for path, names in _pickled_names(folder):
-        dangerous = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
-        if dangerous:
+        dangerous_names = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
+        if dangerous_names:
             raise UserError(
                 "the checkpoint could run code when it is loaded",
                 where=str(path),
                 expected="names of data types and containers, as Megatron's distributed format writes them",
-                got=f"it names {', '.join(dangerous[:_LISTED])}",
+                got=f"it names {', '.join(dangerous_names[:_LISTED])}",
                 fix="copy it again from its origin; if you trust that, set checkpoint.trust=true (--trust)",
             )
 
@@ -80,21 +80,21 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
     The caller must stop at dangerous names: after the first yield the index is unpickled.
     """
-    directory = folder / DIRECTORY
+    index_path = folder / DIRECTORY
     # Damaged pickles raise errors of any type.
     try:
-        content = directory.read_bytes()
-        names = names_in(content)
+        content = index_path.read_bytes()
+        names = read_global_names(content)
     except Exception as error:
-        raise _unreadable_error(directory, error) from error
-    yield directory, names
+        raise _unreadable_error(index_path, error) from error
+    yield index_path, names
 
     # The caller has not stopped, so the index names nothing dangerous.
     try:
-        values = list(_stored_values(folder, pickle.loads(content)))
+        locations = list(_locate_pickled_values(folder, pickle.loads(content)))
     except Exception as error:
-        raise _unreadable_error(directory, error) from error
-    for path, offset, length in values:
+        raise _unreadable_error(index_path, error) from error
+    for path, offset, length in locations:
         yield path, _names_in_archive(path, offset, length)
 
     # Files next to the tensors, with values that are equal on all ranks.
@@ -102,16 +102,19 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         yield path, _names_in_archive(path, 0, -1)
 
 
-def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors."""
-    names: set[str] = set()
-    for name, entry in directory.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            names.add(name)
+def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, int, int]]:
+    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors.
 
-    locations = directory.storage_data or {}
+    ``metadata`` is the unpickled index, a ``Metadata`` of torch.
+    """
+    pickled_names: set[str] = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            pickled_names.add(name)
+
+    locations = metadata.storage_data or {}
     for index, location in locations.items():
-        if index.fqn in names:
+        if index.fqn in pickled_names:
             path = folder / location.relative_path
             yield path, location.offset, location.length
 
@@ -138,7 +141,7 @@ def _names_in_archive(
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
-        return names_in(reader.get_record("data.pkl"))
+        return read_global_names(reader.get_record("data.pkl"))
     except Exception as error:  # damaged bytes raise errors of any type
         raise _unreadable_error(path, error) from error
 

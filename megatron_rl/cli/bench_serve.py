@@ -48,19 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Test with each number of users; print a table of measurements and one of capacities with headroom."""
     require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
-    users = _users(arguments.users)
+    user_counts = _parse_user_counts(arguments.users)
     url = arguments.url.rstrip("/")
     model = _served_model(url)
 
     # Run the tests one after another: concurrent tests would share the server's capacity.
     results: dict[int, Mapping[str, Any]] = {}
-    for count in users:
-        print(f"{count} users, {count * arguments.requests} requests …", file=sys.stderr, flush=True)
-        results[count] = load_test(
+    for users in user_counts:
+        requests = users * arguments.requests
+        print(f"{users} users, {requests} requests …", file=sys.stderr, flush=True)
+        results[users] = run_load_test(
             url,
             model,
-            users=count,
-            requests=count * arguments.requests,
+            users=users,
+            requests=requests,
             prompt_tokens=arguments.prompt_tokens,
             response_tokens=arguments.response_tokens,
         )
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load_test(
+def run_load_test(
     url: str,
     model: Mapping[str, Any],
     *,
@@ -81,7 +82,11 @@ def load_test(
     prompt_tokens: int,
     response_tokens: int,
 ) -> dict[str, Any]:
-    """Run vLLM's load test with ``users`` concurrent requests, and return its result."""
+    """Run vLLM's load test with ``users`` concurrent requests, and return its result.
+
+    ``requests`` is the number of requests of all users together, and ``model`` is that of `_served_model`.
+    Raises UserError if the test or one of its requests fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         options = [
             "--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions",
@@ -106,7 +111,8 @@ def load_test(
     # vLLM leaves failed requests out of its times, so the server would appear faster than it is.
     failed = requests - result["completed"]
     if failed:
-        messages = {line.strip().rpartition("\n")[2] for line in result["errors"] if line}
+        # The last line of a traceback is its message.
+        messages = {text.strip().rpartition("\n")[2] for text in result["errors"] if text}
         got = "; ".join(sorted(messages))[:600]
         raise _failed_test_error(url, f"{failed} of {requests} requests failed", got)
     return result
@@ -143,9 +149,9 @@ def result_tables(results: Mapping[int, Mapping[str, Any]]) -> str:
             users,
             f"{rate:.2f}",
             f"{result['output_throughput']:.0f}",
-            _percentiles(result, "ttft", 1.0, ".0f"),
-            _percentiles(result, "tpot", 1.0, ".1f"),
-            _percentiles(result, "e2el", 1e-3, ".2f"),
+            _percentile_text(result, "ttft", 1.0, ".0f"),
+            _percentile_text(result, "tpot", 1.0, ".1f"),
+            _percentile_text(result, "e2el", 1e-3, ".2f"),
         )
         measurements.append("| " + " | ".join(map(str, cells)) + " |")
 
@@ -157,24 +163,28 @@ def result_tables(results: Mapping[int, Mapping[str, Any]]) -> str:
     return "\n".join([*measurements, "", note, "", *capacities, ""])
 
 
-def _percentiles(
+def _percentile_text(
     result: Mapping[str, Any],
     name: str,
     scale: float,
-    form: str,
+    number_format: str,
 ) -> str:
-    """Format the `PERCENTILES` of the time ``name``: milliseconds times ``scale``, in the format ``form``."""
-    return " / ".join(format(result[f"p{point}_{name}_ms"] * scale, form) for point in PERCENTILES)
+    """Format the `PERCENTILES` of the time ``name`` in vLLM's result, separated by slashes.
+
+    The result has milliseconds, which are multiplied by ``scale``.
+    """
+    times = [result[f"p{percentile}_{name}_ms"] * scale for percentile in PERCENTILES]
+    return " / ".join(format(time, number_format) for time in times)
 
 
-def _users(text: str) -> Sequence[int]:
+def _parse_user_counts(text: str) -> Sequence[int]:
     """Parse numbers of users such as ``1,5,20``; raise UserError unless each is at least 1."""
     try:
-        users = [int(number) for number in text.split(",")]
+        user_counts = [int(number) for number in text.split(",")]
     except ValueError:
-        users = []
+        user_counts = []
 
-    if not users or min(users) < 1:
+    if not user_counts or min(user_counts) < 1:
         raise UserError(
             "the numbers of users cannot be read",
             where="--users",
@@ -182,7 +192,7 @@ def _users(text: str) -> Sequence[int]:
             got=text,
             fix="give them as in --users 1,5,20",
         )
-    return users
+    return user_counts
 
 
 def _served_model(url: str) -> Mapping[str, Any]:

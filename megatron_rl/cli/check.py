@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.cli.check_picture import draw_svg
 from megatron_rl.cli.check_text import report_text
@@ -95,10 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_gpu(name: str) -> None:
-    """Raise UserError for a GPU that is not in constants.json."""
+    """Raise UserError for a GPU that is not in the planner's constants.json."""
     constants = load_constants()
     if name not in constants.gpus and name.lower() not in constants.aliases:
-        raise unknown_choice("--on", name, sorted(constants.aliases), otherwise="choose one of them")
+        raise unknown_choice("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
@@ -134,14 +134,12 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         config[path] = {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
 
     # The data-parallel size is derived, so it is not a field of a layout.
-    roles = {
-        role: {**dataclasses.asdict(layout), "data": layout.data}
-        for role, layout in (report.layouts or {}).items()
-    }
+    layouts = report.layouts or {}
+    roles = {role: {**dataclasses.asdict(layout), "data": layout.data} for role, layout in layouts.items()}
     memory = [
         {
             "rank": rank_memory.rank,
-            "total": {phase: rank_memory.total(phase) for phase in PHASES},
+            "total": {phase: rank_memory.phase_peak(phase) for phase in PHASES},
             "items": [dataclasses.asdict(item) for item in rank_memory.items],
         }
         for rank_memory in report.memory
@@ -153,7 +151,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         batch = dataclasses.asdict(report.batch)
     scoring_pass = None
     if report.algorithm is not None:
-        scoring_pass = scoring_reason(report.config, report.algorithm)
+        scoring_pass = scoring_pass_reason(report.config, report.algorithm)
     model = None
     if report.shape is not None:
         model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
@@ -186,7 +184,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "batch": batch,
         "scoring_pass": scoring_pass,
         "roles": roles,
-        "process_groups": process_group_counts(report.layouts or {}, report.world_size)._asdict(),
+        "process_groups": process_group_counts(layouts, report.world_size)._asdict(),
         "model": model,
         "memory": memory,
         "weight_sync": weight_sync,

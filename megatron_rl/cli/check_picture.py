@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 from xml.sax.saxutils import escape
 
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.cli.check_text import legend
+from megatron_rl.cli.check_text import coordinate_legend
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import WeightTraffic, byte_text
@@ -69,20 +69,21 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
     Two nodes are of one kind if each of their ranks has the same roles, and within each role the same place
     among the replicas and stages of its node.
     """
-    nodes_of: dict[tuple[object, ...], list[int]] = {}
+    # Number of ranks of a node, with (role, slot, index of the replica and stage) of each -> its nodes.
+    nodes_by_kind: dict[tuple[int, tuple[tuple[str, int, int], ...]], list[int]] = {}
     for node, ranks in enumerate(_node_ranks(world_size, gpus_per_node)):
-        shards: list[object] = [len(ranks)]
+        shards: list[tuple[str, int, int]] = []
         for role, layout in layouts.items():
             # Replicas and stages by the order in which they occur on the node.
-            order: dict[tuple[int, int] | None, int] = {}
+            index_on_node: dict[tuple[int, int] | None, int] = {}
             for slot, rank in enumerate(ranks):
                 if rank not in layout.ranks:
                     continue
-                index = order.setdefault(_replica_stage(layout, rank), len(order))
+                index = index_on_node.setdefault(_replica_stage(layout, rank), len(index_on_node))
                 shards.append((role, slot, index))
-        nodes_of.setdefault(tuple(shards), []).append(node)
+        nodes_by_kind.setdefault((len(ranks), tuple(shards)), []).append(node)
 
-    return [NodeKind(tuple(nodes), int(str(shards[0]))) for shards, nodes in nodes_of.items()]
+    return [NodeKind(tuple(nodes), size) for (size, _), nodes in nodes_by_kind.items()]
 
 
 def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
@@ -94,7 +95,7 @@ def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
 def draw_svg(report: CheckReport, name: str) -> str:
     """Return an SVG of a check: a box for each kind of nodes, and the groups in which each role communicates.
 
-    The report must have layouts.
+    The report must have layouts. ``name`` is that of the configuration, for the title.
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)
@@ -106,6 +107,8 @@ def draw_svg(report: CheckReport, name: str) -> str:
     rows = len(layouts)
     if report.sync is not None:
         rows += 2
+
+    # Sizes in pixels.
     column = _COLUMN
     if per_node > _WIDE_NODE:
         column = _NARROW_COLUMN
@@ -122,39 +125,40 @@ def draw_svg(report: CheckReport, name: str) -> str:
         f'height="{height}" font-family="system-ui, sans-serif" font-size="13">',
         f"<title>{escape(name)}: nodes, roles and weights</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(16, 26, f"{name} on {report.world_size} ranks", weight="bold"),
+        _text_element(16, 26, f"{name} on {report.world_size} ranks", weight="bold"),
     ]
     if len(kinds) > len(drawn_kinds):
         note = f"{len(drawn_kinds)} of {len(kinds)} kinds of nodes are shown"
-        elements.append(_text(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
+        elements.append(_text_element(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
 
     for index, kind in enumerate(drawn_kinds):
-        elements += _kind(report, kind, per_node, column, _TITLE + kind_height * index)
-    elements += _groups(layouts, report.sync, per_node, groups_top)
-    elements.append(_text(16, height - 16, legend(layouts), _NOTE_COLOUR))
+        elements += _draw_kind(report, kind, per_node, column, _TITLE + kind_height * index)
+    elements += _draw_groups(layouts, report.sync, per_node, groups_top)
+    elements.append(_text_element(16, height - 16, coordinate_legend(layouts), _NOTE_COLOUR))
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 
-def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
+def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
     """Draw the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync.
 
     Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
     vertical position of the box, both in pixels.
     """
     assert report.layouts is not None
-    first = kind.nodes[0] * per_node
+    first_rank = kind.nodes[0] * per_node
     elements: list[str] = []
 
     # A single node has the numbers of its ranks, several have their slots.
     if len(kind.nodes) == 1:
         title = f"node {kind.nodes[0]}"
-        labels = [f"rank {first + slot}" for slot in range(kind.size)]
+        labels = [f"rank {first_rank + slot}" for slot in range(kind.size)]
     else:
         title = f"nodes {_index_text(kind.nodes)}: {len(kind.nodes)} like this"
         labels = [f"GPU {slot}" for slot in range(kind.size)]
-    elements.append(_text(16, top + 20, title, weight="bold"))
+    elements.append(_text_element(16, top + 20, title, weight="bold"))
     for slot, label in enumerate(labels):
-        elements.append(_text(_centre(slot, column), top + 20, label, _NOTE_COLOUR, anchor="middle"))
+        centre = _column_centre(slot, column)
+        elements.append(_text_element(centre, top + 20, label, _NOTE_COLOUR, anchor="middle"))
 
     top += _HEADER
     frame_width = column * kind.size
@@ -166,35 +170,39 @@ def _kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: 
         f'fill="none" stroke="#d1d5db"/>'
     )
     for index, (role, layout) in enumerate(report.layouts.items()):
-        elements += _role_row(role, layout, index, kind, per_node, column, top + _ROW * index)
+        elements += _draw_role_row(role, layout, index, kind, per_node, column, top + _ROW * index)
     if report.sync is not None:
         sync_top = top + _ROW * len(report.layouts)
-        elements += _sync_rows(report.sync, kind, per_node, column, sync_top)
+        elements += _draw_sync_rows(report.sync, kind, per_node, column, sync_top)
     return elements
 
 
-def _role_row(
+def _draw_role_row(
     role: str, layout: ParallelLayout, index: int, kind: NodeKind, per_node: int, column: int, top: int
 ) -> list[str]:
     """Draw the row of one role: its name, its sizes, and a bar for each replica or stage on the node.
 
-    Returns SVG elements; ``index`` is the position of the role, and the others are arguments of the box.
+    Returns SVG elements. ``index``: position of the role, which chooses its colour. ``per_node``: ranks of a
+    node. ``column``: width of a rank's column, and ``top``: vertical position of the row, both in pixels.
     """
     # Draw the rollout in the dark colour of the arrows that lead to it.
     colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
     if role == ROLLOUT.name:
         colour = _ROLLOUT_COLOUR
     elements = [
-        _text(16, top + 17, role, weight="bold"),
-        _text(16, top + 32, _sizes_text(role, layout), _NOTE_COLOUR, size=11),
+        _text_element(16, top + 17, role, weight="bold"),
+        _text_element(16, top + 32, _layout_text(role, layout), _NOTE_COLOUR, size=11),
     ]
 
-    first = kind.nodes[0] * per_node
+    first_rank = kind.nodes[0] * per_node
     slots = range(kind.size)
-    for replica_stage, members in groupby(slots, key=lambda slot: _replica_stage(layout, first + slot)):
-        bar = list(members)
-        x = _LEFT + column * bar[0] + 4
-        width = column * len(bar) - 8
+
+    # Consecutive ranks of one replica and stage share a bar.
+    bars = groupby(slots, key=lambda slot: _replica_stage(layout, first_rank + slot))
+    for replica_stage, slots_of_bar in bars:
+        bar_slots = list(slots_of_bar)
+        x = _LEFT + column * bar_slots[0] + 4
+        width = column * len(bar_slots) - 8
         fill = colour
         if replica_stage is None:
             fill = _EMPTY_COLOUR
@@ -202,18 +210,18 @@ def _role_row(
         elements.append(box)
         if replica_stage is None:
             continue
-        label = _bar_label(role, layout, kind, per_node, bar)
+        label = _bar_label(role, layout, kind, per_node, bar_slots)
 
         # A label that is too long for its bar is cut; its tooltip is complete.
         visible_label = label
         if len(label) * _CHARACTER > width:
             visible_label = label[: max(1, int(width / _CHARACTER) - 1)] + "…"
-        text = _text(x + width // 2, top + 25, visible_label, "#ffffff", anchor="middle", size=12)
+        text = _text_element(x + width // 2, top + 25, visible_label, "#ffffff", anchor="middle", size=12)
         elements.append(f"<g><title>{escape(role)}: {escape(label)}</title>{text}</g>")
     return elements
 
 
-def _sizes_text(role: str, layout: ParallelLayout) -> str:
+def _layout_text(role: str, layout: ParallelLayout) -> str:
     """Format the parallel sizes of a role, such as ``TP8 PP4 DP2, 64 ranks``."""
     sizes = layout.short_text()
     if role == ROLLOUT.name:
@@ -225,32 +233,36 @@ def _sizes_text(role: str, layout: ParallelLayout) -> str:
 
 
 def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
-    """Return the replica and the stage of a rank, or None for a rank without the role."""
+    """Return the indices of a rank's replica and pipeline stage, or None for a rank without the role."""
     if rank not in layout.ranks:
         return None
-    position = layout.coordinates(rank)
-    return position.data, position.pipeline
+    coordinates = layout.coordinates(rank)
+    return coordinates.data, coordinates.pipeline
 
 
 def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
     """Label a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
     ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
-    these ranks on all nodes of the kind. Its letters are those of `legend`: t tensor, c context, p pipeline,
-    d data; in the row of the rollout, r replica.
+    these ranks on all nodes of the kind. Its letters are those of `coordinate_legend`: t tensor, c context,
+    p pipeline, d data; in the row of the rollout, r replica.
     """
-    ranks = [node * per_node + slot for node in kind.nodes for slot in slots]
-    positions = [layout.coordinates(rank) for rank in ranks]
-    copies = "d"
+    coordinates = []
+    for node in kind.nodes:
+        coordinates += [layout.coordinates(node * per_node + slot) for slot in slots]
+    data_letter = "d"
     if role == ROLLOUT.name:
-        copies = "r"
-    indices = [
-        ("t", layout.tensor, [position.tensor for position in positions]),
-        ("c", layout.context, [position.context for position in positions]),
-        ("p", layout.pipeline, [position.pipeline for position in positions]),
-        (copies, layout.data, [position.data for position in positions]),
+        data_letter = "r"
+
+    # A dimension of size 1 has no term.
+    dimensions = [
+        ("t", layout.tensor, [item.tensor for item in coordinates]),
+        ("c", layout.context, [item.context for item in coordinates]),
+        ("p", layout.pipeline, [item.pipeline for item in coordinates]),
+        (data_letter, layout.data, [item.data for item in coordinates]),
     ]
-    terms = [f"{letter}{_index_text(values)}" for letter, size, values in indices if size > 1]
+    terms = [f"{letter}{_index_text(indices)}" for letter, size, indices in dimensions if size > 1]
+
     # A replica, or one of its stages, can be larger than a node.
     stage_ranks = layout.tensor * layout.context
     if len(slots) < stage_ranks:
@@ -258,34 +270,40 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     return " ".join(terms) or "all"
 
 
-def _index_text(values: Sequence[int]) -> str:
+def _index_text(indices: Sequence[int]) -> str:
     """Format indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
 
     Example:
         >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])
         ('0-2', '0-4:2', '0…5 (3)', '3')
     """
-    ordered = sorted(set(values))
-    if len(ordered) == 1:
-        return str(ordered[0])
+    ordered = sorted(set(indices))
+    first = ordered[0]
+    last = ordered[-1]
+    if first == last:
+        return str(first)
+
     strides = {later - earlier for earlier, later in pairwise(ordered)}
-    ends = f"{ordered[0]}-{ordered[-1]}"
     if strides == {1}:
-        return ends
+        return f"{first}-{last}"
     if len(ordered) == 2:
-        return f"{ordered[0]},{ordered[1]}"
+        return f"{first},{last}"
     if len(strides) == 1:
-        return f"{ends}:{strides.pop()}"
-    return f"{ordered[0]}…{ordered[-1]} ({len(ordered)})"
+        return f"{first}-{last}:{strides.pop()}"
+    return f"{first}…{last} ({len(ordered)})"
 
 
-def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Draw the rows below the rollout: the bytes that a rank needs at a weight sync, and receives."""
+def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
+    """Draw the rows below the rollout: the bytes that a rank needs at a weight sync, and receives.
+
+    Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
+    vertical position of the rows, both in pixels.
+    """
     elements = [
-        _text(16, top + 20, "weights of a sync", weight="bold"),
-        _text(16, top + 36, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
-        _text(16, top + 52, "received inside its node, at most", _INSIDE_COLOUR, size=11),
-        _text(16, top + 68, "received across nodes, at most", _ACROSS_COLOUR, size=11),
+        _text_element(16, top + 20, "weights of a sync", weight="bold"),
+        _text_element(16, top + 36, "the rank's share of the engine's model", _NOTE_COLOUR, size=11),
+        _text_element(16, top + 52, "received inside its node, at most", _INSIDE_COLOUR, size=11),
+        _text_element(16, top + 68, "received across nodes, at most", _ACROSS_COLOUR, size=11),
     ]
     for slot in range(kind.size):
         ranks = [node * per_node + slot for node in kind.nodes]
@@ -293,89 +311,98 @@ def _sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, 
             continue
 
         # An arrow to the rollout's row above, then three numbers, each of the node with the most.
-        centre = _centre(slot, column)
-        across = sync.received_across_nodes
+        centre = _column_centre(slot, column)
+        across_nodes = sync.received_across_nodes
         sizes = [
             (_TEXT_COLOUR, max(sync.needed[rank] for rank in ranks)),
-            (_INSIDE_COLOUR, max(sync.received[rank] - across[rank] for rank in ranks)),
-            (_ACROSS_COLOUR, max(across[rank] for rank in ranks)),
+            (_INSIDE_COLOUR, max(sync.received[rank] - across_nodes[rank] for rank in ranks)),
+            (_ACROSS_COLOUR, max(across_nodes[rank] for rank in ranks)),
         ]
         arrow = f"M{centre} {top + 22}v-16m-5 7l5 -7l5 7"
         elements.append(f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>')
         for line, (colour, size) in enumerate(sizes):
             baseline = top + 36 + 16 * line
-            elements.append(_text(centre, baseline, byte_text(size), colour, anchor="middle", size=12))
+            text = byte_text(size)
+            elements.append(_text_element(centre, baseline, text, colour, anchor="middle", size=12))
     return elements
 
 
-def _groups(
+def _draw_groups(
     layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, per_node: int, top: int
 ) -> list[str]:
-    """Draw what ranks exchange inside a node and across nodes: each role's groups, and a weight sync."""
-    elements = [_text(16, top + 22, "groups that communicate", weight="bold")]
+    """Draw what ranks exchange inside a node and across nodes: each role's groups, and a weight sync.
+
+    Returns SVG elements. ``per_node``: ranks of a node. ``top``: vertical position in pixels.
+    """
+    elements = [_text_element(16, top + 22, "groups that communicate", weight="bold")]
     x = _LEFT
     for text, colour in ((_INSIDE, _INSIDE_COLOUR), (_ACROSS, _ACROSS_COLOUR)):
         elements.append(f'<rect x="{x}" y="{top + 11}" width="13" height="13" rx="3" fill="{colour}"/>')
-        elements.append(_text(x + 20, top + 22, text, _NOTE_COLOUR))
+        elements.append(_text_element(x + 20, top + 22, text, _NOTE_COLOUR))
         x += 130
 
     top += _HEADER
     for index, (role, layout) in enumerate(layouts.items()):
-        spans = group_nodes(layout, per_node)
+        nodes_by_dimension = nodes_per_group(layout, per_node)
         # Replicas of the engine do not communicate with each other.
         if role == ROLLOUT.name:
-            spans.pop("data", None)
+            nodes_by_dimension.pop("data", None)
         labels: list[tuple[str, str]] = []
-        for dimension, nodes in spans.items():
+        for dimension, node_count in nodes_by_dimension.items():
             text = f"{dimension} {getattr(layout, dimension)}"
-            if nodes > 1:
-                labels.append((f"{text} on {nodes} nodes", _ACROSS_COLOUR))
+            if node_count > 1:
+                labels.append((f"{text} on {node_count} nodes", _ACROSS_COLOUR))
             else:
                 labels.append((text, _INSIDE_COLOUR))
-        elements += _labels(role, labels, top + _GROUP_ROW * index)
+        elements += _draw_labels(role, labels, top + _GROUP_ROW * index)
 
     if sync is not None:
         sizes = ((sync.inside_nodes, _INSIDE_COLOUR), (sync.across_nodes, _ACROSS_COLOUR))
         labels = [(f"{byte_text(size)} to all ranks", colour) for size, colour in sizes if size]
-        elements += _labels("weight sync", labels, top + _GROUP_ROW * len(layouts))
+        elements += _draw_labels("weight sync", labels, top + _GROUP_ROW * len(layouts))
     return elements
 
 
-def _labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list[str]:
-    """Draw a line with a name and coloured labels; ``labels`` are pairs of a text and its colour."""
-    elements = [_text(16, top + 16, name, weight="bold")]
+def _draw_labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list[str]:
+    """Draw a line with a name and coloured labels, which are pairs of a text and its colour.
+
+    Returns SVG elements; ``top`` is the vertical position in pixels.
+    """
+    elements = [_text_element(16, top + 16, name, weight="bold")]
     x = _LEFT
     for text, colour in labels:
         width = round(len(text) * _CHARACTER) + 16
         elements.append(f'<rect x="{x}" y="{top}" width="{width}" height="22" rx="5" fill="{colour}"/>')
-        elements.append(_text(x + width // 2, top + 15, text, "#ffffff", anchor="middle", size=12))
+        elements.append(_text_element(x + width // 2, top + 15, text, "#ffffff", anchor="middle", size=12))
         x += width + 8
     if not labels:
-        elements.append(_text(x, top + 16, "none", _NOTE_COLOUR))
+        elements.append(_text_element(x, top + 16, "none", _NOTE_COLOUR))
     return elements
 
 
-def group_nodes(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
-    """Return the dimensions of a layout that are larger than 1, each with the most nodes that a group spans.
+def nodes_per_group(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
+    """Return dimension -> largest number of nodes that a group of it spans, for dimensions larger than 1.
 
     Example:
-        >>> group_nodes(ParallelLayout(tuple(range(16)), tensor=2), gpus_per_node=8)
+        >>> nodes_per_group(ParallelLayout(tuple(range(16)), tensor=2), gpus_per_node=8)
         {'tensor': 1, 'data': 2}
     """
-    nodes: dict[str, int] = {}
+    node_counts: dict[str, int] = {}
     for dimension in _DIMENSIONS:
         if getattr(layout, dimension) > 1:
-            groups = layout.groups(dimension)
-            nodes[dimension] = max(len({rank // gpus_per_node for rank in group}) for group in groups)
-    return nodes
+            nodes_of_groups = [
+                {rank // gpus_per_node for rank in group} for group in layout.groups(dimension)
+            ]
+            node_counts[dimension] = max(len(nodes) for nodes in nodes_of_groups)
+    return node_counts
 
 
-def _centre(slot: int, column: int) -> int:
+def _column_centre(slot: int, column: int) -> int:
     """Return the horizontal centre of a rank's column in pixels; ``slot`` is its index in the node."""
     return _LEFT + column * slot + column // 2
 
 
-def _text(
+def _text_element(
     x: int,
     baseline: int,
     text: str,

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.algorithms.algorithm import KINDS, Algorithm
-from megatron_rl.algorithms.lookup import piece_text, scoring_reason
+from megatron_rl.algorithms.lookup import piece_text, scoring_pass_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
@@ -25,7 +25,7 @@ from megatron_rl.config.budget import (
     episodes_in_flight,
 )
 from megatron_rl.config.checkpoint_meta import ANY, SAME
-from megatron_rl.config.derive import BatchPlan, versions_between
+from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.health import VALUE, health_rules
 from megatron_rl.config.load import flatten, to_plain
@@ -37,7 +37,7 @@ from megatron_rl.config.sections.response_limits import AUTO, table_rows
 from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
-from megatron_rl.errors import numbered
+from megatron_rl.errors import numbered_lines
 from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
@@ -75,34 +75,35 @@ def report_text(
 ) -> str:
     """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
 
-    ``verbose`` adds the sections: configuration, algorithm, batch, roles, data, accelerator, memory by item,
-    weight sync, health rules.
+    ``name`` is that of the configuration, ``simulated`` is None without a simulation. ``verbose`` adds the
+    sections: configuration, algorithm, batch, roles, data, accelerator, memory by item, weight sync, health
+    rules.
     """
-    blocks = ["\n".join(first_lines(report, name))]
+    blocks = ["\n".join(summary_lines(report, name))]
     if verbose:
-        blocks += _sections(report)
+        blocks += _verbose_sections(report)
     if simulated is not None:
-        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
+        blocks.append(_format_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
 
     # The user starts the servers with this command, so it is always shown.
     if not report.config.rollout.capabilities.in_process and report.shape is not None:
         note = "one at each address of rollout.server.urls"
-        blocks.append(_section("SERVERS", note, _server_lines(report.config)))
+        blocks.append(_format_section("SERVERS", note, _server_lines(report.config)))
 
     # Print the findings last, since a terminal shows the end of a long text.
     if report.warnings:
-        blocks.append("\n".join(numbered(report.warnings, "warning")))
+        blocks.append("\n".join(numbered_lines(report.warnings, "warning")))
     if report.errors:
-        blocks.append("\n".join(numbered(report.errors, "error")))
+        blocks.append("\n".join(numbered_lines(report.errors, "error")))
     # The sections move the verdict off the screen, so repeat it.
     if verbose:
-        blocks.append(_verdict(report))
+        blocks.append(_verdict_line(report))
     elif not report.errors:
         blocks.append(f"--verbose shows {_SECTION_NAMES}")
     return "\n\n".join(blocks)
 
 
-def _sections(report: CheckReport) -> list[str]:
+def _verbose_sections(report: CheckReport) -> list[str]:
     """Return the sections of a verbose report, without those for which an early error left no results."""
     blocks = [_configuration_section(report)]
 
@@ -113,19 +114,19 @@ def _sections(report: CheckReport) -> list[str]:
         blocks.append(_data_section(report))
     if report.accelerator:
         note = "defaults of this run because it is on GPUs; a value of yours wins"
-        blocks.append(_section("ACCELERATOR", note, _accelerator_lines(report.accelerator)))
+        blocks.append(_format_section("ACCELERATOR", note, _accelerator_lines(report.accelerator)))
     if report.memory:
         note = "estimate; phases of one step"
         if report.batch is None:
             note = "estimate, while the stage trains"
-        blocks.append(_section("MEMORY", note, _memory_lines(report.memory, report.config.gpu_memory_gib)))
+        lines = _memory_lines(report.memory, report.config.gpu_memory_gib)
+        blocks.append(_format_section("MEMORY", note, lines))
     if report.sync is not None:
-        blocks.append(
-            _section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync_lines(report))
-        )
+        note = "bytes each time the engine gets new weights"
+        blocks.append(_format_section("WEIGHT SYNC", note, _weight_sync_lines(report)))
     if report.batch is not None and not report.errors:
         blocks.append(
-            _section("HEALTH", "rules that watch the metrics of the run", _health_lines(report.config))
+            _format_section("HEALTH", "rules that watch the metrics of the run", _health_lines(report.config))
         )
 
     # Give the reason for missing sections on memory and weight sync.
@@ -138,17 +139,17 @@ def _sections(report: CheckReport) -> list[str]:
     return blocks
 
 
-def first_lines(report: CheckReport, name: str) -> list[str]:
+def summary_lines(report: CheckReport, name: str) -> list[str]:
     """Return the first five lines: verdict, size, memory, weight sync and predicted seconds of a step."""
     rows = [
         ("run", _run_line(report)),
         ("memory", _memory_line(report)),
-        ("weight sync", _transfer_line(report)),
+        ("weight sync", _weight_sync_line(report)),
         ("step", _step_line(report)),
     ]
     width = max(len(subject) for subject, _ in rows)
     lines = [f"{subject:<{width}}  {text}" for subject, text in rows]
-    return [f"{_verdict(report)} ({name} on {_count(report.world_size, 'process', 'es')})", *lines]
+    return [f"{_verdict_line(report)} ({name} on {_count_text(report.world_size, 'process', 'es')})", *lines]
 
 
 def _run_line(report: CheckReport) -> str:
@@ -163,11 +164,10 @@ def _run_line(report: CheckReport) -> str:
         return f"{model}; not computed: {_missing_reason(report)}"
     job_texts = [_stage_line(plan)[0] for plan in stage_plans(config)]
     if config.job == TRAIN:
-        batch = config.batch
-        job_texts.append(
-            f"{config.algorithm.name} for {_count(config.steps, 'step')} of "
-            f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.samples_per_prompt, 'sample')}"
-        )
+        steps = _count_text(config.steps, "step")
+        prompts = _count_text(config.batch.prompts_per_step, "prompt")
+        samples = _count_text(config.batch.samples_per_prompt, "sample")
+        job_texts.append(f"{config.algorithm.name} for {steps} of {prompts} x {samples}")
     return f"{model}; {', then '.join(job_texts)}"
 
 
@@ -181,9 +181,9 @@ def _parameter_text(shape: ModelShape) -> str:
 
 def _short_number(number: float) -> str:
     """Format a number with the suffix T, B or M, such as 7.62B for 7,615,616,512."""
-    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
         if number >= scale:
-            return f"{number / scale:.3g}{unit}"
+            return f"{number / scale:.3g}{suffix}"
     return f"{number:,.0f}"
 
 
@@ -192,8 +192,8 @@ def _memory_line(report: CheckReport) -> str:
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
-    phase = max(PHASES, key=fullest.total)
-    text = f"{_bytes(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
+    phase = max(PHASES, key=fullest.phase_peak)
+    text = f"{_bytes_text(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
 
     limit = report.config.gpu_memory_gib
     if limit is None:
@@ -201,7 +201,7 @@ def _memory_line(report: CheckReport) -> str:
     return f"{text}, {fullest.peak / 2**30 / limit:.0%} of {limit:g} GiB"
 
 
-def _transfer_line(report: CheckReport) -> str:
+def _weight_sync_line(report: CheckReport) -> str:
     """Describe the bytes that one weight sync moves as one line."""
     if report.sync is None:
         if report.config.job != TRAIN:
@@ -211,20 +211,21 @@ def _transfer_line(report: CheckReport) -> str:
             return "not computed: the servers choose their own layout"
         return f"not computed: {_missing_reason(report)}"
 
-    weights = "weights"
+    content = "weights"
     if separate_lora(report.config) is not None:
-        weights = "adapters"
+        content = "adapters"
     received = byte_text(sum(report.sync.received.values()))
     received_most = byte_text(report.sync.received_most)
     model_bytes = byte_text(report.sync.model_bytes)
+
     text = f"{received} to all ranks together, "
     if report.world_size > report.config.gpus_per_node:
         text += f"{byte_text(report.sync.across_nodes)} of it across nodes, "
-    text += f"{received_most} to the busiest; {model_bytes} of {weights}"
-    every = report.config.hybrid_engine.every
-    if every == 1:
+    text += f"{received_most} to the busiest; {model_bytes} of {content}"
+    interval = report.config.hybrid_engine.every
+    if interval == 1:
         return text
-    return f"{text}; {_interval_text(every)}"
+    return f"{text}; {_interval_text(interval)}"
 
 
 def _step_line(report: CheckReport) -> str:
@@ -250,7 +251,7 @@ def _step_line(report: CheckReport) -> str:
 
 
 def _missing_reason(report: CheckReport) -> str:
-    """Return the reason why the report has no memory and no weight sync."""
+    """Return the reason why the report does not estimate memory and the weight sync."""
     if report.errors:
         return "the configuration has errors"
     return "the model's config.json is not on this machine"
@@ -264,35 +265,36 @@ def _plan_sections(report: CheckReport) -> str:
     note = ""
     if report.batch is not None:
         note = "one training step, from prompts to micro-batches"
-    blocks = [_section("BATCH", note, batch_lines(report))]
+    blocks = [_format_section("BATCH", note, batch_lines(report))]
     if report.config.job == TRAIN and report.algorithm is not None:
         note = report.algorithm.summary.rstrip(".")
-        blocks.insert(0, _section("ALGORITHM", note, _algorithm_lines(report)))
-    blocks.append(_section("ROLES", legend(report.layouts), _role_lines(report)))
+        blocks.insert(0, _format_section("ALGORITHM", note, _algorithm_lines(report)))
+    blocks.append(_format_section("ROLES", coordinate_legend(report.layouts), _role_lines(report)))
     return "\n\n".join(blocks)
 
 
 def _algorithm_lines(report: CheckReport) -> list[str]:
-    """Return the lines of the algorithm's resolved pieces: name, settings, and origin of the choice."""
+    """Return the lines on the algorithm's resolved pieces: key, name with settings, and origin."""
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
     for key in KINDS:
         value = getattr(section, key)
         path = f"algorithm.{key}"
         text = piece_text(value)
-        # `with_pieces` leaves the pieces of the value function out of an algorithm without a critic.
+        # `write_pieces` leaves the pieces of the value function out of an algorithm without a critic.
         if value is None and key.startswith("value_"):
             text = "not used without a critic"
         rows.append((path, text, _origin_text(report, path)))
 
     key_width = max(len(path) for path, _, _ in rows)
+    indent = " " * (key_width + 2)
     lines: list[str] = []
     for path, text, origin in rows:
-        indent = " " * (key_width + 2)
         if origin:
             text += f"  ({origin})"
-        wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent))
-        lines += [f"{path:<{key_width}}  {wrapped[0]}", *(indent + line for line in wrapped[1:])]
+        first, *continuation = textwrap.wrap(text, WIDTH - 2 - len(indent))
+        lines.append(f"{path:<{key_width}}  {first}")
+        lines += [indent + line for line in continuation]
     return lines
 
 
@@ -304,11 +306,11 @@ def _origin_text(report: CheckReport, path: str) -> str:
     return ""
 
 
-def _verdict(report: CheckReport) -> str:
+def _verdict_line(report: CheckReport) -> str:
     """Return the verdict of a check, which is its first and its last line: READY, NOT READY or NOT TRIED."""
-    warnings = _count(len(report.warnings), "warning")
+    warnings = _count_text(len(report.warnings), "warning")
     if report.errors:
-        return f"NOT READY: {_count(len(report.errors), 'error')}, {warnings}"
+        return f"NOT READY: {_count_text(len(report.errors), 'error')}, {warnings}"
     if report.untried:
         return f"NOT TRIED: no errors, {warnings}; Megatron has not validated its settings"
     if not report.warnings:
@@ -318,7 +320,7 @@ def _verdict(report: CheckReport) -> str:
     return f"READY: no errors, {warnings}"
 
 
-def _section(title: str, note: str, lines: list[str]) -> str:
+def _format_section(title: str, note: str, lines: list[str]) -> str:
     """Format a section: its title with a note in parentheses, and its lines indented."""
     if note:
         title = f"{title}  ({note})"
@@ -327,20 +329,23 @@ def _section(title: str, note: str, lines: list[str]) -> str:
 
 def _range_text(values: tuple[int, int]) -> str:
     """Format a (smallest, largest) pair such as ``3-4``, or one number if both are equal."""
-    low, high = values
-    if low == high:
-        return f"{low:,}"
-    return f"{low:,}-{high:,}"
+    smallest, largest = values
+    if smallest == largest:
+        return f"{smallest:,}"
+    return f"{smallest:,}-{largest:,}"
 
 
-def _count(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
-    """Format a number with its noun, in the plural unless the number is 1."""
+def _count_text(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
+    """Format a number with its noun, in the plural unless the number is 1.
+
+    The plural is ``plural`` if given, else the noun with ``ending``.
+    """
     if number == 1:
         return f"{number:,} {noun}"
     return f"{number:,} {plural or noun + ending}"
 
 
-def _bytes(value: int) -> str:
+def _bytes_text(value: int) -> str:
     """Format a number of bytes in GiB, MiB, KiB or B."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= scale:
@@ -379,7 +384,7 @@ def _configuration_section(report: CheckReport) -> str:
     lines.append("defaults:")
     wrapped = textwrap.wrap("  ".join(defaults), WIDTH - 4, break_long_words=False, break_on_hyphens=False)
     lines += [f"  {line}" for line in wrapped]
-    return _section("CONFIGURATION", "every value and its origin", lines)
+    return _format_section("CONFIGURATION", "every value and its origin", lines)
 
 
 def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
@@ -414,9 +419,9 @@ def _health_lines(config: RunConfig) -> list[str]:
             metrics = ", ".join(rule.metrics)
             if rule.measure != VALUE:
                 metrics += f" ({rule.measure})"
-            times = _count(rule.steps, "measurement")
+            times = _count_text(rule.steps, "measurement")
             lines += _labelled_lines(
-                rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside"
+                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {times} outside"
             )
     return lines
 
@@ -425,17 +430,19 @@ def _labelled_lines(label: str, text: str) -> list[str]:
     """Return a label with its wrapped text as lines, or no lines for an empty text."""
     # Do not break lines at hyphens: a name in two parts cannot be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
-    first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
-    if not first_line:
+    wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False)
+    if not wrapped:
         return []
-    return [f"{label:<{_LABEL_COLUMN}}  {first_line}", *(indent + line for line in further_lines)]
+    first, *continuation = wrapped
+    return [f"{label:<{_LABEL_COLUMN}}  {first}", *(indent + line for line in continuation)]
 
 
 def _data_section(report: CheckReport) -> str:
     """Return the section DATA, with a line of statistics for each data set."""
     note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
     width = max(len(stats.where) for stats in report.data_stats)
-    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
+    lines = [f"{stats.where:<{width}}  {stats.describe()}" for stats in report.data_stats]
+    return _format_section("DATA", note, lines)
 
 
 # ---------------------------------------------------------------- batch
@@ -451,21 +458,24 @@ def batch_lines(report: CheckReport) -> list[str]:
 
 
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the lines about a training step, from its prompts to its passes over the data."""
+    """Return the lines about a training step, from its prompts to its passes over the data.
+
+    A line is a pair of a quantity and its computed value.
+    """
     config = report.config
     # Numbers of rows that do not divide evenly are printed as a range.
-    minibatch = f"{_range_text(batch.rows_per_minibatch)} rows"
-    steps = f"{_count(batch.updates, 'optimizer step')} per training step"
-    prompt = config.data.max_prompt_tokens
-    response = batch.longest_row - prompt
+    minibatch_rows = f"{_range_text(batch.rows_per_minibatch)} rows"
+    updates = f"{_count_text(batch.updates, 'optimizer step')} per training step"
+    prompt_tokens = config.data.max_prompt_tokens
+    response_tokens = batch.longest_row - prompt_tokens
 
     # With over-sampling more rows are in flight than a step trains on.
     rows_in_flight = f"{batch.prompts_in_flight * batch.samples:,} rows"
     if config.rollout.oversample:
         rows_in_flight += f" of {batch.prompts_in_flight:,} prompts in flight"
-    replicas = _count(batch.replicas, "rollout replica")
-    minibatches = _count(batch.optimizer_steps, "mini-batch", "es")
-    copies = _count(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
+    replicas = _count_text(batch.replicas, "rollout replica")
+    minibatches = _count_text(batch.optimizer_steps, "mini-batch", "es")
+    copies = _count_text(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
         (
@@ -474,14 +484,14 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             f"{batch.rows:,} rows / {minibatches}",
-            f"{minibatch} per mini-batch; x {_count(batch.epochs, 'epoch')} = {steps}",
+            f"{minibatch_rows} per mini-batch; x {_count_text(batch.epochs, 'epoch')} = {updates}",
         ),
         (
-            f"{minibatch} / {copies}",
+            f"{minibatch_rows} / {copies}",
             f"{_range_text(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
-            f"prompt <= {prompt:,} + response <= {response:,}",
+            f"prompt <= {prompt_tokens:,} + response <= {response_tokens:,}",
             f"a row has at most {batch.longest_row:,} tokens",
         ),
         *_limit_lines(config.rollout),
@@ -491,8 +501,8 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         ),
         (
             f"micro-batch <= {batch.tokens_per_microbatch:,} tokens",
-            f"at least {_count(batch.rows_per_microbatch, 'row')} each, "
-            f"at most {_count(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
+            f"at least {_count_text(batch.rows_per_microbatch, 'row')} each, "
+            f"at most {_count_text(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
         *_checkpoint_lines(report),
         *_episode_lines(report, batch),
@@ -500,42 +510,47 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         (f"{config.rollout.order} order", _order_text(config)),
         *_sync_interval_lines(report),
         (
-            f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
-            _data_passes(config.steps, batch, report.records),
+            f"{_count_text(config.steps, 'step')} x {_count_text(batch.prompts, 'prompt')}",
+            _data_passes_text(config.steps, batch, report.records),
         ),
     ]
 
 
 def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the lines on checkpoints: layout of the optimizers, host memory, and time; none without one."""
+    """Return the lines on checkpoints: layout of the optimizers, host memory, and seconds of a write.
+
+    A line is a pair of a quantity and its value. There is none if no role has an optimizer.
+    """
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)
     if memory is None:
         return []
 
     settings = config.checkpoint
-    layout = settings.optimizer_layout or ANY
-    if layout == SAME:
-        text = f"optimizers in shards, {_bytes(memory.shards)} a rank, which any layout reads"
-    else:
-        text = f"optimizers gathered for any layout, {_bytes(memory.gathered)} on a rank"
-    # An asynchronous checkpoint is written from a host copy while the next steps run.
-    blocking = "the copy to the host" if settings.asynchronous else "it"
-    other_layout = SAME
-    if layout == SAME:
+    saved_layout = settings.optimizer_layout or ANY
+    if saved_layout == SAME:
+        optimizer_text = f"optimizers in shards, {_bytes_text(memory.shards)} a rank, which any layout reads"
         other_layout = ANY
-    per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
-    per_node += f" ({_bytes(memory.on_host(other_layout))} with {other_layout})"
+    else:
+        optimizer_text = f"optimizers gathered for any layout, {_bytes_text(memory.gathered)} on a rank"
+        other_layout = SAME
+    # An asynchronous checkpoint is written from a host copy while the next steps run.
+    blocking_part = "the copy to the host" if settings.asynchronous else "it"
+    per_node = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
+    per_node += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     limit = settings.stop_seconds or 0
-    rate = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
+    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
     if seconds > limit:
-        rate += ": too few; raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
+        rate_text += ", which is too short: raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
     return [
-        (f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}"),
+        (
+            f"checkpoint every {_count_text(settings.every, 'step')}",
+            f"{optimizer_text}; steps wait for {blocking_part}",
+        ),
         ("memory of a checkpoint", per_node),
-        (f"checkpoint written in {seconds:,.0f} s", f"at {rate}"),
+        (f"checkpoint written in {seconds:,.0f} s", f"at {rate_text}"),
     ]
 
 
@@ -545,34 +560,36 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     if environment is None:
         return []
     # The replica with the most rows determines the concurrency.
-    rows = batch.rows_per_replica[1]
+    _, most_rows = batch.rows_per_replica
     in_flight = episodes_in_flight(report.config, batch)
     queued_groups = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
     queue_text = "no group waits"
     if queued_groups:
-        queue_text = f"{_count(queued_groups, 'group')} of the step wait in the queue"
+        queue_text = f"{_count_text(queued_groups, 'group')} of the step wait in the queue"
 
     # If the configuration sets no limit, the engine's own limit may still apply.
     engine_limit = ""
-    if in_flight == rows:
+    if in_flight == most_rows:
         engine_limit = " (fewer if the engine's own limit is lower)"
-    processes = _count(environment.workers, "process", "es")
+    processes = _count_text(environment.workers, "process", "es")
     lines = [
         (
-            f"{in_flight:,} of {rows:,} episodes in flight",
+            f"{in_flight:,} of {most_rows:,} episodes in flight",
             f"at most, per replica{engine_limit}; {queue_text}",
         ),
         (
-            f"episode <= {_count(environment.max_turns, 'turn')}",
+            f"episode <= {_count_text(environment.max_turns, 'turn')}",
             f"each answered within {environment.turn_timeout:g} s; {processes} of environments per replica",
         ),
     ]
 
     # Ranks may have caches of different sizes: print the largest.
-    caches = [item for rank in report.memory for item in rank.items if item.name == "key-value cache"]
+    all_items = [item for rank in report.memory for item in rank.items]
+    caches = [item for item in all_items if item.name == "key-value cache"]
     if caches:
-        cache = max(caches, key=lambda item: item.bytes)
-        lines.append((f"key-value cache {_bytes(cache.bytes)}", f"per rank, {cache.how}"))
+        largest_cache = max(caches, key=lambda item: item.bytes)
+        size = _bytes_text(largest_cache.bytes)
+        lines.append((f"key-value cache {size}", f"per rank, {largest_cache.how}"))
     return lines
 
 
@@ -588,7 +605,7 @@ def _order_text(config: RunConfig) -> str:
         text = "a step trains on the first complete groups by the clock, not repeatable"
         text += f"; at an update prefixes are {prefixes}"
     if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
-        text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
+        text += f"; no token is older than {_count_text(config.asynchrony.max_staleness or 0, 'update')}"
     return text
 
 
@@ -609,39 +626,39 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
             )
             lines.append((name, text))
         elif isinstance(value, dict):
-            rows = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
-            lines.append((name, f"tokens: {', '.join(rows)}"))
+            row_texts = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
+            lines.append((name, f"tokens: {', '.join(row_texts)}"))
     return lines
 
 
-def _prompts_text(tokens: int | None) -> str:
-    """Describe which prompts a table's row applies to; None stands for those that no other row covers."""
-    if tokens is None:
+def _prompts_text(max_tokens: int | None) -> str:
+    """Describe the prompts of one row in a table of limits: up to ``max_tokens``, or None for longer ones."""
+    if max_tokens is None:
         return "longer prompts"
-    return f"prompts up to {tokens:,}"
+    return f"prompts up to {max_tokens:,}"
 
 
 def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
     config = report.config
-    every = config.hybrid_engine.every
-    if every == 1:
+    interval = config.hybrid_engine.every
+    if interval == 1:
         return []
 
     # Off-policy data: its age, what the loss does about it, and the memory that it costs.
-    age = _count(versions_between(config), "version")
+    age = _count_text(versions_between_syncs(config), "version")
     text = f"responses are sampled from weights up to {age} older than the actor's"
     if report.algorithm is not None:
         text += f", {_correction_text(report.algorithm)}"
     text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
     text += "memory, saved in checkpoints between two syncs"
-    return [(f"weights {_interval_text(every)}", text)]
+    return [(f"weights {_interval_text(interval)}", text)]
 
 
-def _interval_text(every: int) -> str:
-    """Describe how often weights are synced, for an interval of ``every`` versions other than 1."""
-    if every:
-        return f"synced every {every} versions"
+def _interval_text(interval: int) -> str:
+    """Describe how often weights are synced: every ``interval`` versions, which is not 1, or never for 0."""
+    if interval:
+        return f"synced every {interval} versions"
     return "never synced again"
 
 
@@ -654,7 +671,7 @@ def _correction_text(algorithm: Algorithm) -> str:
         return (
             f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
         )
-    if correction.active:
+    if correction.is_active:
         return "rejected where they differ too much, and otherwise trained on as if sampled from the newest"
     return "and nothing corrects for it"
 
@@ -663,7 +680,7 @@ def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
     """Return the line on the source of the old log-probs; no line without an algorithm."""
     if report.algorithm is None:
         return []
-    reason = scoring_reason(report.config, report.algorithm)
+    reason = scoring_pass_reason(report.config, report.algorithm)
     if reason is None:
         text = "from the forward pass of the only optimizer step, without a separate scoring pass"
     else:
@@ -675,27 +692,31 @@ def _stage_line(plan: StagePlan) -> tuple[str, str]:
     """Return the line about the length of a stage: its records per step, and its steps or epochs."""
     settings = plan.settings
     # A stage counts rows or pairs.
-    rows_per_step = _count(settings.per_step, settings.UNIT)
+    rows_per_step = _count_text(settings.per_step, settings.UNIT)
     if settings.steps is None:
         # Epochs can be a fraction.
         epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
         return f"{plan.where}: {epochs}", f"steps of {rows_per_step}"
-    total = f"{_count(settings.steps * settings.per_step, settings.UNIT)} in all"
-    return f"{plan.where}: {_count(settings.steps, 'step')} x {rows_per_step}", total
+    total = f"{_count_text(settings.steps * settings.per_step, settings.UNIT)} in all"
+    return f"{plan.where}: {_count_text(settings.steps, 'step')} x {rows_per_step}", total
 
 
-def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
-    """Describe the number of a run's prompts, and its passes over the data if ``records`` is available."""
-    total = f"{steps * batch.prompts:,} prompts in the run"
+def _data_passes_text(steps: int, batch: BatchPlan, records: int | None) -> str:
+    """Describe the number of prompts in a run, and its passes over the data.
+
+    ``records`` is the number of records of the data, None if it is not known.
+    """
+    prompts = steps * batch.prompts
+    text = f"{prompts:,} prompts in the run"
     if not records:
-        return total
-    return f"{total}, {steps * batch.prompts / records:.3g} passes over {records:,} records"
+        return text
+    return f"{text}, {prompts / records:.3g} passes over {records:,} records"
 
 
 # ---------------------------------------------------------------- roles and ranks
 
 
-def legend(layouts: Mapping[str, ParallelLayout]) -> str:
+def coordinate_legend(layouts: Mapping[str, ParallelLayout]) -> str:
     """Explain the letters of coordinates that the table of ranks and the picture contain."""
     names = ["t tensor"]
     # Explain only the letters that the table contains.
@@ -714,21 +735,22 @@ def _role_lines(report: CheckReport) -> list[str]:
     """Return the parallel sizes of each role, and a table of all ranks' coordinates in each role."""
     layouts = report.layouts or {}
     world = report.world_size
-    block = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
+    block_size = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
-    lines += _unusual_checkpoints(report)
+    lines += _unusual_checkpoint_lines(report)
     groups = process_group_counts(layouts, world)
     if groups.total:
-        lines.append(f"{_count(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
+        lines.append(f"{_count_text(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
 
     # For a large job, draw the first blocks and the last one.
-    starts = list(range(0, world, block))
+    starts = list(range(0, world, block_size))
     if len(starts) > _MAX_BLOCKS:
         starts = [*starts[:3], starts[-1]]
-    blocks = [range(start, min(start + block, world)) for start in starts]
+    blocks = [range(start, min(start + block_size, world)) for start in starts]
+    drawn_ranks = [rank for ranks in blocks for rank in ranks]
     labels = {
-        role: {rank: cell_label(role, layout, rank) for ranks in blocks for rank in ranks}
+        role: {rank: cell_label(role, layout, rank) for rank in drawn_ranks}
         for role, layout in layouts.items()
     }
     # Ranks have up to five digits, coordinates may be longer.
@@ -737,9 +759,9 @@ def _role_lines(report: CheckReport) -> list[str]:
     next_start = 0
     for ranks in blocks:
         if ranks.start != next_start:
-            omitted = (ranks.start - next_start) // block
-            lines += ["", f"... {omitted} more blocks of {block} ranks ..."]
-        next_start = ranks.start + block
+            omitted = (ranks.start - next_start) // block_size
+            lines += ["", f"... {omitted} more blocks of {block_size} ranks ..."]
+        next_start = ranks.start + block_size
         lines += ["", f"{'rank':<{role_width}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
         lines.append("-" * (role_width + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
         for role in layouts:
@@ -760,7 +782,7 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
 
     # Data-parallel copies of the engine are called replicas.
     copies = "replicas" if role == ROLLOUT.name else "data"
-    text = f"{layout.text(copies)} = {_count(len(layout.ranks), 'rank')}"
+    text = f"{layout.text(copies)} = {_count_text(len(layout.ranks), 'rank')}"
     if notes:
         text += f"  ({', '.join(notes)})"
     return text
@@ -771,6 +793,8 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
+
+    # Letter, index of the rank, and size of each dimension; a dimension of size 1 is left out.
     coordinates = [("t", tensor, layout.tensor), ("c", context, layout.context)]
     if role == ROLLOUT.name:
         # A single replica gets an index too: its label would otherwise be empty.
@@ -786,7 +810,9 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 
 def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
     """Return a line for each accelerator default: key and value, roles that have it, and the reason."""
-    all_roles = set[str]().union(*(default.roles for default in applied))
+    all_roles: set[str] = set()
+    for default in applied:
+        all_roles.update(default.roles)
     rows: list[tuple[str, str]] = []
     for default in applied:
         value = default.row.value
@@ -802,48 +828,51 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
     return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def _memory_lines(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
-    """Return a table of the fullest rank's memory by item and phase, and the peaks of other ranks."""
+def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[str]:
+    """Return a table of the fullest rank's memory by item and phase, and the peaks of other ranks.
+
+    ``ranks`` are sorted, the fullest first. ``gpu_gib`` is the memory of a GPU, None if it is not known.
+    """
     fullest = ranks[0]
     # A job of one stage has only the phase learn.
-    phases = [phase for phase in PHASES if fullest.total(phase)]
+    phases = [phase for phase in PHASES if fullest.phase_peak(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
 
     header = "".join(f"{phase:>{_MEMORY_COLUMN}}" for phase in phases)
     lines = [f"{f'rank {fullest.rank}':<{name_width}}{header}    largest first"]
     for item in items:
-        cells = [_bytes(item.bytes) if phase in item.phases else "" for phase in phases]
+        cells = [_bytes_text(item.bytes) if phase in item.phases else "" for phase in phases]
         row = "".join(f"{cell:>{_MEMORY_COLUMN}}" for cell in cells)
         # An item without a phase is in host memory.
-        origin = item.how
+        detail = item.how
         if not item.phases:
-            origin = f"{_bytes(item.bytes)} on the host: {item.how}"
-        lines.append(f"{item.name:<{name_width}}{row}    {origin}")
+            detail = f"{_bytes_text(item.bytes)} on the host: {item.how}"
+        lines.append(f"{item.name:<{name_width}}{row}    {detail}")
 
-    totals = "".join(f"{_bytes(fullest.total(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
+    totals = "".join(f"{_bytes_text(fullest.phase_peak(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
     lines += ["-" * (name_width + _MEMORY_COLUMN * len(phases)), f"{'total':<{name_width}}{totals}"]
-    if gib is not None:
-        lines[-1] += f"    of {gib:g} GiB"
-    if any(len(fullest.turns(phase)) > 1 for phase in phases):
+    if gpu_gib is not None:
+        lines[-1] += f"    of {gpu_gib:g} GiB"
+    if any(len(fullest.roles_in_turn(phase)) > 1 for phase in phases):
         lines.append(
             "roles on one rank work one after another: only the largest of their memory peaks counts"
         )
 
     if len(ranks) > 1:
         # The fullest rank may differ between phases.
-        peaks = [max(memory.total(phase) for memory in ranks) for phase in phases]
-        row = "".join(f"{_bytes(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
+        peaks = [max(memory.phase_peak(phase) for memory in ranks) for phase in phases]
+        row = "".join(f"{_bytes_text(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
         lines.append(f"{'most on any rank':<{name_width}}{row}")
         other_ranks = ranks[1 : 1 + _MAX_OTHER_RANKS]
-        text = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in other_ranks)
+        text = ", ".join(f"rank {memory.rank} {_bytes_text(memory.peak)}" for memory in other_ranks)
         if len(ranks) > 1 + _MAX_OTHER_RANKS:
             text += " ..."
         lines.append(f"others at their peak: {text}")
     return lines
 
 
-def _unusual_checkpoints(report: CheckReport) -> list[str]:
+def _unusual_checkpoint_lines(report: CheckReport) -> list[str]:
     """Return a line for each multimodal checkpoint, which is read in part, and each quantised one."""
     # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
@@ -872,15 +901,15 @@ def _server_lines(config: RunConfig) -> list[str]:
     return getattr(import_module(module), function)(config)
 
 
-def _sync_lines(report: CheckReport) -> list[str]:
+def _weight_sync_lines(report: CheckReport) -> list[str]:
     """Return the lines on the bytes of a weight sync, compared with one that gathers complete tensors."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None
     actor = layouts[ACTOR.name]
-    adapters_alone = separate_lora(report.config) is not None
+    sends_only_adapters = separate_lora(report.config) is not None
     rows: list[tuple[str, float]] = [
-        ("adapters" if adapters_alone else "model", sync.model_bytes),
+        ("adapters" if sends_only_adapters else "model", sync.model_bytes),
         ("needed by a rollout rank, at most", max(sync.needed.values())),
         ("received by the busiest rank", sync.received_most),
         ("received by all ranks together", sum(sync.received.values())),
@@ -890,15 +919,15 @@ def _sync_lines(report: CheckReport) -> list[str]:
             ("  inside nodes", sync.inside_nodes),
             ("  across nodes", sync.across_nodes),
         ]
-    colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
     # For comparison: systems that gather complete tensors in the same layouts.
-    gathered = gathered_bytes(sync.model_bytes, actor, colocated)
+    is_colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
+    gathered = gathered_bytes(sync.model_bytes, actor, is_colocated)
     if gathered:
         rows.append(("by gathering whole tensors instead, per rank", gathered))
 
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
-    if adapters_alone:
+    if sends_only_adapters:
         lines.append("the base weights of the adapters move once, at the first sync")
     return [
         *lines,

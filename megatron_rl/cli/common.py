@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.check.configuration import CheckReport, check_file
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
-    """Raise UserError for the first set argument among ``names`` that is below 1 or above ``at_most``.
+    """Raise UserError for the first of the arguments ``names`` that is below 1 or above ``at_most``.
 
-    ``at_most`` is None for no limit. It is the only guard against absurd sizes: later code has none.
+    Arguments that are not given are None, and valid. ``at_most`` is None for no limit. It is the only guard
+    against absurd sizes: later code has none.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -35,7 +36,7 @@ def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | No
         if at_most is not None:
             expected = f"1 to {at_most:,}"
         option = "--" + name.replace("_", "-")
-        raise out_of_range(option, value, expected, fix=f"set {option} to {expected}")
+        raise range_error(option, value, expected, fix=f"set {option} to {expected}")
 
 
 def require_directory(path: Path, argument: str) -> None:
@@ -46,7 +47,7 @@ def require_directory(path: Path, argument: str) -> None:
     # The mistake is most likely in the last part of the path, so suggest its siblings.
     siblings = []
     if path.parent.is_dir():
-        siblings = sorted(item.name for item in path.parent.iterdir() if item.is_dir())
+        siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
     fix = "correct the path"
     if siblings:
         fix = f"other directories there: {', '.join(siblings[:8])}"
@@ -74,8 +75,10 @@ def load_and_check(
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors if it cannot be read at all.
 
-    ``job`` replaces the configuration's own; None keeps it. ``gpu`` names the GPU of a cluster to check for
-    in place of this machine.
+    ``arguments`` are those of `add_config_arguments`, ``world_size`` is None for the configuration's own.
+    ``job`` replaces the configuration's own; None keeps it. ``training``: whether this is the check at the
+    start of a run. ``without_files`` reports missing files as warnings. ``gpu`` names the GPU of a cluster to
+    check for in place of this machine.
     """
     # Appended to the user's overrides, since the last override takes effect.
     overrides = list(arguments.overrides)

@@ -30,6 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_rl.trainer import compare
 
     out = Path(arguments.out)
-    print(compare.write(folders, out))
+    print(compare.write_comparison(folders, out))
     print(f"wrote {out / 'compare.html'} and {out / 'compare.md'}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import socket
 import sys
@@ -10,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.errors import requires
+from megatron_rl.errors import requirement_error
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,
@@ -96,18 +97,20 @@ def run(arguments: argparse.Namespace) -> int:
         sections["imports"] = _check_imports()
 
     # Other ranks print their errors now: a machine with errors may fail to join the process group.
-    errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
+    errors: list[Finding] = []
+    for findings in sections.values():
+        errors += [finding for finding in findings if finding.level == "error"]
     if not is_first_rank:
         _print_errors(errors)
 
-    world = current_launch(joins=True).world_size
+    world = current_launch(joins_group=True).world_size
     measures_links = world > 1 and not arguments.gpu
     # The proof measures the links itself.
     if measures_links:
-        link_section, rank_section = _links(errors)
-        sections["links between ranks"] = link_section
-        if rank_section:
-            sections["other ranks"] = rank_section
+        link_findings, rank_errors = _test_links(errors)
+        sections["links between ranks"] = link_findings
+        if rank_errors:
+            sections["other ranks"] = rank_errors
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
@@ -115,26 +118,27 @@ def run(arguments: argparse.Namespace) -> int:
     # Skip the proof after errors: without packages it would fail with a less helpful message.
     if arguments.gpu and not _has_error(sections):
         prints_progress = is_first_rank and not arguments.json
-        sections["proof"] = _proof(Path(arguments.out), world, prints_progress=prints_progress)
+        sections["proof"] = _prove_machines(Path(arguments.out), world, prints_progress=prints_progress)
 
     if is_first_rank and arguments.json:
         record = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
         print(json.dumps(record, indent=2))
     elif is_first_rank:
-        _print(sections)
+        _print_sections(sections)
 
     if measures_links:
         from megatron_rl.distributed import watch
 
         # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
-        watch.leave()
+        watch.leave_job()
     return int(_has_error(sections))
 
 
 def _has_error(sections: Sections) -> bool:
     """Return whether any finding of any section is an error."""
-    return any(finding.level == "error" for section in sections.values() for finding in section)
+    all_findings = itertools.chain.from_iterable(sections.values())
+    return any(finding.level == "error" for finding in all_findings)
 
 
 def _print_errors(errors: list[Finding]) -> None:
@@ -146,10 +150,11 @@ def _print_errors(errors: list[Finding]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _proof(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
+def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
     """Test the machines with `planning.proof.prove`, and return the findings. Collective over the world.
 
-    ``prints_progress`` prints a line at the end of each test.
+    ``folder`` is for the files of the tests, ``world`` the number of ranks. ``prints_progress`` prints a line
+    at the end of each test.
     """
     # It imports torch, which a machine that lacks packages may not have.
     from megatron_rl.planning.proof import prove
@@ -168,10 +173,11 @@ def _proof(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
 def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
 
-    Returns exit code 1 if a conflict is an error.
+    ``lock`` is the path of the file with the stack's versions, ``toolkit`` the major version of its CUDA.
+    Returns exit code 1 if a conflict is an error, else 0.
     """
     if lock is None:
-        raise requires(
+        raise requirement_error(
             "doctor --before-install", requirements, "--lock", got="no lock file", fix="add --lock FILE"
         )
 
@@ -193,23 +199,25 @@ def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
-def _print(sections: Sections) -> None:
+def _print_sections(sections: Sections) -> None:
     """Print the findings by section, then the verdict on the environment."""
-    for title, section in sections.items():
+    for title, findings in sections.items():
         print(title.upper())
-        for finding in section:
+        for finding in findings:
             print(f"  {_MARKS[finding.level]}  {finding.name:<20} {finding.text}")
             if finding.fix:
                 print(f"{'':28} fix: {finding.fix}")
         print()
 
     # The verdict is last, where a terminal shows it.
-    findings = [finding for section in sections.values() for finding in section]
-    count = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
-    if count["error"]:
-        print(f"NOT HEALTHY: {count['error']} to fix, {count['warning']} warnings")
+    counts = dict.fromkeys(_MARKS, 0)
+    for findings in sections.values():
+        for finding in findings:
+            counts[finding.level] += 1
+    if counts["error"]:
+        print(f"NOT HEALTHY: {counts['error']} to fix, {counts['warning']} warnings")
     else:
-        print(f"HEALTHY: {count['warning']} warnings, {count['note']} notes")
+        print(f"HEALTHY: {counts['warning']} warnings, {counts['note']} notes")
 
 
 def _check_imports() -> list[Finding]:
@@ -217,10 +225,11 @@ def _check_imports() -> list[Finding]:
 
     Packages may fail to load even if their version numbers match.
     """
-    install = "rm -rf .venv, then launch/setup.sh"
+    reinstall = "rm -rf .venv, then launch/setup.sh"
+    # Name of a package, function that imports it, and fix.
     checks: list[tuple[str, Callable[[], str], str]] = [
-        ("torch", _import_torch, install),
-        ("Megatron-Core", _import_megatron, install),
+        ("torch", _import_torch, reinstall),
+        ("Megatron-Core", _import_megatron, reinstall),
         (
             "transformers",
             _import_transformers,
@@ -230,38 +239,38 @@ def _check_imports() -> list[Finding]:
     ]
 
     findings = []
-    for name, check, fix in checks:
+    for name, import_package, fix in checks:
         try:
-            findings.append(Finding("ok", name, check()))
+            findings.append(Finding("ok", name, import_package()))
         # The import of another package may raise any exception.
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            last_frame = traceback.extract_tb(error.__traceback__)[-1]
             message = (str(error).splitlines() or [""])[0]
-            text = f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+            text = f"{type(error).__name__}: {message} ({last_frame.filename}:{last_frame.lineno})"
 
             # Without vLLM plain torch can generate.
             level = "error"
             if name == "vLLM":
                 level = "warning"
             findings.append(Finding(level, name, text, fix))
-    return [*findings, *_attention_compiler()]
+    return [*findings, *_check_attention_compiler()]
 
 
-def _attention_compiler() -> list[Finding]:
+def _check_attention_compiler() -> list[Finding]:
     """Check the compiler with which cuDNN builds attention kernels; no finding without torch or a GPU."""
     if "torch" not in sys.modules:
         return []
 
     from megatron_rl.distributed import device
 
-    toolkit = device.toolkit()
+    toolkit = device.toolkit_version()
     if toolkit is None:
         return []
     return [runtime_compiler(toolkit)]
 
 
 def _import_torch() -> str:
-    """Import torch and test a matrix product; return the version as text."""
+    """Import torch and test a matrix product; return a line with its version for the report."""
     import torch
 
     values = torch.arange(6.0).reshape(2, 3)
@@ -293,11 +302,11 @@ def _import_vllm() -> str:
     return "vLLM loads and is prepared for running inside training processes"
 
 
-def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings on the links between ranks, and the ``errors`` of all ranks but the first.
+def _test_links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Measure the links between ranks, and gather the errors of all ranks. Collective over the world.
 
-    An error that several ranks of a machine have is reported for the lowest of them. Collective over the
-    world.
+    ``errors`` are those of this rank. Returns the findings on the links, and the errors of all ranks but the
+    first. An error that several ranks of a machine have is reported for the lowest of them.
     """
     from megatron_rl.distributed import device
     from megatron_rl.distributed.exchange import gather_objects

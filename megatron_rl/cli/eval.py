@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_rl.cli.common import add_config_arguments, load_and_check, require_directory
-from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
+from megatron_rl.config.checkpoint_meta import META, complete_checkpoints, is_checkpoint
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoints' directories, evaluate them, and return the exit code."""
     # argparse assigns all following arguments to --checkpoint: those with = are overrides.
     overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
-    paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
+    checkpoint_paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
 
     # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
-    report = load_and_check(arguments, current_launch(joins=True).world_size, job=TRAIN, training=True)
+    report = load_and_check(arguments, current_launch(joins_group=True).world_size, job=TRAIN, training=True)
     config = report.valid()
-    for path in paths:
+    for path in checkpoint_paths:
         require_checkpoint(path)
 
     # A training run may have no evaluation sets, but this command needs at least one.
@@ -57,19 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     # After the check, since it imports torch, Megatron-Core and the engine.
     from megatron_rl.trainer.offline import evaluate_checkpoints
 
-    evaluate_checkpoints(config, paths, trusted=arguments.trust)
+    evaluate_checkpoints(config, checkpoint_paths, trusted=arguments.trust)
     return 0
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raise UserError unless the path is a complete training checkpoint or a Hugging Face model."""
+    """Raise UserError unless ``path`` is a complete training checkpoint or a Hugging Face model."""
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():
         return
 
     # A run folder, or its folder of checkpoints, is the likely mistake: suggest the newest in it.
     run_folder = RunFolder(path)
-    candidates = checkpoints(run_folder.checkpoints) or checkpoints(path)
+    candidates = complete_checkpoints(run_folder.checkpoints) or complete_checkpoints(path)
     if (run_folder.model / "config.json").is_file():
         candidates.append(run_folder.model)
     fix = "correct the path"

@@ -40,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     # A checkpoint consists of many files, which must not be mixed with existing ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        content = "a file"
+        state = "a file"
         if out.is_dir():
-            content = "not empty"
+            state = "not empty"
         raise UserError(
             "the export would overwrite existing files",
             where="--out",
             expected="a directory that does not exist yet, or an empty one",
-            got=f"{out} is {content}",
+            got=f"{out} is {state}",
             fix="choose another directory, or remove it",
         )
 
@@ -70,5 +70,5 @@ def run(arguments: argparse.Namespace) -> int:
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)
+        export_checkpoint(checkpoint, out, checkpoint_format=arguments.format, trusted=arguments.trust)
     return 0

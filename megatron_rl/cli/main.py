@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.durable import file_error
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError
-from megatron_rl.launcher import CONSOLE_SCRIPT, report_errors, without_proxy
+from megatron_rl.launcher import CONSOLE_SCRIPT, no_proxy_variables, report_errors
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
@@ -44,7 +44,7 @@ EXIT_INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""
 
 
-def parse(command_line: Sequence[str]) -> argparse.Namespace:
+def parse_command_line(command_line: Sequence[str]) -> argparse.Namespace:
     """Parse a command and its arguments; exit with status 2 for unknown ones, as argparse does."""
     parser = argparse.ArgumentParser(
         prog=CONSOLE_SCRIPT,
@@ -67,7 +67,10 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
+    """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure.
+
+    ``arguments`` are those of the command line; None stands for this process's own.
+    """
     if arguments is None:
         arguments = sys.argv[1:]
         # A console script has its own folder where `python -m` has the working directory, whose modules a
@@ -75,11 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if Path(sys.argv[0]).name == CONSOLE_SCRIPT:
             sys.path[0] = os.getcwd()
     try:
-        options = parse(list(arguments))
+        options = parse_command_line(list(arguments))
 
         # This process and its children connect to servers on this machine without a proxy.
-        os.environ.update(without_proxy(os.environ))
-        return int(import_module(COMMANDS[options.command][0]).run(options))
+        os.environ.update(no_proxy_variables(os.environ))
+        module, _ = COMMANDS[options.command]
+        return int(import_module(module).run(options))
 
     except UserError as error:
         report_errors(error)
@@ -90,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "megatron_rl").partition(".")[0]
         if package == "megatron_rl":
             raise
-        report_errors(_not_installed_error(package))
+        report_errors(_missing_package_error(package))
         return EXIT_BAD_INPUT
 
     except KeyboardInterrupt:
@@ -110,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
-def _not_installed_error(package: str) -> UserError:
+def _missing_package_error(package: str) -> UserError:
     """Return the error for a package that a command imports and this Python does not have."""
     return UserError(
         "a package that this command needs is not installed for this Python",

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.cli.common import require_counts
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.configured import (
@@ -144,9 +144,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``plan`` and return its exit code; raises UserError."""
+    """Calibrate the constants, plan a configuration, or search placements, by the arguments that are given.
+
+    Returns the exit code; raises UserError for invalid arguments.
+    """
     if args.calibrate:
-        return _calibrate(args)
+        return _calibrate_constants(args)
     if args.model and args.model.endswith((".yaml", ".yml")):
         return _plan_configuration(args)
 
@@ -168,20 +171,20 @@ def run(args: argparse.Namespace) -> int:
             got=f"plan {args.model} {' '.join(args.overrides)}",
             fix="name the configuration, or use the options that plan --help lists",
         )
-    return _search(args)
+    return _search_placements(args)
 
 
-def _calibrate(args: argparse.Namespace) -> int:
+def _calibrate_constants(args: argparse.Namespace) -> int:
     """Print a run's phases with their predictions, and print or write the constants that fit them."""
     override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
-    for name, (predicted, seconds) in phases.items():
-        print(f"{name:12} {predicted:12.4g} {seconds:12.4g} {predicted / seconds:8.3f}")
+    for name, (predicted, measured) in phases.items():
+        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
 
     if args.json:
         record = {
-            name: {"predicted": predicted, "measured": seconds}
-            for name, (predicted, seconds) in phases.items()
+            name: {"predicted": predicted, "measured": measured}
+            for name, (predicted, measured) in phases.items()
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     # Without --out, print the override so that it can be redirected to a file.
@@ -211,7 +214,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     mean = args.response_tokens_mean
     if mean is not None and not 0 < mean <= args.response_tokens:
-        raise out_of_range("--response-tokens-mean", mean, f"more than 0, at most {args.response_tokens}")
+        raise range_error("--response-tokens-mean", mean, f"more than 0, at most {args.response_tokens}")
 
 
 def _check_precision(args: argparse.Namespace) -> None:
@@ -226,7 +229,7 @@ def _check_precision(args: argparse.Namespace) -> None:
         )
 
 
-def problem_of(args: argparse.Namespace) -> Problem:
+def make_problem(args: argparse.Namespace) -> Problem:
     """Return the search problem that the command line describes; raises UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
@@ -240,13 +243,13 @@ def problem_of(args: argparse.Namespace) -> Problem:
     )
 
     # Without a measured mean, assume the planner's default fraction of the limit.
-    mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
+    mean_length = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
         samples=args.samples,
         optimizer_steps=args.optimizer_steps,
         prompt=float(args.prompt_tokens),
-        lengths=response_lengths(mean, float(args.response_tokens), "variable"),
+        lengths=response_lengths(mean_length, float(args.response_tokens), "variable"),
         longest=float(args.prompt_tokens + args.response_tokens),
     )
 
@@ -264,24 +267,25 @@ def problem_of(args: argparse.Namespace) -> Problem:
         models.pop(REWARD_MODELS.name, None)
     lora = None
     if args.lora_rank:
-        lora = Lora.of(actor, args.lora_rank)
+        lora = Lora.for_model(actor, args.lora_rank)
     return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 
-def _search(args: argparse.Namespace) -> int:
+def _search_placements(args: argparse.Namespace) -> int:
     """Search the placements of a plain model, print the best, and write the files that options name."""
-    problem = problem_of(args)
+    problem = make_problem(args)
     started = time.monotonic()
     result = search_simple(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
-    runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
-    runs.sort(key=lambda run: run.prediction.total)
+    runs = [planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
+    runs.sort(key=lambda planned: planned.prediction.total)
     runs = runs[: max(1, args.best)]
 
     print(plans_text(problem, runs, result.layouts, result.evaluated))
     print(f"\nsearched {time.monotonic() - started:.1f} s")
     if args.json:
-        Path(args.json).write_text(json.dumps([plan_record(run) for run in runs], indent=1) + "\n")
+        records = [plan_record(planned) for planned in runs]
+        Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     if args.out:
         Path(args.out).write_text(config_text(problem, runs[0]))
         print(f"wrote {args.out}: {runs[0].plan.name}")
@@ -291,7 +295,7 @@ def _search(args: argparse.Namespace) -> int:
 def _plan_configuration(args: argparse.Namespace) -> int:
     """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
     # An option with its default value cannot be distinguished from an absent one, and changes nothing.
-    explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
+    explicit_options = [name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(
@@ -308,10 +312,10 @@ def _plan_configuration(args: argparse.Namespace) -> int:
         overrides.append(f"world_size={args.gpus}")
     constants = load_constants(args.constants)
     plans = plan_configuration(Path(args.model), overrides, None, args.gpu, constants)
-    best = plans.found[: max(1, args.best)]
-    print(configured_text(args.model, plans, best))
+    best_plans = plans.found[: max(1, args.best)]
+    print(configured_text(args.model, plans, best_plans))
     if args.json:
-        records = [configured_record(plan) for plan in (plans.given, *best)]
+        records = [configured_record(plan) for plan in (plans.given, *best_plans)]
         Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0
 
@@ -325,7 +329,7 @@ def _model_path(model: str) -> str:
     return model
 
 
-def _paths(args: argparse.Namespace) -> Paths:
+def _config_paths(args: argparse.Namespace) -> Paths:
     """Return the paths of models, data and rewards that a plan's configuration contains."""
     return Paths(
         model=args.model_path or _model_path(args.model),

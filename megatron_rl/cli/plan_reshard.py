@@ -17,7 +17,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError, UserErrors, divisor_error
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.planning.reshard import (
     Summary,
     actor_layout,
@@ -28,7 +28,7 @@ from megatron_rl.planning.reshard import (
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.traffic import byte_text, received_by_peers
+from megatron_rl.shapes.traffic import byte_text, received_by_other_projects
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 """Dtypes of an engine's weights by the values of ``--dtype``."""
@@ -105,57 +105,63 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
-    tensor, whole_experts = _engine_layout(arguments.target)
+    tensor, whole_experts = _parse_engine_layout(arguments.target)
 
     # By default the engine shares the actor's ranks.
-    ranks = actor.ranks
+    rollout_ranks = actor.ranks
     if arguments.rollout_ranks:
-        ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
-    if len(ranks) % tensor:
+        rollout_ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
+    if len(rollout_ranks) % tensor:
         fix = "change --to, the actor's dp, or --rollout-ranks"
-        raise divisor_error("--to", tensor, len(ranks), "ranks of the engine", fix=fix)
+        raise divisor_error("--to", tensor, len(rollout_ranks), "ranks of the engine", fix=fix)
 
     plan = plan_offline(
         config,
         actor,
-        ranks,
+        rollout_ranks,
         tensor,
         DTYPES[arguments.dtype],
         ranks_per_node=arguments.ranks_per_node,
         whole_experts=whole_experts,
-        lora=_lora(config, arguments.lora_rank),
+        lora=_transferred_adapters(config, arguments.lora_rank),
     )
 
     # Traffic of other systems is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
-    peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
-    seconds = time.perf_counter() - start
+    is_colocated = not arguments.rollout_ranks
+    peer_bytes = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
+    planning_seconds = time.perf_counter() - start
 
     if arguments.json:
-        sizes = {"actor_ranks": actor.size, "rollout_ranks": len(ranks), "engine_ranks": tensor}
-        record = sizes | dataclasses.asdict(summary) | {"peers": peers, "planning_seconds": seconds}
+        sizes = {"actor_ranks": actor.size, "rollout_ranks": len(rollout_ranks), "engine_ranks": tensor}
+        record = sizes | dataclasses.asdict(summary)
+        record |= {"peers": peer_bytes, "planning_seconds": planning_seconds}
         print(json.dumps(record, indent=1))
     else:
-        layouts = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
-        print("\n".join(_summary_lines(summary, peers, layouts, seconds)))
+        replicas = len(rollout_ranks) // tensor
+        layouts = f"{actor.size} actor ranks -> {replicas} engine replicas of {tensor} ranks"
+        print("\n".join(_summary_lines(summary, peer_bytes, layouts, planning_seconds)))
     return 0
 
 
-def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters that ``--lora-rank`` transfers instead of the weights, or None for weights."""
+def _transferred_adapters(config: Any, rank: int | None) -> Lora | None:
+    """Return the adapters that ``--lora-rank`` transfers instead of the weights; None if it is not given.
+
+    ``config`` is the model's Hugging Face configuration.
+    """
     if rank is None:
         return None
 
-    model = pretrained(config)
+    model = describe_model(config)
     lora = LoraConfig(rank, sync="adapter")
     # The same rules as for a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
-    return Lora.of(model.shape, rank)
+    return Lora.for_model(model.shape, rank)
 
 
-def _engine_layout(text: str) -> tuple[int, bool]:
+def _parse_engine_layout(text: str) -> tuple[int, bool]:
     """Parse the layout of the engine, ``tpN`` or ``epN``.
 
     Returns N, the number of ranks of a replica, and whether each expert is complete on one rank (``epN``)

@@ -129,17 +129,19 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Return the sections on each page: subject -> (class, paths of the sections that share its table)."""
+    """Return the tables on each page: subject -> pairs of a class and the paths of all its sections."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
-    for path, section in _sections(RunConfig, ""):
+    for path, section in _iter_sections(RunConfig, ""):
         if path:
             paths_by_class.setdefault(section, []).append(path)
 
     # A shared table is on the page of its first path, the actor's if it has one.
     for paths in paths_by_class.values():
         paths.sort(key=lambda path: not path.startswith("actor."))
-    subject_of = {key: subject for subject, (_, keys) in SUBJECTS.items() for key in keys}
+    subject_of: dict[str, str] = {}
+    for subject, (_, keys) in SUBJECTS.items():
+        subject_of |= dict.fromkeys(keys, subject)
     sections: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
     for section, paths in paths_by_class.items():
         subject = subject_of[paths[0].partition(".")[0]]
@@ -147,8 +149,11 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     return sections
 
 
-def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
-    """Yield (path, class) of a section and its subsections; NAME stands for any entry of a mapping."""
+def _iter_sections(section: type, path: str) -> Iterator[tuple[str, type]]:
+    """Yield (path, class) of the section at ``path`` and of all sections below it.
+
+    NAME in a path stands for any entry of a mapping.
+    """
     yield path, section
     for name, hint in field_hints(section).items():
         # The top level has an empty path, so remove the leading dot.
@@ -156,9 +161,9 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
         inner = section_class(hint)
         entry = entry_class(hint)
         if inner is not None:
-            yield from _sections(inner, field_path)
+            yield from _iter_sections(inner, field_path)
         if entry is not None:
-            yield from _sections(entry, f"{field_path}.NAME")
+            yield from _iter_sections(entry, f"{field_path}.NAME")
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -172,7 +177,8 @@ def _section_table(section: type, paths: list[str]) -> str:
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
-    rows = [_key_row(item, field_hints(section)[item.name]) for item in dataclasses.fields(section)]
+    hints = field_hints(section)
+    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section)]
     meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
     paths_line: list[str] = []
     if len(paths) > 2:
@@ -187,7 +193,7 @@ def _piece_table(key: str, kind: Kind) -> str:
     rows = []
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
-        rows.append((f"`{name}`", _cell(summary)))
+        rows.append((f"`{name}`", _table_cell(summary)))
         rows += [_setting_row(name, piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
     header = ("Name, or setting of it", "Meaning")
     return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
@@ -202,36 +208,40 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
         default = f"*{setting.unset or 'none'}*"
-    return _cell(f"… `{item.name}`<br>{default}"), _cell(_meaning(setting))
+    return _table_cell(f"… `{item.name}`<br>{default}"), _table_cell(_meaning_text(setting))
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
     """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
-    type_name = "section"
+    type_and_unit = "section"
     if not section_class(hint):
         types = [option for option in union_members(hint) if option is not type(None)]
         names = [type_text(option).removeprefix("an ").removeprefix("a ") for option in types]
-        type_name = ", ".join(filter(None, [" or ".join(names), setting.unit]))
-    lines = filter(None, [f"`{item.name}`", type_name, _default(item, setting)])
-    return _cell("<br>".join(lines)), _cell(_meaning(setting))
+        type_and_unit = " or ".join(names)
+        if setting.unit:
+            type_and_unit += f", {setting.unit}"
+
+    lines = [f"`{item.name}`", type_and_unit, _default_text(item, setting)]
+    non_empty_lines = [line for line in lines if line]
+    return _table_cell("<br>".join(non_empty_lines)), _table_cell(_meaning_text(setting))
 
 
-def _meaning(setting: Setting) -> str:
+def _meaning_text(setting: Setting) -> str:
     """Return the meaning of a setting with its choices or bounds, as a table cell."""
-    allowed = _allowed_values(setting)
+    allowed = _allowed_values_text(setting)
     if not allowed:
         return setting.meaning
     return f"{setting.meaning}<br>Allowed: {allowed}."
 
 
-def _default(item: dataclasses.Field, setting: Setting) -> str:
+def _default_text(item: dataclasses.Field, setting: Setting) -> str:
     """Format the default of a configuration key as a table cell."""
     # The keys of a section have their own rows: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
-            return _differences(value)
+            return _changed_defaults_text(value)
         return f"`{one_line(to_plain(value))}`"
 
     if item.default is dataclasses.MISSING:
@@ -241,8 +251,8 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
     return f"`{one_line(to_plain(item.default))}`"
 
 
-def _differences(section: Any) -> str:
-    """Describe in which values the default of a section differs from the defaults of its class."""
+def _changed_defaults_text(section: Any) -> str:
+    """List the values of a default section that differ from the defaults of its class; empty if none do."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -251,10 +261,10 @@ def _differences(section: Any) -> str:
     return ", ".join(values)
 
 
-def _allowed_values(setting: Setting) -> str:
-    """Describe the valid values of a setting: its choices or its bounds."""
+def _allowed_values_text(setting: Setting) -> str:
+    """List the valid values of a setting: its choices or its bounds; empty if any value is valid."""
     if not setting.choices:
-        return setting.bounds()
+        return setting.bounds_text()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
     if setting.or_path:
         choices += ", or `file.py:Name`"
@@ -350,23 +360,25 @@ FORMULAS: dict[str, str] = {
 _CODE = re.compile(r"`([^`]+)`")
 
 
-def with_formulas(text: str) -> str:
-    """Return Markdown with the code of equations replaced by formulas, in the notation of GitHub.
+def replace_equations(text: str) -> str:
+    """Return Markdown in which the code of equations is replaced by formulas, in the notation of GitHub.
 
     GitHub renders the content of ``$`…`$`` without any other change, such as of underscores.
 
     Example:
-        >>> with_formulas("`A = alpha R` with `alpha`")
+        >>> replace_equations("`A = alpha R` with `alpha`")
         '$`A = \\\\alpha R`$ with `alpha`'
     """
 
-    def formula(match: re.Match[str]) -> str:
-        tex = FORMULAS.get(" ".join(match[1].split()))
+    def to_formula(match: re.Match[str]) -> str:
+        # A docstring may break an equation over two lines.
+        equation = " ".join(match[1].split())
+        tex = FORMULAS.get(equation)
         if tex is None:
             return match[0]
         return f"$`{tex}`$"
 
-    return _CODE.sub(formula, text)
+    return _CODE.sub(to_formula, text)
 
 
 def algorithms_page() -> str:
@@ -375,13 +387,14 @@ def algorithms_page() -> str:
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
         # Leave out pieces that are the same as GRPO's, except the two that define an algorithm.
-        pieces = [
-            f"`{key}`: [{type(piece).__name__}](#{key}-{type(piece).__name__.lower()})"
-            + _changed_settings(piece, type(piece)())
-            for key, piece in algorithm.pieces().items()
-            if piece != defaults[key] or key in ("advantage", "policy_loss")
-        ]
-        blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(pieces)}.\n")
+        links: list[str] = []
+        for key, piece in algorithm.pieces().items():
+            if piece == defaults[key] and key not in ("advantage", "policy_loss"):
+                continue
+            class_name = type(piece).__name__
+            link = f"`{key}`: [{class_name}](#{key}-{class_name.lower()})"
+            links.append(link + _changed_settings_text(piece, type(piece)()))
+        blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(links)}.\n")
 
     # A class that is a piece of several kinds is described under the first kind.
     first_kind: dict[type, str] = {}
@@ -390,29 +403,27 @@ def algorithms_page() -> str:
             first_kind.setdefault(type(piece), key)
 
     for key, kind in KINDS.items():
-        # A link for pieces that are described under another kind, a section for each other piece.
+        # A line for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
-        described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
-        blocks += [f"Those of `{first}`.\n" for first in described if first != key]
-        blocks += [
-            f"### {key}: {piece.__name__}\n\n{with_formulas(_doc(piece))}\n"
-            for piece, first in first_kind.items()
-            if first == key
-        ]
+        describing_kinds = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
+        blocks += [f"Those of `{other}`.\n" for other in describing_kinds if other != key]
+        for piece_class, described_under in first_kind.items():
+            if described_under == key:
+                text = replace_equations(_markdown_docstring(piece_class))
+                blocks.append(f"### {key}: {piece_class.__name__}\n\n{text}\n")
     return "\n".join(blocks)
 
 
-def _changed_settings(piece: Piece, default: Piece) -> str:
-    """Return the settings in which a piece differs from its class's defaults, in parentheses."""
-    values = {item.name: getattr(piece, item.name) for item in dataclasses.fields(piece)}
-    changed = [
-        f"`{name}: {one_line(to_plain(value))}`"
-        for name, value in values.items()
-        if value != getattr(default, name)
-    ]
-    if not changed:
+def _changed_settings_text(piece: Piece, default: Piece) -> str:
+    """Return the settings in which ``piece`` differs from ``default``, in parentheses; empty if in none."""
+    changes: list[str] = []
+    for item in dataclasses.fields(piece):
+        value = getattr(piece, item.name)
+        if value != getattr(default, item.name):
+            changes.append(f"`{item.name}: {one_line(to_plain(value))}`")
+    if not changes:
         return ""
-    return f" ({', '.join(changed)})"
+    return f" ({', '.join(changes)})"
 
 
 def commands_page() -> str:
@@ -423,7 +434,7 @@ def commands_page() -> str:
         import_module(module).add_arguments(parser)
         # argparse has no public list of a parser's arguments.
         rows = [
-            f"| `{_argument(action)}` | {_cell(_help(action))} |"
+            f"| `{_argument_syntax(action)}` | {_table_cell(_help_text(action))} |"
             for action in parser._actions
             if action.dest != "help"
         ]
@@ -433,7 +444,7 @@ def commands_page() -> str:
     return "\n".join(blocks)
 
 
-def _argument(action: argparse.Action) -> str:
+def _argument_syntax(action: argparse.Action) -> str:
     """Format an argument in command-line syntax, such as ``--out FILE`` or ``[key=value ...]``."""
     name = action.metavar or action.dest.upper()
     if action.option_strings:
@@ -449,11 +460,15 @@ def _argument(action: argparse.Action) -> str:
     return str(name)
 
 
-def _help(action: argparse.Action) -> str:
+def _help_text(action: argparse.Action) -> str:
     """Return the help of an argument with its default and choices filled in."""
-    text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
-    choices = ", ".join(f"`{choice}`" for choice in action.choices or ())
-    return "; ".join(filter(None, [text, choices and f"one of {choices}"]))
+    parts: list[str] = []
+    if action.help:
+        parts.append(action.help.replace("%(default)s", str(action.default)).replace("%%", "%"))
+    if action.choices:
+        choices = ", ".join(f"`{choice}`" for choice in action.choices)
+        parts.append(f"one of {choices}")
+    return "; ".join(parts)
 
 
 def python_page() -> str:
@@ -465,25 +480,27 @@ def python_page() -> str:
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_wrap_signature(_signature(value))}"
+            declaration = f"def {name}{_wrap_signature(_signature_text(value))}"
             members = ()
 
         # Each entry has the signature as Python, the docstring, and a table of the members.
-        blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
+        code = f"```python\n{declaration}: ...\n```"
+        blocks.append(f"## {name}\n\n`{module}`\n\n{code}\n\n{_markdown_docstring(value)}\n")
 
         rows = []
-        for member, item in members:
-            is_method = inspect.isfunction(item) or isinstance(item, property | classmethod)
-            if member.startswith("_") or not is_method:
+        for member_name, member in members:
+            is_method = inspect.isfunction(member) or isinstance(member, property | classmethod)
+            if member_name.startswith("_") or not is_method:
                 continue
-            summary = _doc(item).partition("\n")[0]
-            rows.append(f"| `{member}{_cell(_signature(item))}` | {_cell(summary)} |")
+            signature = _table_cell(_signature_text(member))
+            summary = _markdown_docstring(member).partition("\n")[0]
+            rows.append(f"| `{member_name}{signature}` | {_table_cell(summary)} |")
         if rows:
             blocks += ["| Member | Meaning |", "|---|---|", *rows, ""]
     return "\n".join(blocks)
 
 
-def _signature(item: Any) -> str:
+def _signature_text(item: Any) -> str:
     """Format the signature of a function, or of a method without self; empty for a property."""
     if isinstance(item, property):
         return ""
@@ -503,17 +520,20 @@ def _wrap_signature(signature: str) -> str:
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     parameters_text, _, result = signature[1:].rpartition(")")
-    lines = "".join(f"    {parameter},\n" for parameter in _parameters(parameters_text))
+    lines = "".join(f"    {parameter},\n" for parameter in _split_parameters(parameters_text))
     return f"(\n{lines}){result}"
 
 
-def _parameters(text: str) -> Iterator[str]:
+def _split_parameters(text: str) -> Iterator[str]:
     """Yield the parameters of a signature; commas inside brackets do not separate them."""
     depth = 0
     begin = 0
     for position, character in enumerate(text):
-        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(character, 0)
-        if character == "," and depth == 0:
+        if character in "[(":
+            depth += 1
+        elif character in "])":
+            depth -= 1
+        elif character == "," and depth == 0:
             yield text[begin:position].strip()
             begin = position + 1
     yield text[begin:].strip()
@@ -522,12 +542,12 @@ def _parameters(text: str) -> Iterator[str]:
 def other_names_page() -> str:
     """Return the page with other projects' names for our keys, in a table per project."""
     rows_by_project: dict[str, list[str]] = {}
-    for path, name in foreign_keys():
-        row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
-        rows_by_project.setdefault(name.project, []).append(row)
-    for section, name in FOREIGN_SECTIONS.items():
-        row = f"| `{section}` | {_cell(name.name)} | a section |"
-        rows_by_project[name.project].append(row)
+    for path, foreign in foreign_keys():
+        row = f"| `{foreign.name}` | `{path}` | {_table_cell(foreign.difference_text())} |"
+        rows_by_project.setdefault(foreign.project, []).append(row)
+    for section, foreign in FOREIGN_SECTIONS.items():
+        row = f"| `{section}` | {_table_cell(foreign.name)} | a section |"
+        rows_by_project[foreign.project].append(row)
 
     lines = [_NAMES_HEAD]
     for project in sorted(rows_by_project, key=str.lower):
@@ -547,19 +567,19 @@ def other_names_page() -> str:
     for name, reason in NO_COUNTERPART.items():
         names_by_reason.setdefault(reason, []).append(f"`{name}`")
     lines += ["## Without a counterpart\n", "| There | Why, or what there is instead |", "|---|---|"]
-    lines += [f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in names_by_reason.items()]
+    lines += [f"| {', '.join(names)} | {_table_cell(reason)} |" for reason, names in names_by_reason.items()]
     return "\n".join([*lines, ""])
 
 
-def _doc(value: Any) -> str:
-    """Convert a docstring to Markdown, with a link for each paper; empty without a docstring."""
+def _markdown_docstring(value: Any) -> str:
+    """Return a docstring as Markdown, with a link for each paper; empty if ``value`` has none."""
     # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
-def _cell(text: str) -> str:
+def _table_cell(text: str) -> str:
     """Format a text as a cell of a Markdown table: on one line, with its bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -576,12 +596,12 @@ PAGES: dict[str, Callable[[], str]] = {
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def write_all(folder: Path) -> None:
+def write_all_pages(folder: Path) -> None:
     """Write every generated page to its file below ``folder``."""
-    for name, page_text in PAGES.items():
+    for name, make_page in PAGES.items():
         path = folder / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page_text(), encoding="utf-8")
+        path.write_text(make_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -589,6 +609,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         page = sys.argv[1]
     if page == "all":
-        write_all(DOCS)
+        write_all_pages(DOCS)
     else:
         print(PAGES[page](), end="")

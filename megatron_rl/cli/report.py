@@ -20,5 +20,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megatron_rl.trainer import report
 
-    report.write(run_dir)
+    report.write_report(run_dir)
     return 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.cli.common import require_directory
 from megatron_rl.cli.eval import require_checkpoint
-from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
+from megatron_rl.config.checkpoint_meta import is_checkpoint, latest_checkpoint
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.sections.schedules import token_schedule
@@ -81,10 +81,10 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
     checkpoint = source
     if not is_checkpoint(source):
-        run = RunFolder(source)
-        if (run.model / "config.json").is_file():
-            return run.model
-        checkpoint = latest(run.checkpoints) or source
+        run_folder = RunFolder(source)
+        if (run_folder.model / "config.json").is_file():
+            return run_folder.model
+        checkpoint = latest_checkpoint(run_folder.checkpoints) or source
     require_checkpoint(checkpoint)
 
     # Export next to the checkpoints, not into one: a run deletes its old checkpoints.
@@ -98,7 +98,7 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the sampling parameters of a run in the form of a generation_config.json."""
+    """Return the sampling parameters of a run under the names of a generation_config.json."""
     rollout = load_config(folder.config).rollout
 
     # A server has constant values: a schedule over steps or tokens has reached its end.
@@ -123,7 +123,9 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    It runs the server's module, since the ``vllm`` script of vLLM's CPU package (0.32) does not start.
+    ``name`` is that of the model in requests, ``defaults`` are the sampling parameters of requests that set
+    none. The command runs the server's module, since the ``vllm`` script of vLLM's CPU package (0.32) does
+    not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),

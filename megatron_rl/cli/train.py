@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_rl.cli.check_text import first_lines
+from megatron_rl.cli.check_text import summary_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.errors import numbered
-from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
-from megatron_rl.trainer.logging import output_to
+from megatron_rl.errors import numbered_lines
+from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
+from megatron_rl.trainer.logging import redirect_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,26 +19,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration, then train.
+    """Check the configuration, train, and return the exit code.
 
     Every rank checks the same input before the first collective, so all ranks exit with the same errors and
     no rank hangs.
     """
-    leave_with_launcher()
-    world_size = current_launch(joins=True).world_size
+    exit_with_launcher()
+    world_size = current_launch(joins_group=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
-        print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+        print("\n".join(numbered_lines(report.warnings, "warning")), file=sys.stderr, flush=True)
 
     # Raises the errors, after the warnings that may explain them.
     config = report.valid()
     if process_rank() == 0:
-        lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
+        lines = [*summary_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
         print("\n".join(lines), flush=True)
 
     # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
-    with output_to(log, main=False):
+    with redirect_output(log, is_main=False):
         from megatron_rl.trainer import run as trainer
 
     trainer.run(config, report.explicit_keys())

@@ -10,7 +10,7 @@ from megatron_rl.config.roles import ADAPTED, INITIAL, role_sections, spec_at, w
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig, LoraConfig
 from megatron_rl.config.stage_plan import starting_model
-from megatron_rl.shapes.lora import AdaptedModel, adapted, default_targets
+from megatron_rl.shapes.lora import AdaptedModel, default_targets, make_adapted_model
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -19,10 +19,11 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
     """Fill in the scaling factor and the target layers of the roles' adapters.
 
     ``shape`` is the shape of the actor's model, None if it is not available. It determines the layers of the
-    roles that start from the same model; for a role with another model they stay None.
+    roles that start from the same model; for a role with another model they stay None. The reason of each
+    derived value is added to ``reasons``, by the path of the value.
     """
 
-    def fill(path: str, section: Any) -> Any:
+    def fill_lora(path: str, section: Any) -> Any:
         lora = getattr(section, "lora", None)
         if lora is None:
             return section
@@ -35,7 +36,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
             lora = replace(lora, targets=default_targets(shape))
         return replace(section, lora=lora)
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_lora)
 
 
 def _has_actor_shape(config: RunConfig, section: Any) -> bool:
@@ -83,14 +84,14 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
         return None
     # vLLM needs the names of the layers, which depend on the model's family.
     model = read_pretrained(Path(config.model.path) / "config.json")
-    return adapted(model, lora.rank, lora.alpha, lora.targets)
+    return make_adapted_model(model, lora.rank, lora.alpha, lora.targets)
 
 
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    The table must allow it (see `INITIAL`), the actor must have adapters, and the role must have the actor's
-    model and layout. ``config`` is resolved.
+    The role must be one that can be (`INITIAL` in its entry of the table of roles), the actor must have
+    adapters, and the role must have the actor's model and layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

@@ -40,7 +40,7 @@ from megatron_rl.shapes.memory import (
     NETWORK_PEERS_BYTES,
     NVLINK_PEER_BYTES,
     RUNTIME_BYTES,
-    Layers,
+    LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
     rollout_parameters,
@@ -48,7 +48,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.traffic import peers_on_node
+from megatron_rl.shapes.traffic import max_peers_on_node
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
@@ -89,8 +89,8 @@ class MemoryItem:
 class RankMemory:
     """Memory of one rank.
 
-    Example: ``RankMemory(0, items).total("learn")`` is the most bytes that are resident at once in that
-    phase.
+    Example: ``RankMemory(0, items).phase_peak("learn")`` is the largest number of bytes that are resident at
+    once in that phase.
     """
 
     rank: int
@@ -98,23 +98,26 @@ class RankMemory:
     items: tuple[MemoryItem, ...]
     """All contributors to the rank's memory."""
 
-    def total(self, phase: str) -> int:
+    def phase_peak(self, phase: str) -> int:
         """Return the peak in bytes of a phase: the items of the complete phase plus the largest turn."""
-        turns = [self._bytes(phase, role) for role in self.turns(phase)]
-        return self._bytes(phase, None) + max(turns, default=0)
+        turn_bytes = [self._turn_bytes(phase, role) for role in self.roles_in_turn(phase)]
+        return self._turn_bytes(phase, None) + max(turn_bytes, default=0)
 
-    def _bytes(self, phase: str, turn: str | None) -> int:
-        """Return the bytes of the items of one role's ``turn`` in a phase; None means the complete phase."""
+    def _turn_bytes(self, phase: str, turn: str | None) -> int:
+        """Return the bytes that are resident in a phase during one role's ``turn`` only.
+
+        With ``turn`` None, return the bytes that are resident during the complete phase.
+        """
         return sum(item.bytes for item in self.items if phase in item.phases and item.turn == turn)
 
-    def turns(self, phase: str) -> list[str]:
+    def roles_in_turn(self, phase: str) -> list[str]:
         """Return the roles that work one after another in a phase, in the order of their items."""
         return list(dict.fromkeys(item.turn for item in self.items if phase in item.phases and item.turn))
 
     @property
     def peak(self) -> int:
         """Return the largest peak in bytes of any phase."""
-        return max(self.total(phase) for phase in PHASES)
+        return max(self.phase_peak(phase) for phase in PHASES)
 
 
 @dataclass
@@ -198,16 +201,18 @@ def memory_plan(
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
-    connections: list[MemoryItem] = []
+    connection_items: list[MemoryItem] = []
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
-        connections.append(_sync_connections_item(config, layouts, shapes["actor"]))
+        connection_items.append(_sync_connections_item(config, layouts, shapes["actor"]))
 
     # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
+    all_ranks: set[int] = set()
+    for layout in layouts.values():
+        all_ranks.update(layout.ranks)
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
-    for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
-        first_rank.setdefault(
-            rank_memory(config, layouts, shapes, batch, rank, asleep, connections).items, rank
-        )
+    for rank in sorted(all_ranks):
+        memory = rank_memory(config, layouts, shapes, batch, rank, asleep, connection_items)
+        first_rank.setdefault(memory.items, rank)
     ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
     return sorted(ranks, key=lambda memory: -memory.peak)
 
@@ -219,12 +224,12 @@ def rank_memory(
     batch: BatchPlan | None,
     rank: int,
     asleep: frozenset[int] = frozenset(),
-    connections: Sequence[MemoryItem] = (),
+    connection_items: Sequence[MemoryItem] = (),
 ) -> RankMemory:
     """Return the memory of one rank; the first four arguments are those of `memory_plan`.
 
-    Engines on the ranks ``asleep`` release their memory while other roles work. ``connections`` are the items
-    of NCCL's connections, which only ranks with an engine have.
+    Engines on the ranks ``asleep`` release their memory while other roles work. ``connection_items`` are the
+    buffers of NCCL's connections, which only ranks with an engine have.
     """
     items: list[MemoryItem] = []
     if batch is None:
@@ -245,9 +250,9 @@ def rank_memory(
         if role != "rollout":
             items += _frozen_role_items(config, role, layout, rank, shape, batch)
         elif config.rollout.capabilities.in_process:
-            awake = ("generate",) if rank in asleep else PHASES
-            items += _engine_items(config, layout, shape, batch, awake)
-            items += connections
+            awake_phases = ("generate",) if rank in asleep else PHASES
+            items += _engine_items(config, layout, shape, batch, awake_phases)
+            items += connection_items
         # Other engines run in servers outside the job's ranks.
 
     # Overhead of the runtime, which matters where the estimate is compared with the memory of a GPU.
@@ -258,7 +263,7 @@ def rank_memory(
 
 
 @dataclass(frozen=True)
-class _Learner:
+class _LearnerSettings:
     """Settings of a role's training that its memory depends on."""
 
     recompute: str
@@ -275,11 +280,11 @@ class _Learner:
     """Whether the role is trained in the job of one stage, without other roles."""
 
 
-def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
+def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings]:
     """Return the training settings of each role that a step of reinforcement learning trains, by role."""
     learners = {}
     for path, section in learner_sections(config).items():
-        learners[role_of(path)] = _Learner(
+        learners[role_of(path)] = _LearnerSettings(
             section.recompute,
             section.optimizer,
             batch.tokens_per_microbatch,
@@ -289,7 +294,7 @@ def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
     return learners
 
 
-def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _Learner]:
+def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _LearnerSettings]:
     """Return the training settings of each role that a single-stage job trains, by role.
 
     There are several roles if the job trains several reward models.
@@ -303,10 +308,10 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         assert settings.max_row_tokens is not None
 
         # A record has one row for each response, such as two for a preference pair.
-        rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
+        _, rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
 
-        learners[role] = _Learner(
+        learners[role] = _LearnerSettings(
             config.actor.recompute if role == "actor" else "none",
             settings.optimizer,
             tokens,
@@ -318,55 +323,58 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
 
 def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
     """Return the numbers of the layers in each pipeline stage, counted from 0."""
+    _, settings = megatron_settings(config, layout)
     try:
-        return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
+        return stage_layers(shape.layers, layout, settings)
     except UserError:
         # Megatron accepts layer distributions that `stage_layers` does not model: assume an even split.
         return default_stage_layers(shape.layers, layout.pipeline)
 
 
-def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> LayerImplementation:
     """Return the properties of a model's layers on which its memory depends."""
     fused = config.model.attention == "transformer_engine" and not shape.plain_layers
-    return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
+    return LayerImplementation(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
-def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return the bytes of an optimizer's state per parameter; a model weight has ``weight_bytes``.
+def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int) -> int:
+    """Return the bytes of an optimizer's state per parameter of the model.
 
     The state consists of the moments, and of float32 master weights if the model has a different dtype.
+    ``weight_bytes``: bytes of one model weight, by its dtype.
     """
     if optimizer.offload:
         # Two moments, weights and gradients in float32, for any dtype of the model.
         return 16
 
-    def bytes_of(name: str) -> int:
-        dtype = str(optimizer.megatron.get(name, "float32")).removeprefix("torch.")
+    def dtype_bytes(setting: str) -> int:
+        dtype = str(optimizer.megatron.get(setting, "float32")).removeprefix("torch.")
         return _STATE_BYTES.get(dtype, 4)
 
-    total = bytes_of("momentum")
+    total = dtype_bytes("momentum")
     if optimizer.name == "adam":
-        total = bytes_of("exp_avg_dtype") + bytes_of("exp_avg_sq_dtype")
+        total = dtype_bytes("exp_avg_dtype") + dtype_bytes("exp_avg_sq_dtype")
     # float32 weights need no separate master weights.
     if weight_bytes != 4:
-        total += bytes_of("main_params_dtype")
+        total += dtype_bytes("main_params_dtype")
     return total
 
 
-def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
+def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
     """Convert the bytes of an optimizer's state in memory to its bytes in a checkpoint.
 
-    ``state_total``: bytes of the state in memory. ``weight_bytes``: bytes of one model weight, by its dtype.
+    ``weight_bytes``: bytes of one model weight, by its dtype.
     """
-    bytes_per_parameter = state_bytes(optimizer, weight_bytes)
+    bytes_per_parameter = optimizer_bytes_per_parameter(optimizer, weight_bytes)
     if optimizer.offload:
         # Gradients, 4 of the 16 bytes, are not saved.
-        return state_total * 12 // bytes_per_parameter
+        return bytes_in_memory * 12 // bytes_per_parameter
+
     # A distributed optimizer also saves float32 weights that belong to the model.
     saved_per_parameter = bytes_per_parameter
     if optimizer.distributed and weight_bytes == 4:
         saved_per_parameter += 4
-    return state_total * saved_per_parameter // bytes_per_parameter
+    return bytes_in_memory * saved_per_parameter // bytes_per_parameter
 
 
 @dataclass(frozen=True)
@@ -391,25 +399,27 @@ class CheckpointMemory:
         """Return the seconds that a node needs to write its share, at `CHECKPOINT_BANDWIDTH`."""
         return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
 
-    def on_host(self, layout: str) -> int:
-        """Return the bytes of host memory on a node during a save in a layout of the optimizers.
+    def host_bytes(self, optimizer_layout: str) -> int:
+        """Return the bytes of host memory that a save needs on a node.
+
+        ``optimizer_layout`` is `ANY` (loads in any layout) or `SAME` (in the layout that wrote it).
 
         For `ANY` Megatron gathers complete parameters in every rank, and copies a third of them at a time to
         add the padding of its buffers. A load of such a checkpoint allocates as much. Shards are copied to
         the host once, and read one parameter at a time.
         """
-        states = self.shards
-        if layout == ANY:
-            states = self.gathered * 4 // 3 + self.shards
-        return self.ranks * (states + self.weights)
+        bytes_per_rank = self.shards + self.weights
+        if optimizer_layout == ANY:
+            bytes_per_rank += self.gathered * 4 // 3
+        return self.ranks * bytes_per_rank
 
 
 def checkpoint_memory(
-    config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], rank_memories: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return the memory that a checkpoint needs while it is saved; None if no role has an optimizer.
+    """Return the memory that a checkpoint needs during a save; None if no role has an optimizer.
 
-    ``memory`` are the estimates of `memory_plan`.
+    ``rank_memories`` are the estimates of `memory_plan`.
     """
     shards = 0
     gathered = 0
@@ -417,10 +427,11 @@ def checkpoint_memory(
     ranks: set[int] = set()
     for path, section in learner_sections(config).items():
         role = role_of(path)
-        name = "optimizer" if role == "actor" else f"{role} optimizer"
-        items = [item for rank in memory for item in rank.items]
-        sizes = [item.bytes for item in items if item.name == name]
-        if not sizes:
+        optimizer_name = "optimizer" if role == "actor" else f"{role} optimizer"
+        items = [item for rank in rank_memories for item in rank.items]
+        optimizer_sizes = [item.bytes for item in items if item.name == optimizer_name]
+        weight_sizes = [item.bytes for item in items if item.name == f"{role} weights"]
+        if not optimizer_sizes:
             continue
 
         # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
@@ -429,10 +440,11 @@ def checkpoint_memory(
         shard_count = 1
         if section.optimizer.distributed:
             shard_count = copies
-        shard_bytes = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
+        weight_bytes = DTYPE_BYTES[config.model.dtype]
+        shard_bytes = optimizer_bytes_saved(max(optimizer_sizes), section.optimizer, weight_bytes)
         shards += shard_bytes
         gathered += shard_bytes * shard_count
-        weights += max(item.bytes for item in items if item.name == f"{role} weights") // copies
+        weights += max(weight_sizes) // copies
         ranks.update(layout.ranks)
     if not gathered:
         return None
@@ -440,7 +452,12 @@ def checkpoint_memory(
 
 
 def _trained_role_items(
-    config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
+    config: RunConfig,
+    role: str,
+    learner: _LearnerSettings,
+    layout: ParallelLayout,
+    rank: int,
+    shape: ModelShape,
 ) -> list[MemoryItem]:
     """Return the memory items of a trained role: weights, gradients, optimizer state and activations."""
     spec = spec_of(role)
@@ -454,8 +471,8 @@ def _trained_role_items(
     layers = _layer_properties(config, shape, learner.recompute)
     stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
-    states = state_bytes(learner.optimizer, layers.dtype_bytes)
-    optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
+    state_bytes = optimizer_bytes_per_parameter(learner.optimizer, layers.dtype_bytes)
+    optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=state_bytes)
     tokens = learner.tokens
 
     # With adapters, only the adapters and a new head have gradients and optimizer state.
@@ -496,7 +513,7 @@ def _trained_role_items(
     sharing = "not shared"
     if optimizer.distributed:
         sharing = f"shared by {layout.data * layout.context}"
-    detail = f"{states} B per parameter, {sharing}"
+    detail = f"{state_bytes} B per parameter, {sharing}"
     # The state of an optimizer on the host is never resident on the device.
     optimizer_phases = training_phases
     if learner.optimizer.offload:
@@ -513,10 +530,10 @@ def _trained_role_items(
     items += _forward_items(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
 
     # A forward pass needs only the logits; training also accumulates the gradients of the output layer.
-    head_sums = int(memory.logits - scoring.logits)
-    if head_sums:
+    head_gradient_bytes = int(memory.logits - scoring.logits)
+    if head_gradient_bytes:
         detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
-        items.append(MemoryItem(item_name("head gradients"), head_sums, ("learn",), detail, role))
+        items.append(MemoryItem(item_name("head gradients"), head_gradient_bytes, ("learn",), detail, role))
     if not learner.alone:
         return items
 
@@ -526,7 +543,7 @@ def _trained_role_items(
 
 
 def _trained_weights(
-    config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
+    config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
     """Return the memory item for the weights of a trained role, which its forward passes need too."""
     phases = PHASES
@@ -549,7 +566,7 @@ def _adapter_counts(
     Returns the pair (trained parameters outside experts, adapter parameters of experts), and the number of
     base parameters of the adapted layers. The first includes a scalar head, which is trained in full.
     """
-    adapter = Lora.of(shape, lora.rank, lora.targets)
+    adapter = Lora.for_model(shape, lora.rank, lora.targets)
     dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
     # A scalar head is new and trained in full, in addition to the adapters.
     if shape.scalar_head and stage == len(stages) - 1:
@@ -567,9 +584,10 @@ def _is_shared_base(config: RunConfig) -> bool:
 def _with_base_weights(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the memory item for the weights of a role with adapters.
+    """Return the memory item for the weights of the role with adapters at ``path``.
 
     They are only the adapters if the role shares the actor's base weights, else the adapters and a base.
+    ``weights`` is the item for both, ``trained_count`` the number of trained parameters as text.
     """
     reason = own_base_reason(config, path)
     if reason is None:
@@ -587,7 +605,11 @@ def _forward_items(
     layout: ParallelLayout,
     fused: bool,
 ) -> list[MemoryItem]:
-    """Return the memory items of a forward pass; a chunk of logits is resident in all of ``phases``."""
+    """Return the memory items of a role's forward passes: activations, and a chunk of logits.
+
+    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, in
+    ``tokens_per_rank`` as text. The chunk of logits is resident in all of ``phases``.
+    """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
@@ -636,53 +658,62 @@ def _sync_connections_item(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
 ) -> MemoryItem:
     """Return the memory item of NCCL's buffers for weight syncs, which remain once ranks have connected."""
-    layout = layouts["rollout"]
+    rollout = layouts["rollout"]
     actor = layouts["actor"]
-    node_peers = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
-    size = node_peers * NVLINK_PEER_BYTES
+    node_peers = max_peers_on_node(shared_weights(config, shape), actor, rollout.ranks, config.gpus_per_node)
+    connection_bytes = node_peers * NVLINK_PEER_BYTES
     detail = f"at most {node_peers} ranks of the node x {NVLINK_PEER_BYTES >> 20} MiB"
-    if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:
-        size += NETWORK_PEERS_BYTES
+
+    # On several nodes, NCCL also has buffers for the network.
+    if max(*rollout.ranks, *actor.ranks) >= config.gpus_per_node:
+        connection_bytes += NETWORK_PEERS_BYTES
         detail += f", {NETWORK_PEERS_BYTES >> 20} MiB for all others"
-    return MemoryItem(SYNC_CONNECTIONS, size, PHASES, detail)
+    return MemoryItem(SYNC_CONNECTIONS, connection_bytes, PHASES, detail)
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     """Return an upper bound on the episodes that a replica samples at once, from the settings."""
-    rows = batch.rows_per_replica[1]
+    _, most_rows = batch.rows_per_replica
     limit = config.rollout.most_in_flight
     # All samples of a prompt start together.
     if limit is None:
-        return rows
-    return min(rows, max(limit, batch.samples))
+        return most_rows
+    return min(most_rows, max(limit, batch.samples))
 
 
 def _engine_items(
-    config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
+    config: RunConfig,
+    layout: ParallelLayout,
+    shape: ModelShape,
+    batch: BatchPlan,
+    awake_phases: tuple[str, ...],
 ) -> list[MemoryItem]:
-    """Return the memory items of an in-process engine, whose weights are resident in the phases ``awake``."""
-    size = DTYPE_BYTES[config.model.dtype]
-    parameters = rollout_parameters(shape, layout.tensor)
-    weights = size * parameters
+    """Return the memory items of an in-process engine, whose weights are resident in ``awake_phases``."""
+    element_bytes = DTYPE_BYTES[config.model.dtype]
+    parameter_count = rollout_parameters(shape, layout.tensor)
+    weight_bytes = element_bytes * parameter_count
     # Staging never needs more than one copy of the weights to send and one to receive.
-    staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
+    staging_bytes = min(config.hybrid_engine.staging_bytes, 2 * weight_bytes)
 
-    bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
+    bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, element_bytes))
     rows = episodes_in_flight(config, batch)
-    bytes_per_row = int(shape.state_bytes_per_row(layout.tensor, size))
-    cache = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
+    bytes_per_row = int(shape.state_bytes_per_row(layout.tensor, element_bytes))
+    cache_bytes = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if bytes_per_row:
         detail += f"; {bytes_per_row} B a row for the states of delta nets"
     if config.gpu_memory_gib is not None:
         # vLLM's cache fills its fraction of the memory, of which the rows may need only a part.
-        cache_limit = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
-        if cache_limit < cache:
-            cache = cache_limit
+        engine_limit = int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30)
+        cache_limit = max(0, engine_limit - weight_bytes)
+        if cache_limit < cache_bytes:
+            cache_bytes = cache_limit
             tokens = cache_limit // max(1, bytes_per_token)
             detail = f"memory_fraction without the weights; has room for {tokens:,} tokens"
+
+    weight_detail = f"{parameter_count / 1e6:,.1f}M parameters x {element_bytes} B"
     return [
-        MemoryItem("rollout weights", weights, awake, f"{parameters / 1e6:,.1f}M parameters x {size} B"),
-        MemoryItem("key-value cache", cache, awake, detail),
-        MemoryItem("sync staging", staging, ("generate",), "at most, during a weight sync"),
+        MemoryItem("rollout weights", weight_bytes, awake_phases, weight_detail),
+        MemoryItem("key-value cache", cache_bytes, awake_phases, detail),
+        MemoryItem("sync staging", staging_bytes, ("generate",), "at most, during a weight sync"),
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
-from megatron_rl.durable import DOOMED, REPLACED, remove, unreplaced_folders
+from megatron_rl.durable import DOOMED, REPLACED, recoverable_folders, remove
 from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.shapes.pretrained import PretrainedModel
 
@@ -76,21 +76,21 @@ def named_checkpoints(folder: Path) -> list[Path]:
             steps.append((int(match.group(1)), path))
 
     # `check` must see the checkpoints that a restart will recover, without renaming them itself.
-    for path in unreplaced_folders(folder):
+    for path in recoverable_folders(folder):
         match = _STEP.fullmatch(path.stem)
         if match:
             steps.append((int(match.group(1)), path))
     return [path for _, path in sorted(steps)]
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
     return [path for path in named_checkpoints(folder) if is_checkpoint(path)]
 
 
-def latest(folder: Path) -> Path | None:
+def latest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a folder, or None if it has no complete one."""
-    complete = checkpoints(folder)
+    complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
@@ -99,28 +99,28 @@ def remove_interrupted_saves(folder: Path) -> list[Path]:
 
     Call on one rank, after `recover_replaced` and while no save is in progress.
     """
-    remains = [
-        path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)
-    ]
-    for path in remains:
+    leftover_suffixes = (".partial", REPLACED, DOOMED)
+    leftovers = [path for path in sorted(folder.glob("step_*")) if path.suffix in leftover_suffixes]
+    for path in leftovers:
         remove(path)
-    return remains
+    return leftovers
 
 
-def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
-    """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints up to ``saved``.
+def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] = ()) -> list[Path]:
+    """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints.
 
-    Checkpoints of the steps ``best`` are retained. Checkpoints newer than ``saved`` are retained and do not
-    count: they are damaged, and the run has resumed from an older one. Returns the deleted paths. Call this
-    on one rank, while no save is in progress.
+    ``last_saved`` is the newest valid checkpoint. Newer ones are retained and do not count: they are damaged,
+    and the run has resumed from an older one. Checkpoints of ``best_steps`` are retained, too. Returns the
+    deleted paths. Call this on one rank, while no save is in progress.
     """
-    folder = saved.parent
+    folder = last_saved.parent
     deleted = remove_interrupted_saves(folder)
 
-    complete = checkpoints(folder)
-    complete = complete[: complete.index(saved) + 1]
-    best_paths = [checkpoint_path(folder, step) for step in best]
-    for path in complete[: max(len(complete) - max(keep, 1), 0)]:
+    candidates = complete_checkpoints(folder)
+    candidates = candidates[: candidates.index(last_saved) + 1]
+    best_paths = [checkpoint_path(folder, step) for step in best_steps]
+    surplus = max(len(candidates) - max(keep, 1), 0)
+    for path in candidates[:surplus]:
         if path in best_paths:
             continue
         deleted.append(path)
@@ -203,31 +203,41 @@ def is_gathered(meta: Mapping[str, Any]) -> bool:
     return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
 
 
-def reads_anywhere(meta: Mapping[str, Any]) -> bool:
+def fits_any_layout(meta: Mapping[str, Any]) -> bool:
     """Return whether every layout can resume from a checkpoint with the meta.json ``meta``."""
-    return all(_is_resharded(role) for role in meta["roles"].values())
+    return all(_role_fits_any_layout(role) for role in meta["roles"].values())
 
 
-def _is_resharded(role: Mapping[str, Any]) -> bool:
-    """Return whether every layout can read the optimizer of a role's entry of meta.json."""
+def _role_fits_any_layout(role: Mapping[str, Any]) -> bool:
+    """Return whether every layout can read a role's saved optimizer; ``role`` is its entry of meta.json."""
     return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
 
 
 def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Return whether Megatron can load a role's saved optimizer on a layout of these sizes unchanged."""
-    return optimizer_layout(role) == ANY or all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
+    """Return whether Megatron can load a role's saved optimizer on a layout without resharding it.
+
+    ``role`` is the role's entry of meta.json, ``layout`` maps the names of parallel sizes to those of the
+    layout.
+    """
+    if optimizer_layout(role) == ANY:
+        return True
+    return all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
 
 
 def require_layout(
-    directory: str | Path, name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
+    directory: str | Path, role_name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError unless the optimizer of the role ``name`` can be loaded on a layout of these sizes."""
-    role = meta["roles"][name]
-    saved = role["layout"]
-    if _is_resharded(role) or fits_shards(role, layout):
+    """Raise UserError unless the optimizer of a role can be loaded on a layout.
+
+    ``meta`` is the content of the checkpoint's meta.json, ``layout`` maps the names of parallel sizes to
+    those of the layout.
+    """
+    role = meta["roles"][role_name]
+    saved_layout = role["layout"]
+    if _role_fits_any_layout(role) or fits_shards(role, layout):
         return
 
-    fix = f"convert it first: resume on {saved['world_size']} ranks of its own layout with "
+    fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "
     fix += "checkpoint.optimizer_layout=any"
     # With all its steps done, a run only writes its last checkpoint again; a stage writes at its next save.
     if Path(directory).parent.parent.parent.name == STAGES:
@@ -235,14 +245,15 @@ def require_layout(
     else:
         fix += f" and steps={meta['step']}, which writes it for any layout and trains no further"
 
-    readable = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
+    siblings = complete_checkpoints(Path(directory).parent)
+    readable = [path for path in siblings if fits_any_layout(read_meta(path))]
     if readable:
         fix += f"; or resume from {readable[-1]}, which any layout reads"
     raise UserError(
         "the checkpoint has the optimizer in the shards of another layout",
-        where=f"{directory} ({name})",
+        where=f"{directory} ({role_name})",
         expected=", ".join(f"{size} {layout[size]}" for size in _SHARD_SIZES),
-        got=", ".join(f"{size} {saved[size]}" for size in _SHARD_SIZES),
+        got=", ".join(f"{size} {saved_layout[size]}" for size in _SHARD_SIZES),
         fix=fix,
     )
 
@@ -262,7 +273,9 @@ def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Coll
 
 
 def optimizer_kind(name: str, distributed: bool) -> str:
-    """Return the name of an optimizer in meta.json, from its name in the configuration.
+    """Return the name under which meta.json stores an optimizer, from its name in the configuration.
+
+    ``distributed``: whether its state is sharded over data-parallel ranks.
 
     Example:
         >>> optimizer_kind("adam", True), optimizer_kind("sgd", False)
@@ -275,13 +288,14 @@ def optimizer_kind(name: str, distributed: bool) -> str:
 
 
 def require_same_build(
-    directory: str | Path, role: str, saved: Mapping[str, Any], build: Mapping[str, str | None]
+    directory: str | Path, role: str, saved: Mapping[str, Any], current: Mapping[str, str | None]
 ) -> None:
     """Raise UserError unless a role was saved with the same properties as it is built with now.
 
-    ``saved`` is the role's entry of meta.json, ``build`` the available properties of `_BUILD_FIXES`.
+    ``saved`` is the role's entry of meta.json; ``current`` maps a property, such as ``dtype``, to its value
+    now.
     """
-    for name, value in build.items():
+    for name, value in current.items():
         if saved.get(name) == value:
             continue
 
@@ -301,7 +315,7 @@ def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
 
-def check_same_model(
+def require_same_model(
     directory: str | Path,
     saved: Mapping[str, Any],
     model: PretrainedModel,
@@ -309,19 +323,21 @@ def check_same_model(
 ) -> None:
     """Raise UserError if a checkpoint is of another model; ``saved`` is the `model_identity` stored in it."""
     identity = model_identity(model)
-    differing = [name for name in identity if name in saved and saved[name] != identity[name]]
-    if not differing:
+    different_names = [name for name in identity if name in saved and saved[name] != identity[name]]
+    if not different_names:
         return
 
     raise UserError(
         "the checkpoint was saved for another model",
         where=str(directory),
-        expected=", ".join(f"{name} = {_value_text(identity[name])}" for name in differing),
-        got=", ".join(f"{name} = {_value_text(saved[name])}" for name in differing),
+        expected=", ".join(f"{name} = {_value_text(identity[name])}" for name in different_names),
+        got=", ".join(f"{name} = {_value_text(saved[name])}" for name in different_names),
         fix=fix,
     )
 
 
 def _value_text(value: Any) -> str:
     """Return a property of a model as text, the items of a list separated by commas."""
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

@@ -119,7 +119,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """Configuration with its derived values.
 
     Example: ``reasons["actor.layout.sequence_parallel"] == "on: tensor is 2"``.
@@ -132,7 +132,7 @@ class Resolved:
 
 
 def even_shares(total: int, count: int) -> tuple[int, int]:
-    """Return the smallest and the largest of ``count`` shares of ``total`` that are as equal as possible.
+    """Divide ``total`` into ``count`` shares as equal as possible; return the smallest and the largest share.
 
     Example:
         >>> even_shares(10, 4)
@@ -142,7 +142,10 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that is divisible by the parallel sizes of every role."""
+    """Return the smallest number of processes on which the parallel sizes of all roles fit.
+
+    It is divisible by the sizes of each layout, and large enough for every explicit rank.
+    """
     sizes = []
 
     # Ranks count from 0, so an explicit rank r needs a world of r + 1.
@@ -167,21 +170,22 @@ def smallest_world(config: RunConfig) -> int:
         return max(1, world)
 
     # Other rules report sizes of 0. Placements with separate halves need the sizes in each half.
-    unit = math.lcm(*(max(1, size) for size in sizes))
+    divisor = math.lcm(*(max(1, size) for size in sizes))
     if config.placement in HALF_PRESETS:
-        unit *= 2
-    return unit * max(1, -(-world // unit))
+        divisor *= 2
+    # Round up to a multiple of it.
+    return divisor * max(1, -(-world // divisor))
 
 
 def longest_response(config: RunConfig) -> int:
     """Return the largest number of tokens of a response, over all sampling profiles."""
     rollout = config.rollout
-    responses = [rollout.response_limit]
+    limits = [rollout.response_limit]
     for value in rollout.limit_settings.values():
         # The values of sampling profiles may not have been validated yet.
         if isinstance(value, int | str | dict) and not isinstance(value, bool):
-            responses.append(largest_limit(value, rollout.auto_limit))
-    return max(responses)
+            limits.append(largest_limit(value, rollout.auto_limit))
+    return max(limits)
 
 
 def longest_row(config: RunConfig) -> int:
@@ -216,16 +220,17 @@ def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBo
     """Return the bounds of the tokens per micro-batch for a role that trains on ``layout``."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
-    rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
+    _, rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)
     if config.job != TRAIN:
-        sizes = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
-        rows = max(sizes, default=rows)
+        stage_rows = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
+        rows = max(stage_rows, default=rows)
 
     # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     # Assume all rows at their limits, since the budget is for every step.
-    share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
+    _, rows_per_rank = even_shares(rows, layout.data)
+    share = -(-rows_per_rank * row_tokens // microbatches)
     return MicroBatchBounds(row_tokens, share, microbatches)
 
 
@@ -246,7 +251,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
-    """Return the batch arithmetic of a valid configuration and its layouts by role."""
+    """Return the batch arithmetic of a valid configuration; ``layouts`` maps roles to their layouts."""
     batch = config.batch
     actor = layouts["actor"]
     rollout = layouts["rollout"]
@@ -254,9 +259,11 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     in_flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
 
     # Mini-batches are divided by prompts, so that the samples of a prompt stay together.
-    prompts = even_shares(batch.prompts_per_step, batch.optimizer_steps)
-    per_minibatch = (prompts[0] * samples, prompts[1] * samples)
-    per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
+    fewest_prompts, most_prompts = even_shares(batch.prompts_per_step, batch.optimizer_steps)
+    fewest_rows = fewest_prompts * samples
+    most_rows = most_prompts * samples
+    fewest_rows_per_rank = fewest_rows // actor.data
+    most_rows_per_rank = -(-most_rows // actor.data)
 
     row_tokens = longest_row(config)
     budget = batch.tokens_per_microbatch or token_budget(config, actor)[0]
@@ -268,24 +275,27 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
         prompts_in_flight=in_flight,
         optimizer_steps=batch.optimizer_steps,
         epochs=batch.epochs,
-        prompts_per_minibatch=prompts,
-        rows_per_minibatch=per_minibatch,
+        prompts_per_minibatch=(fewest_prompts, most_prompts),
+        rows_per_minibatch=(fewest_rows, most_rows),
         actor_data=actor.data,
-        rows_per_actor_rank=per_rank,
+        rows_per_actor_rank=(fewest_rows_per_rank, most_rows_per_rank),
         replicas=rollout.data,
         rows_per_replica=even_shares(in_flight * samples, rollout.data),
         longest_row=row_tokens,
         tokens_per_step=batch.prompts_per_step * samples * row_tokens,
         tokens_per_microbatch=budget,
         rows_per_microbatch=rows_per_microbatch,
-        microbatches=-(-per_rank[1] // rows_per_microbatch),
+        microbatches=-(-most_rows_per_rank // rows_per_microbatch),
     )
 
 
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
-    """Add a default section for each role that ``algorithm`` needs and ``config`` does not have."""
+    """Add a default section for each role that ``algorithm`` needs and ``config`` does not have.
+
+    The reason for each is added to ``reasons``.
+    """
     for spec in MODEL_ROLES:
-        if spec.need is None or spec.named or not spec.needed(algorithm) or spec.sections(config):
+        if spec.need is None or spec.named or not spec.is_needed_by(algorithm) or spec.sections(config):
             continue
         # Teachers of single tasks may cover all tasks, and a teacher behind a server covers the others.
         if spec is TEACHER and (config.teachers or config.teacher_server is not None):
@@ -298,7 +308,7 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
-) -> Resolved:
+) -> ResolvedConfig:
     """Fill in every unset value of a configuration, with a reason for each.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
@@ -342,7 +352,7 @@ def resolve(
         rollout=_fill_rollout(config.rollout, reasons),
         asynchrony=_fill_asynchrony(config, reasons),
     )
-    return Resolved(resolved, reasons)
+    return ResolvedConfig(resolved, reasons)
 
 
 def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
@@ -357,7 +367,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
     elif config.sft is not None:
         source = "model.path after the supervised warm-up (sft)"
 
-    def fill(path: str, section: Any) -> Any:
+    def fill_path(path: str, section: Any) -> Any:
         if path == "actor" or section.path is not None:
             return section
 
@@ -371,7 +381,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
         reasons[key] = reason
         return replace(section, path=model)
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_path)
 
 
 def _with_placement(
@@ -386,17 +396,17 @@ def _with_placement(
         reason = "the only rank of the job"
 
     explicit_layouts = layout_sections(config)
-    rollout_is_derived = config.rollout.ranks is None
+    has_derived_rollout = config.rollout.ranks is None
     config = with_ranks(config, world_size)
-    if rollout_is_derived:
+    if has_derived_rollout:
         reasons["rollout.ranks"] = reason
-    if rollout_is_derived and shape is not None and config.job == TRAIN:
+    if has_derived_rollout and shape is not None and config.job == TRAIN:
         config, order_reason = with_best_rank_order(config, shape)
         reasons["rollout.ranks"] += f", in {order_reason}"
     actor_ranks = config.actor.layout.ranks
 
-    def fill(role: str, section: Any) -> Any:
-        path = f"{role}.layout"
+    def fill_layout(section_path: str, section: Any) -> Any:
+        path = f"{section_path}.layout"
         layout = section.layout
         explicit = explicit_layouts[path]
         if explicit is None:
@@ -408,14 +418,14 @@ def _with_placement(
             reasons[f"{path}.ranks"] = reason
         return replace(section, layout=_fill_layout(explicit, layout, path, reasons))
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_layout)
 
 
 def _fill_layout(
     explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
 ) -> LayoutConfig:
-    """Fill in the unset sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
-    derived = role_layout(layout, path)
+    """Derive the unset sizes of a layout whose ranks are known; ``explicit`` is the configured layout."""
+    complete = role_layout(layout, path)
     # The reason of a layout that is derived as a whole also applies to its sizes.
     if path not in reasons and explicit.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "by default each expert is on one rank"
@@ -424,15 +434,15 @@ def _fill_layout(
         reasons[f"{path}.sequence_parallel"] = f"{state}: tensor is {layout.tensor}"
     return replace(
         layout,
-        expert_tensor=derived.expert_tensor,
-        sequence_parallel=derived.sequence_parallel,
+        expert_tensor=complete.expert_tensor,
+        sequence_parallel=complete.sequence_parallel,
     )
 
 
 def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     """Fill in the optimizers of the roles that train, and the training of reward models."""
 
-    def fill(path: str, section: Any) -> Any:
+    def fill_training(path: str, section: Any) -> Any:
         if isinstance(section, RewardModelConfig):
             training = _fill_stage(section.training, f"{path}.training", config, reasons)
             return replace(section, training=training)
@@ -440,7 +450,7 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
             return section
         return replace(section, optimizer=_fill_optimizer(section.optimizer, f"{path}.optimizer", reasons))
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_training)
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
@@ -452,18 +462,20 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
     if config.batch.memory_target is None:
         return config
 
-    def fill(path: str, section: Any) -> Any:
+    def fill_ddp(path: str, section: Any) -> Any:
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
+
+        # A rank can repeat a pass alone only if the pass has no collectives with other ranks.
         layout = role_layout(section.layout, f"{path}.layout")
         model_ranks = layout.tensor * layout.pipeline * layout.context * layout.expert * layout.expert_tensor
-        is_explicit = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
-        if model_ranks > 1 or layout.data == 1 or is_explicit:
+        explicit_overlaps = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
+        if model_ranks > 1 or layout.data == 1 or explicit_overlaps:
             return section
         reasons[f"{path}.ddp"] = "with batch.memory_target: a pass that runs out of memory can be repeated"
         return replace(section, ddp={**section.ddp, "overlap_grad_reduce": False})
 
-    return with_role_sections(config, fill)
+    return with_role_sections(config, fill_ddp)
 
 
 def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
@@ -535,9 +547,9 @@ def _fill_checkpoint(
         checkpoint = replace(checkpoint, optimizer_layout=layout)
 
     if checkpoint.stop_seconds is None:
-        allowed = float(os.environ.get(_SHUTDOWN_TIMEOUT, "30"))
-        reasons["checkpoint.stop_seconds"] = f"torchrun allows {allowed:g} s, of which 5 s are for the exit"
-        checkpoint = replace(checkpoint, stop_seconds=max(0.0, allowed - 5))
+        timeout = float(os.environ.get(_SHUTDOWN_TIMEOUT, "30"))
+        reasons["checkpoint.stop_seconds"] = f"torchrun allows {timeout:g} s, of which 5 s are for the exit"
+        checkpoint = replace(checkpoint, stop_seconds=max(0.0, timeout - 5))
     return checkpoint
 
 
@@ -552,7 +564,7 @@ def _fill_preference(preference: PreferenceConfig | None, reasons: dict[str, str
     return replace(preference, beta=0.1)
 
 
-def default_mismatch(dtype: str) -> tuple[float, float, str]:
+def default_mismatch_thresholds(dtype: str) -> tuple[float, float, str]:
     """Return the defaults of ``mismatch.warn`` and ``mismatch.stop`` for a dtype, and their reason."""
     return MISMATCH.get(dtype, MISMATCH["bfloat16"])
 
@@ -562,7 +574,7 @@ def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]
 
     ``warn`` becomes at most ``stop``.
     """
-    warn, stop, reason = default_mismatch(dtype)
+    warn, stop, reason = default_mismatch_thresholds(dtype)
     if mismatch.warn is None:
         # An explicit `stop` may be below the default of `warn`, which must not exceed it.
         if mismatch.stop is not None:
@@ -584,12 +596,14 @@ def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutCon
     return replace(rollout, round_tokens=max(1, rollout.response_limit // ROUNDS_PER_RESPONSE))
 
 
-def versions_between(config: RunConfig) -> int:
+def versions_between_syncs(config: RunConfig) -> int:
     """Return the largest number of versions by which the rollout's weights are older than the actor's."""
-    every = config.hybrid_engine.every
-    # Without further syncs (``every`` is 0) the last step lags by all earlier versions.
-    last = max(0, config.steps - 1)
-    return min(every - 1, last) if every else last
+    interval = config.hybrid_engine.every
+    all_earlier_versions = max(0, config.steps - 1)
+    # Without further syncs, the last step lags by all earlier versions.
+    if interval == 0:
+        return all_earlier_versions
+    return min(interval - 1, all_earlier_versions)
 
 
 def _fill_asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
@@ -604,7 +618,7 @@ def _fill_asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyCo
         staleness += CARRIED_STEPS
         reason += f", and {CARRIED_STEPS} for rollout.partial"
     if config.hybrid_engine.every != 1:
-        staleness += versions_between(config)
+        staleness += versions_between_syncs(config)
         reason += ", and the versions between two syncs (hybrid_engine.every)"
     reasons["asynchrony.max_staleness"] = reason
     return replace(asynchrony, max_staleness=staleness)

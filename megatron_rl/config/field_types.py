@@ -27,7 +27,7 @@ def field_hints(cls: type) -> dict[str, Any]:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type alone.
+    """Return the types in a union; for any other type, a tuple of this type alone.
 
     Example:
         >>> union_members(int | None), union_members(str)
@@ -44,7 +44,7 @@ def accepts_none(hint: Any) -> bool:
 
 
 def section_class(hint: Any) -> type | None:
-    """Return the dataclass of a type or of its optional form; None for a plain value."""
+    """Return the dataclass in a type such as ``CriticConfig | None``; None for the type of a plain value."""
     for option in union_members(hint):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return option
@@ -58,7 +58,7 @@ def entry_class(hint: Any) -> type | None:
     return None
 
 
-def is_mapping(hint: Any) -> bool:
+def accepts_mapping(hint: Any) -> bool:
     """Return whether a type accepts a mapping with names of any kind."""
     return any(typing.get_origin(option) is dict for option in union_members(hint))
 
@@ -84,14 +84,14 @@ def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
     """
     # Try the members in the order of the union: `str | tuple[str, ...]` takes a string as one path.
     for option in union_members(hint):
-        accepted, value = _convert(option, raw)
+        accepted, value = _convert_to(option, raw)
         if accepted:
             return True, value
     return False, raw
 
 
-def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a plain value to one member of a union; return as `convert_value` does."""
+def _convert_to(option: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a plain value to ``option``, one member of a union; return as `convert_value` does."""
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
     # bool is a subclass of int, so `steps: true` would otherwise be 1 step.
@@ -133,30 +133,30 @@ def _is_plain(raw: Any) -> bool:
     return raw is None or isinstance(raw, str | bool | int | float)
 
 
-def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a list to a tuple of values of type ``item``; return as `convert_value` does.
+def _convert_tuple(item_type: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a list to a tuple of values of ``item_type``; return as `convert_value` does.
 
     A text with ranges of integers, such as ``0-3,8``, is also accepted for a tuple of integers.
     """
-    if item is int and isinstance(raw, str):
+    if item_type is int and isinstance(raw, str):
         ranks = parse_ranges(raw)
         return ranks is not None, ranks
     if not isinstance(raw, list | tuple):
         return False, raw
 
-    converted = [convert_value(item, value) for value in raw]
-    accepted = all(accepted for accepted, _ in converted)
-    return accepted, tuple(value for _, value in converted)
+    conversions = [convert_value(item_type, value) for value in raw]
+    all_accepted = all(accepted for accepted, _ in conversions)
+    return all_accepted, tuple(value for _, value in conversions)
 
 
-def _convert_mapping(item: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a mapping of names to values of type ``item``; return as `convert_value` does."""
+def _convert_mapping(value_type: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a mapping of names to values of ``value_type``; return as `convert_value` does."""
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         return False, raw
 
     values = {}
     for key, value in raw.items():
-        accepted, values[key] = convert_value(item, value)
+        accepted, values[key] = convert_value(value_type, value)
         if not accepted:
             return False, raw
     return True, values
@@ -174,9 +174,15 @@ def type_text(hint: Any) -> str:
 
 def _option_text(option: Any) -> str:
     """Return one member of a union as text."""
-    simple = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if option in simple:
-        return simple[option]
+    simple_texts = {
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
+    if option in simple_texts:
+        return simple_texts[option]
 
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
@@ -196,21 +202,22 @@ def _option_text(option: Any) -> str:
 def type_fix(hint: Any, raw: Any, path: str) -> str:
     """Return the fix for a value of the wrong type: a similar value that the key at ``path`` accepts."""
     name = path.rpartition(".")[2]
-    accepted = union_members(hint)
-    takes_number = int in accepted or float in accepted
+    accepted_types = union_members(hint)
+    takes_number = int in accepted_types or float in accepted_types
 
     # Ordered from the most to the least likely mistake.
-    if str in accepted and is_mapping(hint) and not isinstance(raw, str):
+    if str in accepted_types and accepts_mapping(hint) and not isinstance(raw, str):
         return f"write a name, or names and values below `{name}:`"
-    if str in accepted and isinstance(raw, bool | int | float):
+    if str in accepted_types and isinstance(raw, bool | int | float):
         return f'put it in quotes: {name}: "{raw}"'
-    if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in accepted:
+    if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in accepted_types:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
     if isinstance(raw, str) and takes_number and _reads_as_number(raw):
         return f"write it without quotes: {name}: {raw}"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
-    if any(typing.get_origin(option) is tuple for option in accepted) and not isinstance(raw, list):
+    takes_list = any(typing.get_origin(option) is tuple for option in accepted_types)
+    if takes_list and not isinstance(raw, list):
         return f"write a list: {name}: [{raw}]"
     return f"write {name}: followed by {type_text(hint)}"
 
@@ -252,10 +259,11 @@ def format_ranges(values: Sequence[int]) -> str:
         >>> format_ranges([0, 1, 2, 3, 8])
         '0-3,8'
     """
-    ranges: list[list[int]] = []
+    # First and last integer of each range.
+    ranges: list[tuple[int, int]] = []
     for value in values:
+        first = value
         if ranges and value == ranges[-1][1] + 1:
-            ranges[-1][1] = value
-        else:
-            ranges.append([value, value])
+            first, _ = ranges.pop()
+        ranges.append((first, value))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

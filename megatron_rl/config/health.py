@@ -76,7 +76,7 @@ class HealthRule:
         is_high_enough = self.below is None or value >= self.below
         return not (is_low_enough and is_high_enough)
 
-    def band(self) -> str:
+    def band_text(self) -> str:
         """Return the band of healthy values as text, such as ``0.5 or more and 2 or less``."""
         limits = []
         if self.below is not None:
@@ -253,7 +253,8 @@ def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
     """Return the health rules of a run: `RULES` with the configuration's changes, then the user's rules."""
     changes = config.health.rules
     rules: list[HealthRule] = []
-    for name in dict.fromkeys([*RULE_OF, *changes]):
+    unique_names = dict.fromkeys([*RULE_OF, *changes])
+    for name in unique_names:
         rule = RULE_OF.get(name)
         if name == "mismatch" and rule is not None:
             # The band is the threshold `mismatch.warn`, whose default depends on the dtype.
@@ -268,8 +269,8 @@ def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
 
         rule = replace(rule, act=config.health.act)
         if change is not None:
-            fields = ("above", "below", "steps", "act")
-            explicit = {field: getattr(change, field) for field in fields}
-            rule = replace(rule, **{field: value for field, value in explicit.items() if value is not None})
+            values = {field: getattr(change, field) for field in ("above", "below", "steps", "act")}
+            explicit = {field: value for field, value in values.items() if value is not None}
+            rule = replace(rule, **explicit)
         rules.append(rule)
     return tuple(rules)

@@ -72,13 +72,13 @@ class HubCopy:
         return " ".join(arguments)
 
     def path(self, snapshot: Path) -> Path:
-        """Return the path that a configuration names, below the folder of a revision."""
+        """Return the path that a configuration names, below ``snapshot``, the folder of a revision."""
         if self.files is None:
             return snapshot
         return snapshot / self.files
 
 
-def parse_name(name: str) -> HubCopy | None:
+def parse_hub_name(name: str) -> HubCopy | None:
     """Parse a ``hf://`` name; return None if it is malformed."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -102,11 +102,11 @@ def parse_name(name: str) -> HubCopy | None:
     return HubCopy(match["repo"], kind, match["revision"], match["path"])
 
 
-def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict[str, HubCopy]:
+def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
     The files of data sets and the small files of models are always downloaded, the weights of models only
-    with ``weights``. Return directory -> copy for the copies that are not complete on this machine; without a
+    ``with_weights``. Return directory -> copy for the copies that are not complete on this machine; without a
     network such a directory does not exist. Errors of malformed names are appended to ``errors``.
     """
     incomplete: dict[str, HubCopy] = {}
@@ -114,15 +114,15 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
         names = [leaf.value]
         if isinstance(leaf.value, list):
             names = leaf.value
-        if not any(_is_name(name) for name in names):
+        if not any(_is_hub_name(name) for name in names):
             continue
 
         values: list[Any] = []
         for name in names:
             value = name
             copy = None
-            if _is_name(name):
-                copy = parse_name(name)
+            if _is_hub_name(name):
+                copy = parse_hub_name(name)
 
                 if copy is None:
                     errors.append(
@@ -135,7 +135,7 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
                         )
                     )
             if copy is not None:
-                value = str(_local_path(copy, weights, incomplete))
+                value = str(_local_path(copy, with_weights, incomplete))
             values.append(value)
 
         # The origin keeps the names, which the values no longer show.
@@ -148,26 +148,26 @@ def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict
     return incomplete
 
 
-def _is_name(value: Any) -> bool:
+def _is_hub_name(value: Any) -> bool:
     """Return whether a value is a name on the Hugging Face Hub, valid or malformed."""
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
-def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) -> Path:
+def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy]) -> Path:
     """Return the path of a Hub repository's copy on this machine; download it if necessary.
 
-    With ``weights`` the weights of a model are downloaded, too. A copy that misses files is added to
+    The weights of a model are downloaded only ``with_weights``. A copy that lacks files is added to
     ``incomplete`` with the reason, by its path.
     """
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        snapshot = _snapshot(copy, cache, weights)
+        snapshot = _download_snapshot(copy, cache, with_weights)
     except Exception as error:  # of the Hub, of the disk, or of the HTTP library, which differs by version
         # Each copy has its own folder. The last part is the model's name, by which a config.json that the
         # package ships is found.
-        snapshot = cache / "not-downloaded" / _digest(copy)[:12] / copy.repo.split("/")[1]
+        snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
         incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
         return copy.path(snapshot)
 
@@ -176,7 +176,7 @@ def _local_path(copy: HubCopy, weights: bool, incomplete: dict[str, HubCopy]) ->
     return copy.path(snapshot)
 
 
-def _digest(copy: HubCopy) -> str:
+def _unique_file_name(copy: HubCopy) -> str:
     """Return a file name for a copy, which no other copy has."""
     # Hash the name, since file names cannot contain its separators, and dropping them could make two names
     # equal.
@@ -184,17 +184,18 @@ def _digest(copy: HubCopy) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
-    """Return the folder of the pinned revision of a copy, downloaded into ``cache`` on first use.
+def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
+    """Return the folder of the pinned revision of a copy; download missing files into ``cache``.
 
-    ``weights``: whether a model's weights are downloaded, too.
+    The first download pins the revision. ``with_weights``: whether a model's weights are downloaded, too.
     """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    pin = pins / _digest(copy)
+    # A pin is a file with the path of the revision's folder.
+    pin = pins / _unique_file_name(copy)
 
     # All ranks of a node load the configuration at the same time: the first one downloads, and the others
     # wait for the lock and then find its copy.
@@ -204,13 +205,14 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
             snapshot = Path(pin.read_text(encoding="utf-8"))
             # Download weights of the same revision as the small files.
             revision = snapshot.name
-            if snapshot.is_dir() and (not weights or copy.kind == "dataset" or has_weights(snapshot)):
+            needs_weights = with_weights and copy.kind != "dataset"
+            if snapshot.is_dir() and (not needs_weights or has_weights(snapshot)):
                 return snapshot
 
         ignored: list[str] = []
         if copy.kind == "model":
             ignored += _OMITTED
-            if not weights:
+            if not with_weights:
                 ignored.append(_WEIGHTS)
         folder = snapshot_download(
             copy.repo,

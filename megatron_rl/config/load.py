@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.field_types import format_ranges
-from megatron_rl.config.hub import HubCopy, resolve_names
-from megatron_rl.config.parse import Parse, parse_section
+from megatron_rl.config.hub import HubCopy, resolve_hub_names
+from megatron_rl.config.parse import ParseState, parse_section
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sampling_profiles import resolve_profile_names
 from megatron_rl.config.schema import JOBS, RunConfig
@@ -30,7 +30,7 @@ from megatron_rl.config.source import (
     refuse_base,
 )
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.redaction import redacted
+from megatron_rl.redaction import redact
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,18 @@ class LoadedConfig:
         return self.config
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), weights: bool = False) -> LoadedConfig:
+def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = False) -> LoadedConfig:
     """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
 
-    ``base: other.yaml`` in the file overrides the values of another file; see `read_with_base`. ``weights``
-    also downloads the weights of models that are named on the Hugging Face Hub.
+    With ``base: other.yaml`` in it, the file overrides the values of another file; see `read_with_base`. The
+    files of models that are named on the Hugging Face Hub are downloaded, their weights only with
+    ``with_weights``.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
     if tree is None:
         return LoadedConfig(None, Path(path), {}, tuple(errors), files=files)
-    return replace(_parse_loaded_tree(tree, Path(path), overrides, errors, weights), files=files)
+    return replace(_parse_loaded_tree(tree, Path(path), overrides, errors, with_weights), files=files)
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
@@ -96,42 +97,45 @@ def _parse_loaded_tree(
     path: Path | None,
     overrides: Iterable[str],
     errors: list[UserError],
-    weights: bool = False,
+    with_weights: bool = False,
 ) -> LoadedConfig:
-    """Apply the overrides to a tree, resolve names of the Hub, and parse it."""
+    """Apply the overrides to the tree of the file at ``path``, replace names in it, and parse it.
+
+    Replaced are names on the Hugging Face Hub and names of sampling profiles.
+    """
     apply_overrides(tree, overrides, errors)
-    hub = resolve_names(tree, errors, weights)
+    hub = resolve_hub_names(tree, errors, with_weights)
 
     # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
-    _name_megatron_model(tree)
+    _set_megatron_model_path(tree)
     resolve_profile_names(tree, errors)
-    config, parse = parse_tree(tree, errors)
+    config, state = parse_tree(tree, errors)
     return LoadedConfig(
         config,
         path,
-        parse.origins,
-        tuple(parse.errors),
-        frozenset(parse.broken),
+        state.origins,
+        tuple(state.errors),
+        frozenset(state.broken),
         tree=tree,
         hub=hub,
     )
 
 
-def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
-    """Parse a complete tree of sections into a configuration; append all errors to ``errors``.
+def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, ParseState]:
+    """Parse the tree of a complete configuration; append all errors to ``errors``.
 
-    Returns the configuration, and the `Parse` with the origin of each value and the paths of invalid values.
+    Returns the configuration, and the state with the origin of each value and the paths of invalid values.
     """
-    parse = Parse(errors=errors)
+    state = ParseState(errors=errors)
     # Read the job first, since it decides which keys are required.
     job = tree.children.get("job")
     if isinstance(job, Leaf) and job.value in JOBS:
-        parse.job = job.value
-    return parse_section(RunConfig, tree, parse), parse
+        state.job = job.value
+    return parse_section(RunConfig, tree, state), state
 
 
-def _name_megatron_model(tree: Section) -> None:
+def _set_megatron_model_path(tree: Section) -> None:
     """Set ``model.path`` to the folder in run_dir for the config.json and tokenizer of ``model.megatron``.
 
     Do nothing if ``model.path`` is set or ``model.megatron`` is not.
@@ -154,14 +158,16 @@ def to_plain(value: Any, name: str = "") -> Any:
         return {item.name: to_plain(getattr(value, item.name), item.name) for item in items}
     if isinstance(value, dict):
         return {key: to_plain(inner, key) for key, inner in value.items()}
+    # Write the ranks of a large job as ranges; an empty list has none.
+    if isinstance(value, tuple) and name == "ranks" and value:
+        return format_ranges(value)
     if isinstance(value, tuple):
-        # Write the ranks of a large job as ranges; an empty list has none.
-        return format_ranges(value) if name == "ranks" and value else list(value)
+        return list(value)
     return value
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return every plain value of a configuration by its dotted path."""
+    """Return the values of all keys of a configuration by their dotted paths, such as ``actor.lora.rank``."""
     return {path: value for path, _, value in iter_settings(config)}
 
 
@@ -175,13 +181,14 @@ _PROMPT_ORDER = (
 )  # fmt: skip
 
 
-def changes(saved: str, config: RunConfig) -> list[str]:
-    """Return a line for each setting that differs from the run being resumed.
+def describe_changes(saved_text: str, config: RunConfig) -> list[str]:
+    """Return a line of text for each setting that differs from the run being resumed.
 
-    ``saved`` is the text of its `dump`. Settings that do not affect numerical results are left out.
+    ``saved_text`` is the `dump` of that run's configuration. Settings that do not affect numerical results
+    are left out.
     """
     # Parse the saved text instead of comparing texts: a newer version may have further keys, at defaults.
-    loaded = load_text(saved, name="config.yaml")
+    loaded = load_text(saved_text, name="config.yaml")
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
 
@@ -194,7 +201,7 @@ def changes(saved: str, config: RunConfig) -> list[str]:
         value = values.get(name)
         if saved_value == value or name.startswith(_RESULT_INDEPENDENT):
             continue
-        # Configurations of earlier versions leave pieces to the algorithm's name, which is compared itself.
+        # Configurations of earlier versions have algorithm.name alone, without its losses and other pieces.
         if name.startswith("algorithm.") and saved_value is None:
             continue
         line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
@@ -220,33 +227,35 @@ def without_secrets(config: RunConfig) -> RunConfig:
     rollout = config.rollout
     environment = rollout.environment
     if environment is not None:
-        environment = replace(environment, settings=redacted(environment.settings))
+        environment = replace(environment, settings=redact(environment.settings))
 
     # Hide only strings: `hf_token: true` contains no secret, but makes vLLM use the stored token.
     texts = {name: value for name, value in rollout.vllm.items() if isinstance(value, str)}
-    rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redacted(texts))
-    reward = replace(config.reward, arguments=redacted(config.reward.arguments))
+    rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redact(texts))
+    reward = replace(config.reward, arguments=redact(config.reward.arguments))
     return replace(config, reward=reward, rollout=rollout)
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
     """Return YAML that loads to an equal configuration; ``origins`` become comments next to the values."""
     lines: list[str] = []
-    _dump(config, 0, "", origins or {}, lines)
+    _append_lines(config, 0, "", origins or {}, lines)
     return "\n".join(lines) + "\n"
 
 
-def _dump(section: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
-    """Append the YAML lines of a section to ``lines``, indented by ``depth`` levels."""
+def _append_lines(
+    section: Any, depth: int, section_path: str, origins: Mapping[str, Origin], lines: list[str]
+) -> None:
+    """Append the YAML lines of the section at a path to ``lines``, indented by ``depth`` levels."""
     indent = "  " * depth
-    for name, inner in _entries(section):
-        path = key_path(prefix, name)
-        if is_section(inner):
+    for name, value in _entries(section):
+        path = key_path(section_path, name)
+        if is_section(value):
             lines.append(f"{indent}{name}:")
-            _dump(inner, depth + 1, path, origins, lines)
+            _append_lines(value, depth + 1, path, origins, lines)
             continue
 
-        line = f"{indent}{name}: {one_line(to_plain(inner, name))}"
+        line = f"{indent}{name}: {one_line(to_plain(value, name))}"
         origin = origins.get(path)
         if origin is not None and origin.kind != "default":
             # An override may have line breaks, which would end the comment.

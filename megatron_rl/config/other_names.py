@@ -198,16 +198,16 @@ class OtherName:
 def foreign_names() -> Mapping[str, OtherName]:
     """Return every name of other projects with its counterpart.
 
-    If several sections have a class of keys, such as a layout, the key is of the first section.
+    If several sections have a class of keys, such as a layout, the counterpart is in the first of them.
     """
-    names: dict[str, OtherName] = {}
-    for path, name in foreign_keys():
-        counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
-        names.setdefault(name.name, counterpart)
+    counterparts: dict[str, OtherName] = {}
+    for path, foreign in foreign_keys():
+        counterpart = OtherName(foreign.project, path, foreign.conversion, foreign.values, foreign.piece)
+        counterparts.setdefault(foreign.name, counterpart)
     # Names without a counterpart override keys that happen to have the same name.
     for name, reason in NO_COUNTERPART.items():
-        names[name] = OtherName("common", None, reason=reason)
-    return names
+        counterparts[name] = OtherName("common", None, reason=reason)
+    return counterparts
 
 
 def find_counterpart(path: str) -> OtherName | None:
@@ -221,17 +221,17 @@ def find_counterpart(path: str) -> OtherName | None:
     # Try the longest suffix first, since a name with its section is more specific.
     names = path.split(".")
     for start in range(len(names)):
-        end = ".".join(names[start:])
-        if end in foreign_names():
-            return foreign_names()[end]
+        suffix = ".".join(names[start:])
+        if suffix in foreign_names():
+            return foreign_names()[suffix]
     return None
 
 
-def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName | None:
+def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
     """Return the counterpart of a dotted name inside the section that it was written in.
 
-    ``below`` are the paths of the section's own values, relative to it. None if the section does not have
-    the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
+    So ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``. ``value_paths`` are the paths
+    of the section's own values, relative to it. None if the section does not have the counterpart.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:
@@ -239,18 +239,18 @@ def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName 
 
     names = counterpart.ours.split(".")
     for start in range(len(names)):
-        end = ".".join(names[start:])
-        if end in below:
-            return dataclasses.replace(counterpart, ours=f"{section}.{end}")
+        suffix = ".".join(names[start:])
+        if suffix in value_paths:
+            return dataclasses.replace(counterpart, ours=f"{section}.{suffix}")
     return None
 
 
 def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
     """Yield our key and another project's name of it, for each name that a field lists."""
-    yield from _names_below(RunConfig, "")
+    yield from _iter_foreign_names(RunConfig, "")
 
 
-def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
+def _iter_foreign_names(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
     """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
@@ -262,7 +262,7 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
 
         section = section_class(field_hints(cls)[item.name])
         if section is not None:
-            yield from _names_below(section, f"{path}.")
+            yield from _iter_foreign_names(section, f"{path}.")
 
 
 @dataclass(eq=False)
@@ -291,38 +291,41 @@ class UnknownName(UserError):
 
 
 class Notes(Protocol):
-    """Collector of errors in configuration values, see `parse.Parse`."""
+    """Collector of errors in configuration values, see `parse.ParseState`."""
 
     def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record one error."""
         ...
 
-    def located(self, path: str, node: Leaf | Section | None) -> str:
+    def location_text(self, path: str, node: Leaf | Section | None) -> str:
         """Return the path followed by the file or override that set it."""
         ...
 
     errors: list[UserError]
 
 
-def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], notes: Notes) -> None:
-    """Record an unknown name of the section at ``path``; ``below`` are the paths of that section's values."""
+def note_unknown(key: str, node: Leaf | Section, path: str, value_paths: list[str], notes: Notes) -> None:
+    """Record the unknown name ``key`` in the section at ``path``, with a suggestion, in ``notes``.
+
+    ``value_paths`` are the paths of the section's own values, relative to it.
+    """
     full_name = key_path(path, key)
     is_former_section = any(name.startswith(f"{full_name}.") for name in RENAMED)
     if is_former_section and isinstance(node, Section) and not node.children:
         return  # older versions wrote this section into each run folder, even if it was empty
 
-    # `below` lists each key of an inner section; siblings of the unknown name are the sections themselves.
-    siblings = list(dict.fromkeys(name.partition(".")[0] for name in below))
-    kind = "section" if isinstance(node, Section) else "name"
-    message = f"`{full_name}` is not a known {kind}"
+    # The paths list each key of an inner section; siblings of the unknown name are the sections themselves.
+    siblings = list(dict.fromkeys(name.partition(".")[0] for name in value_paths))
+    noun = "section" if isinstance(node, Section) else "name"
+    message = f"`{full_name}` is not a known {noun}"
     fix = "remove the line"
-    counterpart = name_in_section(full_name, path, below)
-    close = nearest(key, siblings)
+    counterpart = counterpart_in_section(full_name, path, value_paths)
+    similar_name = nearest(key, siblings)
     if counterpart is not None:
         message = f"`{full_name}` is called `{counterpart.ours}` here"
         fix = f"write `{counterpart.ours}`"
-    elif close is not None:
-        guess = key_path(path, close)
+    elif similar_name is not None:
+        guess = key_path(path, similar_name)
         message += f"; did you mean `{guess}`?"
         fix = f"write `{guess}`, or remove the line"
 
@@ -332,7 +335,7 @@ def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], no
     notes.errors.append(
         UnknownName(
             message,
-            where=notes.located(full_name, node),
+            where=notes.location_text(full_name, node),
             expected=expected,
             got=_written_names(key, node),
             fix=fix,
@@ -340,13 +343,13 @@ def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], no
             section=path,
             value=node.plain(),
             overrides=node.origin.kind == "override",
-            below=tuple(below),
+            below=tuple(value_paths),
         )
     )
 
 
 def _written_names(key: str, node: Leaf | Section) -> str:
-    """Return the unknown name, or the names below an unknown section, as text."""
+    """Return an unknown name, or the first 8 paths below an unknown section, as text for ``got``."""
     if isinstance(node, Leaf):
         return f"`{key}`"
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.field_types import (
+    accepts_mapping,
     accepts_none,
     convert_value,
     entry_class,
     field_hints,
-    is_mapping,
     section_class,
     type_fix,
     type_text,
@@ -26,13 +26,21 @@ from megatron_rl.config.field_types import (
 from megatron_rl.config.other_names import note_unknown
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.setting import is_setting, key_path, setting_of
-from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section, one_line
+from megatron_rl.config.source import (
+    DEFAULT,
+    Leaf,
+    Origin,
+    Section,
+    describe_value,
+    expand_short_form,
+    one_line,
+)
 from megatron_rl.errors import UserError, UserErrors
 
 
 @dataclass
-class Parse:
-    """State of one conversion: its mistakes, and the origin of each value."""
+class ParseState:
+    """State of the conversion of one configuration: its mistakes, and the origin of each value."""
 
     job: str = TRAIN
     """Job of the configuration, which decides the keys that are required."""
@@ -50,35 +58,40 @@ class Parse:
 
     def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
         """Record a mistake that leaves every value as the user wrote it."""
-        self.errors.append(UserError(message, where=self.located(path, node), **fields))
+        self.errors.append(UserError(message, where=self.location_text(path, node), **fields))
 
-    def located(self, path: str, node: Leaf | Section | None) -> str:
+    def location_text(self, path: str, node: Leaf | Section | None) -> str:
         """Return the path followed by the file or override that set it, for an error's ``where``."""
         if node is None or node.origin.kind == "default":
             return path
         return f"{path} ({node.origin})"
 
 
-def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
+def parse_section(
+    cls: type, section: Section, state: ParseState, path: str = "", defaults: Any = None
+) -> Any:
     """Return an instance of ``cls`` made from the section at ``path``; invalid values get their default.
+
+    Mistakes, and the origin of each value, are recorded in ``state``.
 
     ``defaults`` is the default of the enclosing section's field, which may differ from the class's defaults:
     its values are used for the keys that ``section`` does not have.
     """
-    items = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
+    settings = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 
     # Report unknown names first: a misspelled name explains a missing key.
-    section = _with_rest(items, section)
+    section = _collect_rest(settings, section)
     for key, node in section.children.items():
-        if key not in items:
-            siblings = [name for name in value_paths(cls) if name.partition(".")[0] in items]
-            note_unknown(key, node, path, siblings, parse)
+        if key not in settings:
+            known_paths = [name for name in value_paths(cls) if name.partition(".")[0] in settings]
+            note_unknown(key, node, path, known_paths, state)
 
     # Fields that no configuration can set are copied from the defaults.
-    values = {
-        item.name: _field_default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)
-    }
-    for name, item in items.items():
+    values: dict[str, Any] = {}
+    for item in dataclasses.fields(cls):
+        if not is_setting(item):
+            values[item.name] = _field_default(item, defaults)
+    for name, item in settings.items():
         key = key_path(path, name)
         hint = field_hints(cls)[name]
         default = _field_default(item, defaults)
@@ -90,24 +103,26 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
 
         is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
         if node is None and is_required and setting_of(item).instead not in section.children:
-            node = _missing_value(item, hint, key, path, parse)
-        values[name] = _typed_value(hint, node, default, key, parse, setting_of(item).number_means)
+            node = _missing_value(item, hint, key, path, state)
+        values[name] = _typed_value(hint, node, default, key, state, setting_of(item).number_means)
     return cls(**values)
 
 
-def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
-    """Return an empty section for a missing required section, or None for a missing value.
+def _missing_value(
+    item: dataclasses.Field, hint: Any, key: str, path: str, state: ParseState
+) -> Section | None:
+    """Return an empty section if the missing key is a section, else None; record a missing value.
 
-    A missing required value is recorded as an error.
+    ``item`` is the field of the key, ``hint`` its type, and ``path`` is that of the section around it.
     """
-    if section_class(hint) is not None and key not in parse.broken:
+    if section_class(hint) is not None and key not in state.broken:
         # An empty section makes the errors name each of its required keys.
         return Section()
 
     # In an invalid section, a missing key would be a second error for one mistake.
     jobs = setting_of(item).jobs
-    if path not in parse.broken and (not jobs or parse.job in jobs):
-        parse.fail(
+    if path not in state.broken and (not jobs or state.job in jobs):
+        state.fail(
             key,
             None,
             f"`{key}` is missing",
@@ -124,28 +139,32 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
     Raises UserErrors. Any other exception of the class itself passes through.
     """
     # The settings have no origins here, so errors name the key of their section.
-    parse = Parse()
+    state = ParseState()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
-    instance = parse_section(cls, section, parse, path, defaults)
-    if parse.errors:
-        raise UserErrors(parse.errors)
+    instance = parse_section(cls, section, state, path, defaults)
+    if state.errors:
+        raise UserErrors(state.errors)
     return instance
 
 
-def _with_rest(items: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Move names that are not fields into the field with ``takes_rest``, if the class has one.
+def _collect_rest(settings: dict[str, dataclasses.Field], section: Section) -> Section:
+    """Move names that are not keys of a section into its key that takes the rest; return the new section.
 
-    ``environment: {name: my_env.py:Calculator, digits: 3}`` thus gives ``digits`` to the user's class.
+    ``settings`` maps the keys of the section to their fields. ``environment: {name: my_env.py:Calculator,
+    digits: 3}`` thus gives ``digits`` to the user's class.
     """
-    rest_key = next((name for name, item in items.items() if setting_of(item).takes_rest), None)
-    class_settings = {key: node for key, node in section.children.items() if key not in items}
-    if rest_key is None or not class_settings:
+    rest_key = next((name for name, item in settings.items() if setting_of(item).takes_rest), None)
+    rest = {key: node for key, node in section.children.items() if key not in settings}
+    if rest_key is None or not rest:
         return section
 
-    explicit = section.children.get(rest_key)
-    settings = explicit.children if isinstance(explicit, Section) else {}
-    children = {key: node for key, node in section.children.items() if key in items}
-    children[rest_key] = Section(settings | class_settings, section.origin)
+    # The configuration may also write the key itself.
+    explicit_section = section.children.get(rest_key)
+    explicit: dict[str, Leaf | Section] = {}
+    if isinstance(explicit_section, Section):
+        explicit = explicit_section.children
+    children = {key: node for key, node in section.children.items() if key in settings}
+    children[rest_key] = Section(explicit | rest, section.origin)
     return Section(children, section.origin)
 
 
@@ -155,11 +174,11 @@ def _restores_default(node: Leaf | Section | None) -> bool:
 
 
 def _typed_value(
-    hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
+    hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str = ""
 ) -> Any:
-    """Return the typed value of the key at ``path``: a mapping, a section or a plain value.
+    """Return the value of type ``hint`` of the key at ``path``: a mapping of sections, a section or a value.
 
-    ``node`` is None for a key that is not written.
+    ``node`` is None for a key that is not written. ``default`` is dataclasses.MISSING for a key without one.
     """
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
@@ -167,41 +186,42 @@ def _typed_value(
         for name, child in node.children.items():
             # `NAME: null` removes an entry of the base.
             if not _restores_default(child):
-                entries[name] = _typed_value(entry, child, dataclasses.MISSING, f"{path}.{name}", parse)
+                entries[name] = _typed_value(entry, child, dataclasses.MISSING, f"{path}.{name}", state)
         return entries
 
     section = section_class(hint)
     if section is None:
-        return _plain_value(hint, node, default, path, parse, number_means)
+        return _plain_value(hint, node, default, path, state, number_means)
     if node is None:
-        _note_defaults(default, path, parse)
+        _note_defaults(default, path, state)
         return default
 
     # Expand a section that is written as text, such as `policy_loss: gspo`.
-    node = named_section(node, path.split(".")) or node
+    node = expand_short_form(node, path.split(".")) or node
     if isinstance(node, Leaf):
         is_null = node.value is None or node.value == "None"
         if is_null and accepts_none(hint):
-            parse.origins[path] = node.origin
+            state.origins[path] = node.origin
             return None
         if is_null:
             node = Section(origin=node.origin)
         else:
             # Use the defaults, so that later rules have a complete configuration.
-            _fail_single_value(section, node, path, parse)
+            _fail_single_value(section, node, path, state)
             node = Section()
-    return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
+    defaults = None if default is dataclasses.MISSING else default
+    return parse_section(section, node, state, path, defaults)
 
 
-def _fail_single_value(section: type, node: Leaf, path: str, parse: Parse) -> None:
+def _fail_single_value(section: type, node: Leaf, path: str, state: ParseState) -> None:
     """Record the mistake of a single value in place of a section."""
     names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
-    parse.fail(
+    state.fail(
         path,
         node,
         f"`{path}` is a section, not a single value",
         expected=f"a section with {names}",
-        got=describe(node.value),
+        got=describe_value(node.value),
         fix=_section_fix(section, node.value, path),
     )
 
@@ -215,7 +235,7 @@ def _section_fix(section: type, value: Any, path: str) -> str:
     if key is not None:
         accepted, typed = convert_value(field_hints(section)[key], value)
         item = next(item for item in dataclasses.fields(section) if item.name == key)
-        if accepted and setting_of(item).error(f"{path}.{key}", typed) is None:
+        if accepted and setting_of(item).value_error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
 
     name = path.rpartition(".")[2]
@@ -223,16 +243,16 @@ def _section_fix(section: type, value: Any, path: str) -> str:
 
 
 def _plain_value(
-    hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str
+    hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str
 ) -> Any:
     """Return the typed value of a key that is not a section."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
-        parse.origins[path] = DEFAULT
+        state.origins[path] = DEFAULT
         return fallback
 
     # Record the origin of an invalid value too: `check` prints the line that wrote it.
-    parse.origins[path] = node.origin
+    state.origins[path] = node.origin
     raw = node.plain()
     # Accept Python's None for YAML's null.
     if raw == "None" and accepts_none(hint):
@@ -241,31 +261,34 @@ def _plain_value(
     if accepted:
         return value
 
-    if isinstance(node, Section) and not is_mapping(hint):
+    if isinstance(node, Section) and not accepts_mapping(hint):
         name = path.rpartition(".")[2]
-        inner = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
-        parse.fail(
+        inner_names = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
+        state.fail(
             path,
             node,
             f"`{path}` is a single value, not a section",
             expected=type_text(hint),
-            got=f"names below it: {inner}" if inner else "an empty section",
+            got=f"names below it: {inner_names}" if inner_names else "an empty section",
             fix=f"write `{name}: VALUE` on one line",
         )
     else:
-        parse.fail(
+        state.fail(
             path,
             node,
             f"`{path}` has a value of the wrong type",
             expected=type_text(hint),
-            got=describe(raw),
+            got=describe_value(raw),
             fix=_number_fix(raw, path, number_means) or type_fix(hint, raw, path),
         )
     return fallback
 
 
 def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
-    """Return the fix for a bare number in place of a section; see `Setting.number_means`."""
+    """Return the fix for a bare number in place of a section, or None for any other value.
+
+    ``number_means`` is the section to write instead, see `Setting.number_means`.
+    """
     if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
         return None
     section = number_means.replace("VALUE", one_line(raw))
@@ -281,17 +304,18 @@ def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
     return item.default
 
 
-def _note_defaults(value: Any, path: str, parse: Parse) -> None:
+def _note_defaults(value: Any, path: str, state: ParseState) -> None:
     """Record the origin of every value of a section that is not written at all."""
     if not dataclasses.is_dataclass(value):
-        parse.origins[path] = DEFAULT
+        state.origins[path] = DEFAULT
         return
     for item in dataclasses.fields(value):
-        _note_defaults(getattr(value, item.name), f"{path}.{item.name}", parse)
+        _note_defaults(getattr(value, item.name), f"{path}.{item.name}", state)
 
 
 def _placeholder(hint: Any) -> Any:
     """Return a placeholder of the right type for a missing required key, so that later rules can read it."""
     if accepts_none(hint):
         return None
-    return {str: "", int: 1, float: 1.0, bool: False}.get(union_members(hint)[0])
+    first_type = union_members(hint)[0]
+    return {str: "", int: 1, float: 1.0, bool: False}.get(first_type)

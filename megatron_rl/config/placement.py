@@ -40,7 +40,7 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
             return tuple(range(half, world_size))
         return tuple(range(half))
 
-    def place(path: str, section: Any) -> Any:
+    def set_ranks(path: str, section: Any) -> Any:
         layout = section.layout
         if layout is None:
             # A role on the actor's half gets exactly the actor's ranks, also explicit ones, so that it can
@@ -54,21 +54,27 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     rollout = config.rollout
     if rollout.ranks is None:
         rollout = replace(rollout, ranks=ranks_of("rollout"))
-    return replace(with_role_sections(config, place), rollout=rollout)
+    return replace(with_role_sections(config, set_ranks), rollout=rollout)
 
 
 def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
-    """Return every role's layout section by its configuration path; None for a role without one."""
+    """Return every role's layout section by its path, such as ``critic.layout``; None for an unset one."""
     return {f"{path}.layout": section.layout for path, section in role_sections(config).items()}
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return each role's Megatron settings by configuration path; None for a role without this section."""
+    """Return the Megatron settings of every role by their path, such as ``critic.megatron``.
+
+    None for a role whose section does not set them.
+    """
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
 def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the path and the values of Megatron's settings for a section: its own, else the actor's."""
+    """Return the path and the values of Megatron's settings of a role's section, such as ``critic``.
+
+    They are the section's own if it sets them, else the actor's.
+    """
     path = f"{section}.megatron"
     settings = megatron_sections(config).get(path)
     if settings is None:
@@ -117,7 +123,10 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
 
 
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Return the layout of every role of the job; sizes that do not fit together are not an error here."""
+    """Return the layout of each role of the job by its name.
+
+    Sizes that do not fit together are not an error here.
+    """
     config = with_ranks(config, world_size)
     layouts = {}
     for path, section in layout_sections(config).items():
@@ -190,9 +199,12 @@ def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int)
             for named_groups in layout.process_groups().values():
                 groups.update(named_groups)
 
+    # A group of one rank has no communicator.
     groups = {ranks for ranks in groups if len(ranks) > 1}
-    per_rank = Counter(rank for ranks in groups for rank in ranks)
-    return GroupCounts(len(groups), max(per_rank.values(), default=0))
+    groups_of_rank: Counter[int] = Counter()
+    for ranks in groups:
+        groups_of_rank.update(ranks)
+    return GroupCounts(len(groups), max(groups_of_rank.values(), default=0))
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
@@ -208,7 +220,7 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
         whole_experts=bool(config.rollout.vllm.get("enable_expert_parallel")),
-        lora=None if lora is None else Lora.of(shape, lora.rank, lora.targets),
+        lora=None if lora is None else Lora.for_model(shape, lora.rank, lora.targets),
     )
 
 
@@ -222,11 +234,11 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
     assert ranks is not None
     shared = shared_weights(config, shape)
     # Ranks within a node exchange faster than ranks of different nodes.
-    order = best_rank_order(shared, ranks, config.gpus_per_node)
+    best_order = best_rank_order(shared, ranks, config.gpus_per_node)
 
-    best_bytes = shared.traffic(order).received_most
-    plain_bytes = shared.traffic(ranks).received_most
+    best_bytes = shared.traffic(best_order).received_most
+    ascending_bytes = shared.traffic(ranks).received_most
     reason = f"the order in which the busiest rank receives least per weight sync: {byte_text(best_bytes)}"
-    if best_bytes < plain_bytes:
-        reason += f", not {byte_text(plain_bytes)}"
-    return replace(config, rollout=replace(config.rollout, ranks=order)), reason
+    if best_bytes < ascending_bytes:
+        reason += f", not {byte_text(ascending_bytes)}"
+    return replace(config, rollout=replace(config.rollout, ranks=best_order)), reason

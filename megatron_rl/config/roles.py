@@ -108,7 +108,7 @@ class RoleSpec:
             return {f"{self.section}.{name}": model for name, model in section.items()}
         return {} if section is None else {self.section: section}
 
-    def needed(self, algorithm: Any) -> bool:
+    def is_needed_by(self, algorithm: Any) -> bool:
         """Return whether an algorithm requires the role."""
         return self.need is not None and bool(getattr(algorithm, self.need.attribute, False))
 
@@ -211,11 +211,12 @@ MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
 
 def teacher_of_task(config: RunConfig) -> dict[str, str]:
     """Return the role that teaches each task with a separate teacher: task -> ``teachers.NAME``."""
-    return {
-        task: f"{TASK_TEACHERS.name}.{name}"
-        for name, section in config.teachers.items()
-        for task in section.tasks or (name,)
-    }
+    roles: dict[str, str] = {}
+    for name, section in config.teachers.items():
+        # A teacher without tasks teaches the task of its own name.
+        for task in section.tasks or (name,):
+            roles[task] = f"{TASK_TEACHERS.name}.{name}"
+    return roles
 
 
 def spec_of(role: str) -> RoleSpec:

@@ -54,7 +54,8 @@ class RunFolder:
         """Return the stages that have a metrics file, the supervised one first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
         # A name with a dot is a file that `set_aside` renamed.
-        return sorted((name for name in names if "." not in name), key=lambda name: (name != "sft", name))
+        stages = [name for name in names if "." not in name]
+        return sorted(stages, key=lambda name: (name != "sft", name))
 
     def stage_checkpoints(self, stage: str) -> Path:
         """Return the directory of the checkpoints from which a stage resumes."""
@@ -96,10 +97,10 @@ class RunFolder:
             set_aside(directory)
         self.checkpoints.mkdir(exist_ok=True)
 
-    def publish(self, model: Path) -> None:
+    def publish_model(self, model: Path) -> None:
         """Publish a stage's model as the run's model, by hard links if the file system supports them."""
 
-        def link(source: str, target: str) -> None:
+        def link_or_copy(source: str, target: str) -> None:
             try:
                 os.link(source, target)
             except OSError:
@@ -107,7 +108,7 @@ class RunFolder:
 
         incomplete = self.model.with_name(self.model.name + ".incomplete")
         shutil.rmtree(incomplete, ignore_errors=True)
-        shutil.copytree(model, incomplete, copy_function=link)
+        shutil.copytree(model, incomplete, copy_function=link_or_copy)
         publish(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
@@ -116,7 +117,7 @@ class RunFolder:
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None
 
-    def keep_first_start(self, proposed: datetime) -> datetime:
+    def store_first_start(self, proposed: datetime) -> datetime:
         """Store ``proposed`` as the time of the first start if none is stored, and return the stored time.
 
         All processes that see the folder get the same time.
@@ -156,7 +157,10 @@ def set_aside(path: Path) -> Path | None:
     """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path."""
     if not path.exists():
         return None
-    is_empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+    if path.is_dir():
+        is_empty = not any(path.iterdir())
+    else:
+        is_empty = path.stat().st_size == 0
     if is_empty:
         return None
 

@@ -32,18 +32,18 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
         >>> sampling_profile("careful", temperature=0.7, top_p=0.95)
         {'temperature': 0.7, 'top_p': 0.95}
     """
-    names = list(profile_fields())
+    setting_names = list(profile_fields())
     errors = []
     for setting in settings:
-        if setting not in names:
-            close = nearest(setting, names)
+        if setting not in setting_names:
+            suggestion = nearest(setting, setting_names)
             errors.append(
                 UserError(
                     f"a sampling profile has no setting {setting!r}",
                     where=f"megatron_rl.sampling_profile({name!r})",
-                    expected=f"one of {', '.join(names)}",
+                    expected=f"one of {', '.join(setting_names)}",
                     got=setting,
-                    fix=f"write {close}" if close else "remove it",
+                    fix=f"write {suggestion}" if suggestion else "remove it",
                 )
             )
     if errors:
@@ -63,12 +63,12 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         # Records may name a registered profile as their task even if there is no rollout section.
         tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
-    names = _profile_names(rollout)
-    if not isinstance(rollout, Section) or (not names and not _registered_profiles):
+    names_by_key = _profile_names(rollout)
+    if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):
         return
 
     # Files first: they register the profiles.
-    for key, leaf in names.items():
+    for key, leaf in names_by_key.items():
         location, _, _ = leaf.value.rpartition(":")
         if location:
             try:
@@ -79,27 +79,27 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
                 errors.append(error)
 
     profiles = _add_registered_profiles(rollout)
-    whole_run = rollout.children.pop("sampling_profile", None)
+    run_profile = rollout.children.pop("sampling_profile", None)
     available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for name, node in profiles.children.items():
         key = f"rollout.sampling_profiles.{name}"
-        if key in names:
+        if key in names_by_key:
             assert isinstance(node, Leaf)
-            profiles.children[name] = _profile(node, key, available, errors)
+            profiles.children[name] = _find_profile(node, key, available, errors)
 
-    if isinstance(whole_run, Leaf) and _KEY in names:
-        profile = _profile(whole_run, _KEY, available, errors)
+    if isinstance(run_profile, Leaf) and _KEY in names_by_key:
+        profile = _find_profile(run_profile, _KEY, available, errors)
         for setting, node in profile.children.items():
             # An override of the command line has precedence over the profile.
             existing = rollout.children.get(setting)
             if existing is None or not _is_override(existing):
                 rollout.children[setting] = node
-    elif whole_run is not None:
-        rollout.children["sampling_profile"] = whole_run
+    elif run_profile is not None:
+        rollout.children["sampling_profile"] = run_profile
 
 
 def _profile_names(rollout: Any) -> dict[str, Leaf]:
-    """Return the leaves of the rollout section that name a profile, by their keys."""
+    """Return the leaves that name a profile, by their keys; none unless ``rollout`` is a section."""
     if not isinstance(rollout, Section):
         return {}
 
@@ -122,13 +122,13 @@ def _add_registered_profiles(rollout: Section) -> Section:
 
     for name, settings in _registered_profiles.items():
         origin = Origin("derived", "registered by megatron_rl.sampling_profile")
-        profiles.children.setdefault(name, _node(settings, origin))
+        profiles.children.setdefault(name, _to_node(settings, origin))
     if profiles.children:
         rollout.children["sampling_profiles"] = profiles
     return profiles
 
 
-def _profile(
+def _find_profile(
     leaf: Leaf,
     key: str,
     available: Mapping[str, Section],
@@ -141,12 +141,12 @@ def _profile(
 
     # A file that cannot be imported has an error already.
     if not any(error.where == key for error in errors):
-        close = nearest(name, list(available))
+        similar_name = nearest(name, list(available))
         fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
         if location:
             fix = f"call megatron_rl.sampling_profile({name!r}, ...) in {location}"
-        if close:
-            fix = f"did you mean {close!r}?"
+        if similar_name:
+            fix = f"did you mean {similar_name!r}?"
         errors.append(
             UserError(
                 f"there is no sampling profile {name!r}",
@@ -166,8 +166,11 @@ def _is_override(node: Leaf | Section) -> bool:
     return any(leaf.origin.kind == "override" for _, leaf in node.leaves())
 
 
-def _node(value: Any, origin: Origin) -> Leaf | Section:
+def _to_node(value: Any, origin: Origin) -> Leaf | Section:
     """Convert a plain value to a node of the configuration's tree."""
     if isinstance(value, Mapping):
-        return Section({str(key): _node(inner, origin) for key, inner in value.items()}, origin)
-    return Leaf(list(value) if isinstance(value, tuple) else value, origin)
+        return Section({str(key): _to_node(inner, origin) for key, inner in value.items()}, origin)
+    # A tree has lists, as YAML does.
+    if isinstance(value, tuple):
+        value = list(value)
+    return Leaf(value, origin)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_rl.errors import UserError, nearest, out_of_range
+from megatron_rl.errors import UserError, nearest, range_error
 
 S = TypeVar("S")
 
@@ -55,16 +55,16 @@ class ForeignName:
     piece: str = ""
     """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
 
-    def difference(self) -> str:
+    def difference_text(self) -> str:
         """Return the difference between their values and ours as one sentence; empty if there is none."""
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)
-        for foreign, value in self.values.items():
-            target = f"`{_value_text(value)}`"
-            if value == REMOVED:
-                target = "no line"
-            clauses.append(f"{_value_text(foreign)} is {target}")
+        for their_value, our_value in self.values.items():
+            our_text = f"`{_value_text(our_value)}`"
+            if our_value == REMOVED:
+                our_text = "no line"
+            clauses.append(f"{_value_text(their_value)} is {our_text}")
         if self.piece:
             clauses.append(f"with `name: {self.piece}`")
         return "; ".join(clauses)
@@ -120,11 +120,11 @@ class Setting:
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
     """Pairs of a key below this section and a name of that key in another project."""
 
-    def bounds(self) -> str:
+    def bounds_text(self) -> str:
         """Return the bounds of a number as text, empty without bounds.
 
         Example:
-            >>> Setting("", at_least=0, less_than=1).bounds()
+            >>> Setting("", at_least=0, less_than=1).bounds_text()
             '0 or more and less than 1'
         """
         bounds = []
@@ -139,7 +139,7 @@ class Setting:
             bounds.append(f"less than {_number_text(self.less_than)}")
         return " and ".join(bounds)
 
-    def contains(self, value: float) -> bool:
+    def is_within_bounds(self, value: float) -> bool:
         """Return whether a number is within the bounds."""
         return (
             (self.at_least is None or value >= self.at_least)
@@ -148,8 +148,11 @@ class Setting:
             and (self.less_than is None or value < self.less_than)
         )
 
-    def error(self, path: str, value: Any) -> UserError | None:
-        """Return the error for a value of the right type at ``path``; None for a valid one."""
+    def value_error(self, path: str, value: Any) -> UserError | None:
+        """Return the error for an invalid value of the key at ``path``, None for a valid one.
+
+        The value has the type of the key; its bounds, or whether it is a choice, are validated.
+        """
         # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
             if self.choices:
@@ -164,22 +167,22 @@ class Setting:
             return None
 
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and not self.contains(value):
-            fix = self.advice or f"give a value that is {self.bounds()}"
-            return out_of_range(path, value, self.bounds(), fix=fix)
+        if is_number and not self.is_within_bounds(value):
+            fix = self.advice or f"give a value that is {self.bounds_text()}"
+            return range_error(path, value, self.bounds_text(), fix=fix)
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
         """Return the error for a text that is not a choice, with the nearest spelling and the reason."""
         # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
-        close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
+        suggestion = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
 
         message = f"`{path}` is {value!r}, which is not a choice"
         fix = f"choose {' or '.join(self.choices)}"
-        if close:
-            message += f"; did you mean {close!r}?"
-            fix = f"write {path}={close}"
+        if suggestion:
+            message += f"; did you mean {suggestion!r}?"
+            fix = f"write {path}={suggestion}"
         if reason:
             fix += f"; {value} is not offered: {reason}"
 
@@ -244,7 +247,7 @@ def is_setting(item: dataclasses.Field) -> bool:
 
 
 def iter_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Yield the path, the description and the value of every key below a section that is present."""
+    """Yield (path, description, value) of every key in ``section``, which is at ``prefix``, and below it."""
     for path, item, value in _fields_of(section, prefix):
         if not is_section(value):
             yield path, setting_of(item), value
@@ -261,11 +264,15 @@ def with_value(section: Any, path: str, value: Any) -> Any:
     Example: ``with_value(config, "actor.layout.tensor", 2)``.
     """
     # Match the longest name at the start of the path, since a user's name in a mapping may contain dots.
-    names = section if isinstance(section, dict) else [item.name for item in dataclasses.fields(section)]
-    name = max((name for name in names if f"{path}.".startswith(f"{name}.")), key=len)
+    if isinstance(section, dict):
+        entries = section
+    else:
+        entries = {item.name: getattr(section, item.name) for item in dataclasses.fields(section)}
+    name = max((name for name in entries if f"{path}.".startswith(f"{name}.")), key=len)
+
+    # The rest of the path is that of a value inside the entry.
     if name != path:
-        inner = section[name] if isinstance(section, dict) else getattr(section, name)
-        value = with_value(inner, path.removeprefix(f"{name}."), value)
+        value = with_value(entries[name], path.removeprefix(f"{name}."), value)
 
     if isinstance(section, dict):
         return {**section, name: value}
@@ -273,7 +280,7 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
 
 def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
-    """Yield the path and the value of every section of a class that is present below a section."""
+    """Yield (path, section) of every section of the class ``cls`` in ``section``, which is at ``prefix``."""
     if isinstance(section, cls):
         yield prefix, section
     for path, _, value in _fields_of(section, prefix):
@@ -285,7 +292,7 @@ def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[
 
 
 def is_section(value: Any) -> bool:
-    """Return whether a value is a section: a dataclass, or a mapping of names to dataclasses."""
+    """Return whether a value is a section: a dataclass, or a non-empty mapping of names to dataclasses."""
     if isinstance(value, dict):
         return bool(value) and all(dataclasses.is_dataclass(entry) for entry in value.values())
     return dataclasses.is_dataclass(value)
@@ -302,32 +309,39 @@ def key_path(section: str, name: str) -> str:
 
 
 def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """Yield the path, the dataclass field and the value of every field of a section."""
+    """Yield the path, the dataclass field and the value of every field of the section at ``prefix``."""
     for item in dataclasses.fields(section):
         yield key_path(prefix, item.name), item, getattr(section, item.name)
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
     """Return the errors for single values in a section and all sections below it."""
-    errors = (description.error(path, value) for path, description, value in iter_settings(section, prefix))
-    return [error for error in errors if error is not None]
+    errors = []
+    for path, description, value in iter_settings(section, prefix):
+        error = description.value_error(path, value)
+        if error is not None:
+            errors.append(error)
+    return errors
 
 
 def _foreign_names(
     projects: Mapping[str, str],
     conversion: str | Mapping[str, str],
-    values: Mapping[str, Mapping[Any, Any]],
+    their_values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield the `ForeignName` of each name; ``projects`` maps a project to its names, separated by commas."""
+    """Yield the `ForeignName` of each name; ``projects`` maps a project to its names, separated by commas.
+
+    The other arguments are those of `setting`; ``piece`` is the piece of an algorithm that has the key.
+    """
     for project, names in projects.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")
-            yield ForeignName(project, name, difference, values.get(name, {}), piece)
+            yield ForeignName(project, name, difference, their_values.get(name, {}), piece)
 
 
 def _value_text(value: Any) -> str:
-    """Return a value as a configuration writes it."""
+    """Format a plain value as YAML writes it: ``null``, ``true``, ``false``, or its text."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,9 +1,9 @@
 """Parsing of YAML and overrides into a tree of plain values with the origin of each.
 
 The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
-name it. `_parse` is also the only place that refuses oversized input: later code sees no text longer than
-`MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, no integer of more than 64 bits,
-and no text with characters that file systems and JSON cannot represent.
+name it. `_parse_yaml` is also the only place that refuses oversized input: later code sees no text longer
+than `MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, no integer of more than 64
+bits, and no text with characters that file systems and JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _Loader(yaml.SafeLoader):
         # Id of each node -> its number of values and levels with expanded aliases, None inside the node.
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
-    def root(self) -> yaml.Node | None:
+    def read_root(self) -> yaml.Node | None:
         """Return the root node, or None for an empty text; raise `_LimitError` if a limit is exceeded."""
         try:
             node = self.get_single_node()
@@ -185,7 +185,10 @@ class _Loader(yaml.SafeLoader):
             return node.value
         if isinstance(node, yaml.MappingNode):
             self._collect_duplicates(node)
-            return [child for pair in node.value for child in pair]
+            children: list[yaml.Node] = []
+            for key_node, value_node in node.value:
+                children += [key_node, value_node]
+            return children
         if _NOT_TEXT.search(node.value):
             limit = "text without null characters and halves of surrogate pairs"
             raise _LimitError(limit, None, ascii(node.value)[:80], node.start_mark)
@@ -197,22 +200,22 @@ class _Loader(yaml.SafeLoader):
         This must precede the conversion, where ``<<`` adds the names of other mappings: overriding one of
         those is valid.
         """
-        first: dict[str, yaml.ScalarNode] = {}
+        first_nodes: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise _LimitError("text before the colon", None, "a list or a section", key.start_mark)
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
-            if key.value in first:
-                self.duplicates.append((key, first[key.value]))
+            if key.value in first_nodes:
+                self.duplicates.append((key, first_nodes[key.value]))
             else:
-                first[key.value] = key
+                first_nodes[key.value] = key
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Return an integer; raise `_LimitError` for one of more than 64 bits."""
-        number = super().construct_yaml_int(node)
-        if -INTEGER_END <= number < INTEGER_END:
-            return number
+        value = super().construct_yaml_int(node)
+        if -INTEGER_END <= value < INTEGER_END:
+            return value
         raise _LimitError("an integer from -2**63 to 2**63 - 1", None, node.value[:80], node.start_mark)
 
 
@@ -254,29 +257,31 @@ def one_line(value: Any) -> str:
     text = text.removesuffix("\n").removesuffix("\n...").strip()
 
     # YAML would write a line break as several lines; JSON escapes it, and JSON strings are valid YAML.
-    return json.dumps(value) if "\n" in text else text
+    if "\n" in text:
+        return json.dumps(value)
+    return text
 
 
 # Function from the number of a line, counted from 1, to the origin of a value on that line.
 OriginOf = Callable[[int], Origin]
 
 
-def _parse(
+def _parse_yaml(
     text: str, noun: str, origin_of: OriginOf, errors: list[UserError], *, fix: str
 ) -> Leaf | Section | None:
-    """Parse YAML text; append the error of invalid or oversized text and return None.
+    """Parse YAML text to a node of the tree; append the error of invalid or oversized text and return None.
 
-    ``noun`` names the text and ``fix`` is the fix of invalid YAML. Empty text is null.
+    ``noun`` names the text and ``fix`` is the fix of invalid YAML, for errors. Empty text is null.
     """
     try:
         if len(text) > MAX_TEXT:
             raise _LimitError(f"at most {MAX_TEXT:,} characters", None, f"{len(text):,} characters")
         loader = _Loader(text)
-        node = loader.root()
+        node = loader.read_root()
         if node is None:
             return Leaf(None, origin_of(1))
         _append_duplicate_errors(loader, origin_of, errors)
-        return _convert(loader, node, origin_of)
+        return _to_node(loader, node, origin_of)
 
     except _LimitError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
@@ -315,7 +320,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
         return Origin("file", f"{name}:{line}")
 
     fix = "check indentation (spaces, no tabs), colons and quotes around that line"
-    tree = _parse(text, "the configuration file", origin_of, errors, fix=fix)
+    tree = _parse_yaml(text, "the configuration file", origin_of, errors, fix=fix)
     if isinstance(tree, Section):
         return tree
     if tree is not None and tree.value is not None:
@@ -324,7 +329,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
                 "a configuration is a mapping of names to values",
                 where=name,
                 expected="lines such as `steps: 200`",
-                got=describe(tree.value),
+                got=describe_value(tree.value),
                 fix="write `name: value` lines, without a dash before them",
             )
         )
@@ -376,7 +381,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
         node = tree.children.pop(BASE_KEY, None)
         if node is None:
             break
-        base = _base_file(node, files, errors)
+        base = _find_base_file(node, files, errors)
         if base is None:
             return None, tuple(files)
         files.append(base)
@@ -385,7 +390,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     # Merge from the end of the chain, so that each file overrides its base.
     merged = trees.pop()
     while trees:
-        _merge(merged, trees.pop())
+        _merge_into_base(merged, trees.pop())
     return merged, tuple(files)
 
 
@@ -405,7 +410,7 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
     )
 
 
-def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
+def _find_base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
     """Return the file that ``base`` names; append an error and return None if it names no further file."""
     folder = files[-1].parent
     origin = str(node.origin)
@@ -416,7 +421,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
                 f"`{BASE_KEY}` is not the name of one file",
                 where=origin,
                 expected=f"a YAML file, relative to {folder}",
-                got=describe(value),
+                got=describe_value(value),
                 fix=f"write {BASE_KEY}: followed by one name, such as ../quickstart.yaml",
             )
         )
@@ -439,18 +444,18 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
     return base
 
 
-def _merge(tree: Section, upper: Section, path: tuple[str, ...] = ()) -> None:
-    """Merge a file's section ``upper`` at ``path`` into the section ``tree`` of its base; ``upper`` wins."""
-    for key, node in upper.children.items():
-        lower = tree.children.get(key)
+def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:
+    """Merge a file's ``section`` at ``path`` into the same section of its base, whose values it replaces."""
+    for key, node in section.children.items():
+        base_node = base.children.get(key)
         if not isinstance(node, Section):
-            override_node(tree, key, node)
+            override_node(base, key, node)
             continue
 
-        if not isinstance(lower, Section):
-            lower = named_section(lower, [*path, key]) or Section(origin=node.origin)
-            tree.children[key] = lower
-        _merge(lower, node, (*path, key))
+        if not isinstance(base_node, Section):
+            base_node = expand_short_form(base_node, [*path, key]) or Section(origin=node.origin)
+            base.children[key] = base_node
+        _merge_into_base(base_node, node, (*path, key))
 
 
 def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserError]) -> None:
@@ -478,35 +483,35 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
 
         node = _override_value(value, origin, errors)
         if node is not None:
-            set_value(tree, names, node)
+            set_node(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
     """Return the node of an override's value; append an error and return None for invalid YAML."""
     fix = "put text with special characters in quotes: key='\"...\"'"
-    return _parse(value, "the value of an override", lambda line: origin, errors, fix=fix)
+    return _parse_yaml(value, "the value of an override", lambda line: origin, errors, fix=fix)
 
 
-def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
-    """Set the value at a dotted path, given as its names, in a tree."""
+def set_node(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
+    """Set the node at a path in a tree; ``names`` are the parts of its dotted path."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
-            child = named_section(child, names[: depth + 1]) or Section(origin=node.origin)
+            child = expand_short_form(child, names[: depth + 1]) or Section(origin=node.origin)
             tree.children[name] = child
         tree = child
     override_node(tree, names[-1], node)
 
 
 def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Replace the node of a name; a null that replaces another value restores the default."""
+    """Set the node of a name in a section; a null that replaces another node restores the default."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:
         node = Leaf(None, node.origin, unsets=True)
     tree.children[name] = node
 
 
-def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
+def expand_short_form(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
     """Expand the short form of a section at ``path``; return None for any other value or path.
 
     The short forms, and the sections that they stand for:
@@ -536,20 +541,20 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
 
 def _append_duplicate_errors(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
     """Append an error for each name that is written twice in one mapping."""
-    for key, first in loader.duplicates:
+    for key, first_key in loader.duplicates:
         errors.append(
             UserError(
                 f"`{key.value}` is written twice in one section",
                 where=str(origin_of(key.start_mark.line + 1)),
                 expected="each name once",
-                got=f"also at {origin_of(first.start_mark.line + 1)}",
+                got=f"also at {origin_of(first_key.start_mark.line + 1)}",
                 fix="remove one of the two",
             )
         )
 
 
-def _convert(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Section:
-    """Convert a YAML node to a leaf, or a section with the origin of every name below it."""
+def _to_node(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Section:
+    """Convert a YAML node to a leaf, or to a section with the origin of every name below it."""
     origin = origin_of(node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):
         return Leaf(loader.construct_object(node, deep=True), origin)
@@ -559,7 +564,7 @@ def _convert(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Se
     section = Section(origin=origin)
     for key_node, value_node in node.value:
         # Use the line of the name, since the value of a section begins below it.
-        child = _convert(loader, value_node, origin_of)
+        child = _to_node(loader, value_node, origin_of)
         child.origin = origin_of(key_node.start_mark.line + 1)
         section.children[key_node.value] = child
     return section
@@ -577,11 +582,11 @@ def _suggest_yaml_files(path: Path) -> str:
     return f"other files in its folder: {', '.join(names)}"
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return a value as a user wrote it, with the name of its kind, shortened for a message.
 
     Example:
-        >>> describe(3), describe([1, 2])
+        >>> describe_value(3), describe_value([1, 2])
         ('3 (integer)', '[1, 2] (list)')
     """
     # `bool` comes before `int`, since it is a subclass of it.

@@ -35,7 +35,7 @@ class StagePlan:
     """Hugging Face checkpoint that the stage writes."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether the stage has ended: it writes its model atomically at its end."""
         return self.model.is_dir()
 
@@ -103,22 +103,22 @@ def _is_at_or_below(path: str, *sections: str) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
-def for_job(config: RunConfig) -> RunConfig:
-    """Return the configuration with the default of every key that its job does not read.
+def reset_unread_keys(config: RunConfig) -> RunConfig:
+    """Return the configuration in which every key that its job does not read has its default.
 
     The job of one stage thus depends only on its own settings, and mistakes in others do not stop it.
     """
     if config.job not in SECTIONS:
         return config
-    config = _with_defaults(config, config.job, "")
+    config = _reset_section(config, config.job, "")
 
     # Drop reward models without training, which a stage would load without using them.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 
 
-def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Reset the keys of a section that a job ignores to their defaults.
+def _reset_section(section: Any, job: str, prefix: str) -> Any:
+    """Return a section in which the keys that a job ignores have their defaults.
 
     ``prefix`` is the section's path with a dot at the end, empty for the complete configuration.
     """
@@ -133,7 +133,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
         if not is_read and default is not MISSING:
             values[item.name] = default
         elif is_dataclass(value):
-            values[item.name] = _with_defaults(value, job, f"{path}.")
+            values[item.name] = _reset_section(value, job, f"{path}.")
     return replace(section, **values)
 
 
@@ -143,11 +143,11 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     An earlier stage whose model was deleted does not run again, since a later one has started from it.
     """
     plans = stage_plans(config)
-    begin = 0
+    first_pending = 0
     for index, plan in enumerate(plans):
-        if plan.role == "actor" and plan.ended:
-            begin = index + 1
-    return tuple(plan for plan in plans[begin:] if not plan.ended)
+        if plan.role == "actor" and plan.has_ended:
+            first_pending = index + 1
+    return tuple(plan for plan in plans[first_pending:] if not plan.has_ended)
 
 
 def existing_models(config: RunConfig) -> dict[str, str]:
@@ -156,19 +156,19 @@ def existing_models(config: RunConfig) -> dict[str, str]:
     The model that a stage has written is named by the key of the stage.
     """
     # The last stage of each role.
-    last_plans = {plan.role: plan for plan in stage_plans(config) if plan.ended}
-    keys = [(str(plan.model), plan.where) for plan in last_plans.values()]
-    keys.append((config.model.path, "model.path"))
-    for key, section in role_sections(config).items():
-        path = getattr(section, "path", None)
+    last_plans = {plan.role: plan for plan in stage_plans(config) if plan.has_ended}
+    named_folders = [(str(plan.model), plan.where) for plan in last_plans.values()]
+    named_folders.append((config.model.path, "model.path"))
+    for section_path, section in role_sections(config).items():
+        model = getattr(section, "path", None)
         lora = getattr(section, "lora", None)
-        if path is not None:
-            keys.append((path, f"{key}.path"))
+        if model is not None:
+            named_folders.append((model, f"{section_path}.path"))
         if lora is not None and lora.path is not None:
-            keys.append((lora.path, f"{key}.lora.path"))
+            named_folders.append((lora.path, f"{section_path}.lora.path"))
 
     # Insert in reverse order, so that the first of several keys with the same folder is used.
-    return {path: key for path, key in reversed(keys) if Path(path).is_dir()}
+    return {folder: key for folder, key in reversed(named_folders) if Path(folder).is_dir()}
 
 
 def starting_model(config: RunConfig) -> str:
@@ -178,7 +178,8 @@ def starting_model(config: RunConfig) -> str:
 
 def present_model(config: RunConfig) -> str:
     """Return the model that the actor would start from now: the result of its last ended stage."""
-    return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor" and plan.ended])
+    plans = [plan for plan in stage_plans(config) if plan.role == "actor"]
+    return _last_model(config, [plan for plan in plans if plan.has_ended])
 
 
 def _last_model(config: RunConfig, plans: list[StagePlan]) -> str:

@@ -28,7 +28,7 @@ _LARGEST_RISE = 2.0
 """Largest factor by which a budget rises in a step: small micro-batches predict much larger ones badly."""
 
 
-def estimated_tokens(
+def estimate_tokens(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shapes: Mapping[str, ModelShape]
 ) -> tuple[int, str]:
     """Return the most tokens per micro-batch whose estimated memory is within the target, and the reason.
@@ -36,9 +36,9 @@ def estimated_tokens(
     ``config`` is resolved, with ``memory_target`` and ``gpu_memory_gib``; ``shapes`` as for `memory_plan`.
     """
     target = config.batch.memory_target
-    gib = config.gpu_memory_gib
-    assert target is not None and gib is not None, "checked before"
-    allowed = target * gib * _GIB
+    gpu_gib = config.gpu_memory_gib
+    assert target is not None and gpu_gib is not None, "checked before"
+    allowed_bytes = target * gpu_gib * _GIB
     bounds = microbatch_bounds(config, role_layout(config.actor.layout, "actor.layout"))
     min_tokens = bounds.row_tokens
     max_tokens = max(min_tokens, bounds.share)
@@ -50,41 +50,44 @@ def estimated_tokens(
         asleep = sleeping_ranks(layouts)
         batch = batch_plan(config, layouts)
     plans = memory_plan(config, layouts, shapes, batch)
-    connections = [item for plan in plans for item in plan.items if item.name == SYNC_CONNECTIONS][:1]
+    connection_items = [item for plan in plans for item in plan.items if item.name == SYNC_CONNECTIONS][:1]
 
-    def estimate(tokens: int) -> float:
+    def estimate_peak(tokens: int) -> float:
+        """Return the largest peak in bytes of any rank with micro-batches of ``tokens``."""
         candidate = with_value(config, "batch.tokens_per_microbatch", tokens)
         batch = None
         if config.job == TRAIN:
             batch = batch_plan(candidate, layouts)
-        ranks = [
-            rank_memory(candidate, layouts, shapes, batch, plan.rank, asleep, connections) for plan in plans
-        ]
-        return max(rank.total(phase) for rank in ranks for phase in _PASSES)
 
-    unit = f"{target:.0%} of {gib:g} GiB"
-    smallest_peak = estimate(min_tokens)
-    if smallest_peak > allowed:
+        peaks: list[int] = []
+        for plan in plans:
+            memory = rank_memory(candidate, layouts, shapes, batch, plan.rank, asleep, connection_items)
+            peaks.extend(memory.phase_peak(phase) for phase in _PASSES)
+        return max(peaks)
+
+    target_text = f"{target:.0%} of {gpu_gib:g} GiB"
+    smallest_peak = estimate_peak(min_tokens)
+    if smallest_peak > allowed_bytes:
         return min_tokens, (
             f"the longest row has {min_tokens} tokens; it is estimated to need "
-            f"{smallest_peak / _GIB:.1f} GiB, more than {unit}"
+            f"{smallest_peak / _GIB:.1f} GiB, more than {target_text}"
         )
-    if estimate(max_tokens) <= allowed:
+    if estimate_peak(max_tokens) <= allowed_bytes:
         share = "a mini-batch"
         if bounds.microbatches > 1:
             share = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
-        return max_tokens, f"{share} is estimated within {unit}"
+        return max_tokens, f"{share} is estimated within {target_text}"
 
     # The largest number within the target: ``low`` fits, ``high`` does not.
     low = min_tokens
     high = max_tokens
     while high - low > 1:
         middle = (low + high) // 2
-        if estimate(middle) <= allowed:
+        if estimate_peak(middle) <= allowed_bytes:
             low = middle
         else:
             high = middle
-    return low, f"estimated to fill {unit}"
+    return low, f"estimated to fill {target_text}"
 
 
 @dataclass(frozen=True)
@@ -105,58 +108,61 @@ class TokenBudget:
     allowed: float
     """Bytes of a GPU that may be occupied."""
     estimate: int
-    """Tokens that `estimated_tokens` returned."""
+    """Tokens that `estimate_tokens` returned."""
 
-    def after_step(self, resident: float | None, per_token: float | None, split: float | None) -> TokenBudget:
+    def after_step(
+        self, resident_bytes: float | None, bytes_per_token: float | None, split_tokens: float | None
+    ) -> TokenBudget:
         """Return the budget of the next step from the measurements of one, maxima over all ranks.
 
         Args:
-            resident: Bytes on the device when a pass began; None if no pass was measured.
-            per_token: Bytes that a pass added per token of its largest micro-batch; None likewise.
-            split: Tokens of the smaller micro-batches with which passes that ran out of memory were repeated;
-                None if no pass ran out of memory.
+            resident_bytes: Bytes on the device when a pass began; None if no pass was measured.
+            bytes_per_token: Bytes that a pass added per token of its largest micro-batch; None likewise.
+            split_tokens: Tokens of the smaller micro-batches with which passes that ran out of memory were
+                repeated; None if no pass ran out of memory.
 
         Example:
             >>> budget = TokenBudget(4096, min_tokens=512, max_tokens=65536, allowed=80e9, estimate=4096)
-            >>> budget.after_step(resident=20e9, per_token=10e6, split=None).tokens
+            >>> budget.after_step(resident_bytes=20e9, bytes_per_token=10e6, split_tokens=None).tokens
             6000
         """
         # Never again as large as a micro-batch that did not fit.
         max_tokens = self.max_tokens
-        if split is not None:
-            max_tokens = max(self.min_tokens, min(max_tokens, int(split)))
+        if split_tokens is not None:
+            max_tokens = max(self.min_tokens, min(max_tokens, int(split_tokens)))
 
         tokens = self.tokens
-        if resident is not None and per_token:
-            fitting = int((self.allowed - resident) / per_token)
-            if fitting < tokens or fitting >= _SMALLEST_RISE * tokens:
-                tokens = min(fitting, int(_LARGEST_RISE * tokens))
+        if resident_bytes is not None and bytes_per_token:
+            fitting_tokens = int((self.allowed - resident_bytes) / bytes_per_token)
+            # Ignore small rises, and limit large ones; a fall takes effect at once.
+            if fitting_tokens < tokens or fitting_tokens >= _SMALLEST_RISE * tokens:
+                tokens = min(fitting_tokens, int(_LARGEST_RISE * tokens))
         return replace(self, tokens=max(self.min_tokens, min(tokens, max_tokens)), max_tokens=max_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a checkpoint."""
         return asdict(self)
 
-    def restored(self, saved: Mapping[str, Any] | None) -> TokenBudget:
-        """Return the budget of a checkpoint, or this one if the checkpoint's is for a different job.
+    def restore(self, saved: Mapping[str, Any] | None) -> TokenBudget:
+        """Return the budget that a checkpoint has saved, or this one if that is of a different job.
 
-        On other GPUs, in another layout or with another target, the estimate or the limit differs.
+        On other GPUs, in another layout or with another target, the estimate or the limit differs. ``saved``
+        is the `state_dict` in the checkpoint; None if it has none.
         """
         if saved is None:
             return self
-        budget = TokenBudget(**saved)
-        is_comparable = (budget.estimate, budget.min_tokens, budget.allowed) == (
-            self.estimate,
-            self.min_tokens,
-            self.allowed,
-        )
-        return budget if is_comparable else self
+
+        saved_budget = TokenBudget(**saved)
+        job = (self.estimate, self.min_tokens, self.allowed)
+        if (saved_budget.estimate, saved_budget.min_tokens, saved_budget.allowed) != job:
+            return self
+        return saved_budget
 
 
 def initial_budget(config: RunConfig) -> TokenBudget | None:
     """Return the budget of the first step of a run, or None without `batch.memory_target`.
 
-    ``config`` is resolved: its tokens per micro-batch are those of `estimated_tokens`.
+    ``config`` is resolved: its tokens per micro-batch are those of `estimate_tokens`.
     """
     target = config.batch.memory_target
     if target is None:

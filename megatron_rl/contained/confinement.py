@@ -31,8 +31,8 @@ from typing import Any
 
 from megatron_rl.contained import filters, kernel
 from megatron_rl.contained.control_group import GROUP_MARGIN, ControlGroup
-from megatron_rl.contained.new_root import Owner, Unreadable, change_root, new_scratch
-from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible
+from megatron_rl.contained.new_root import Owner, UnreadablePath, change_root, create_scratch
+from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, VisiblePaths
 
 GIB = 2**30
 SCRATCH = "/dev/shm"
@@ -82,9 +82,9 @@ _INTERFACE_UP = 1
 
 @dataclass
 class Isolation:
-    """Namespaces, limits and folders that `isolate` prepares for the process that `enter` confines."""
+    """Namespaces, limits and folders that `isolate_process` prepares for `confine_worker`."""
 
-    visible: Visible
+    visible: VisiblePaths
     owner: Owner
     """User and group that contained code will run as."""
     namespaces: bool = False
@@ -113,21 +113,23 @@ def set_limits(limits: Mapping[str, Any]) -> None:
     memory = int(limits["memory_gib"] * GIB)
     file_size = int(limits["file_gib"] * GIB)
 
-    for kind, soft, hard in (
+    for resource_kind, soft_limit, hard_limit in (
         (resource.RLIMIT_DATA, memory, memory),
         (resource.RLIMIT_NOFILE, files, max_files),
         (resource.RLIMIT_FSIZE, file_size, file_size),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        _, present_hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (_at_most(soft, present_hard), _at_most(hard, present_hard)))
+        _, present_hard_limit = resource.getrlimit(resource_kind)
+        new_soft_limit = _cap_at_hard_limit(soft_limit, present_hard_limit)
+        new_hard_limit = _cap_at_hard_limit(hard_limit, present_hard_limit)
+        resource.setrlimit(resource_kind, (new_soft_limit, new_hard_limit))
 
 
 def allow_files(count: int) -> None:
     """Raise this process's limit of open files to ``count``, as far as `set_limits` permits."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_at_most(count, hard), hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_cap_at_hard_limit(count, hard_limit), hard_limit))
 
 
 def allow_processes(count: int) -> None:
@@ -138,17 +140,17 @@ def allow_processes(count: int) -> None:
 def allow_processor_seconds(seconds: float) -> None:
     """Allow this process ``seconds`` more seconds of CPU time, after which the kernel ends it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+    soft_limit = int(usage.ru_utime + usage.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft_limit, hard_limit))
 
 
-def _at_most(value: int, hard: int) -> int:
+def _cap_at_hard_limit(value: int, hard_limit: int) -> int:
     """Return ``value``, or the hard limit if that is lower; RLIM_INFINITY means no limit."""
-    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+    return value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
 
 
-def exceeded_limit(
+def describe_exceeded_limit(
     status: int,
     limits: Mapping[str, Any],
     key: str,
@@ -166,7 +168,7 @@ def exceeded_limit(
 # --- Namespaces, before the worker is forked
 
 
-def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
+def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolation:
     """Move this process into new namespaces; its next child will be their first process.
 
     The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes
@@ -176,30 +178,30 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
     memory = int(limits["memory_gib"] * GIB)
     isolation.group = ControlGroup(memory + GROUP_MARGIN, _task_limit(limits))
 
-    spaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
+    namespaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
     if not limits["network"]:
-        spaces |= kernel.NEW_NETWORK
+        namespaces |= kernel.NEW_NETWORK
     try:
-        isolation.owner = _unshare(spaces)
+        isolation.owner = _create_namespaces(namespaces)
         isolation.namespaces = True
     except OSError as error:
         isolation.unenforced.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
-        isolation.folder = _temporary_folder()
+        isolation.folder = _create_temporary_folder()
         return isolation
 
     if limits.get("loopback") and not limits["network"]:
-        _raise_loopback()
-    # `enter` reports the protections that need a mount namespace.
+        _bring_up_loopback()
+    # `confine_worker` reports the protections that need a mount namespace.
     with contextlib.suppress(OSError):
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.make_mounts_private()
-        isolation.scratch = new_scratch(memory)
+        isolation.scratch = create_scratch(memory)
     if isolation.scratch is None:
-        isolation.folder = _temporary_folder()
+        isolation.folder = _create_temporary_folder()
     return isolation
 
 
-def _temporary_folder() -> str:
+def _create_temporary_folder() -> str:
     """Create a folder on disk for temporary files, and return its path."""
     # Imported here because it takes a third of this module's import time and is seldom needed.
     import tempfile
@@ -212,22 +214,25 @@ def _task_limit(limits: Mapping[str, Any]) -> int:
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
-def _unshare(spaces: int) -> Owner:
-    """Create the namespaces, in a user namespace if that is needed; return the owner of contained code."""
+def _create_namespaces(namespaces: int) -> Owner:
+    """Create namespaces, in a user namespace if that is needed; return the owner of contained code.
+
+    ``namespaces`` are the flags of `kernel.unshare`.
+    """
     user = os.getuid()
     group = os.getgid()
     if user == 0:
-        # Root needs no user namespace. The helper process of `_mapped_namespace` must be forked before: the
-        # next process that is forked afterwards is the first of the new namespace, which ends with it.
-        unprivileged = _unprivileged_owner()
+        # Root needs no user namespace. The helper process of `_open_mapped_namespace` must be forked before:
+        # the next process that is forked afterwards is the first of the new namespace, which ends with it.
+        unprivileged_owner = _find_unprivileged_owner()
         with contextlib.suppress(PermissionError):
-            kernel.unshare(spaces)
-            return unprivileged or Owner(user, group)
+            kernel.unshare(namespaces)
+            return unprivileged_owner or Owner(user, group)
 
-        if unprivileged is not None:
-            _close_namespace(unprivileged)
+        if unprivileged_owner is not None:
+            _close_namespace(unprivileged_owner)
 
-    kernel.unshare(kernel.NEW_USER | spaces)
+    kernel.unshare(kernel.NEW_USER | namespaces)
     # Without privileges a process must give up setgroups before it may map a group.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
@@ -236,39 +241,42 @@ def _unshare(spaces: int) -> Owner:
     return Owner(user, group)
 
 
-def _unprivileged_owner() -> Owner | None:
+def _find_unprivileged_owner() -> Owner | None:
     """Return an owner that no other process has, or None if this user namespace has no unused numbers."""
-    user = _unused_number(Path("/proc/self/uid_map"))
-    group = _unused_number(Path("/proc/self/gid_map"))
+    user = _find_unused_number(Path("/proc/self/uid_map"))
+    group = _find_unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
         return None
     with contextlib.suppress(OSError):
-        return Owner(user, group, _mapped_namespace(user, group))
+        return Owner(user, group, _open_mapped_namespace(user, group))
     return Owner(user, group)
 
 
-def _unused_number(file: Path) -> int | None:
+def _find_unused_number(file: Path) -> int | None:
     """Return an unused number of a user or group in the mapping of ``file``, or None if all may be in use.
 
     Each process gets a different number.
     """
-    ranges = []
+    # A line is: first number in this namespace, first number outside of it, count.
+    mapped_ranges = []
     for line in file.read_text().splitlines():
         first, _, count = map(int, line.split())
-        ranges.append(range(first, first + count))
-    number = _UNUSED_USERS[os.getpid() % len(_UNUSED_USERS)]
-    if any(number in numbers for numbers in ranges):
-        return number
+        mapped_ranges.append(range(first, first + count))
+
+    # The process's own number makes the choice different for each process.
+    preferred_number = _UNUSED_USERS[os.getpid() % len(_UNUSED_USERS)]
+    if any(preferred_number in mapped_range for mapped_range in mapped_ranges):
+        return preferred_number
 
     # A container's mapping usually has 65536 numbers, of which the upper half is rarely in use.
-    numbers = max(ranges, key=len)
-    if len(numbers) < _LARGE_MAPPING:
+    largest_range = max(mapped_ranges, key=len)
+    if len(largest_range) < _LARGE_MAPPING:
         return None
-    upper_half = numbers[len(numbers) // 2 :]
+    upper_half = largest_range[len(largest_range) // 2 :]
     return upper_half[os.getpid() % len(upper_half)]
 
 
-def _mapped_namespace(user: int, group: int) -> int:
+def _open_mapped_namespace(user: int, group: int) -> int:
     """Return the descriptor of a user namespace that maps this process's user to ``user``.
 
     A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
@@ -303,7 +311,7 @@ def _close_namespace(owner: Owner) -> None:
         os.close(owner.namespace)
 
 
-def _raise_loopback() -> None:
+def _bring_up_loopback() -> None:
     """Bring up the loopback interface: all interfaces of a new network namespace are down."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sh", b"lo", _INTERFACE_UP))
@@ -312,7 +320,7 @@ def _raise_loopback() -> None:
 # --- The worker
 
 
-def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
+def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     """Confine the child of an isolated process; return the protections that the kernel does not allow.
 
     The first process of a namespace forks the worker and does not return: it waits for the other processes,
@@ -331,7 +339,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
         if worker:
             os.closerange(0, _FILE_DESCRIPTORS)
             _switch_user(isolation.owner)
-            os._exit(_reap_until(worker))
+            os._exit(_wait_for_worker(worker))
 
     # Set limits first: this needs the privileges that the worker drops next.
     set_limits(limits)
@@ -348,8 +356,8 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
 
     # The filter of system calls comes last: the steps before it need calls that it refuses.
     os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or "/tmp"
-    is_scoped = _restrict(limits, isolation, has_root)
-    _filter_system_calls(limits, isolation, has_root, is_scoped)
+    has_landlock_scope = _restrict_with_landlock(limits, isolation, has_root)
+    _filter_system_calls(limits, isolation, has_root, has_landlock_scope)
     return isolation.unenforced
 
 
@@ -367,23 +375,35 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         # Use another mount namespace, since the supervisor must still find all processes in its /proc.
         kernel.unshare(kernel.NEW_MOUNTS)
         try:
-            reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
-        except Unreadable as unreadable:
+            proc_reason = change_root(
+                isolation.visible,
+                scratch,
+                isolation.owner,
+                kernel_limits,
+                network=network,
+            )
+        except UnreadablePath as unreadable:
             _run_as_own_user(isolation)
             same_user = SAME_USER.format(name="root")
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
-            reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
+            proc_reason = change_root(
+                isolation.visible,
+                scratch,
+                isolation.owner,
+                kernel_limits,
+                network=network,
+            )
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.
         _run_as_own_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
-            kernel.attach(os.dup(scratch), SCRATCH)
+            kernel.attach_mounts(os.dup(scratch), SCRATCH)
             isolation.folder = SCRATCH
         return False
 
-    if reason is not None:
-        isolation.unenforced.append(f"{PROCESSES_VISIBLE} (proc: {reason})")
+    if proc_reason is not None:
+        isolation.unenforced.append(f"{PROCESSES_VISIBLE} (proc: {proc_reason})")
     return True
 
 
@@ -410,12 +430,12 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
     """
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
-        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-        bound = _at_most(_task_limit(limits), hard)
-        resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = _cap_at_hard_limit(_task_limit(limits), hard_limit)
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
 
-def _restrict(
+def _restrict_with_landlock(
     limits: Mapping[str, Any],
     isolation: Isolation,
     has_root: bool,
@@ -429,19 +449,19 @@ def _restrict(
 
     # Allow the same paths that a new root would contain.
     visible = isolation.visible
-    names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
-    settings = (f"/etc/{name}" for name in (*names, "passwd", "group"))
+    setting_names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
+    setting_paths = (f"/etc/{name}" for name in (*setting_names, "passwd", "group"))
     user_paths = (*visible.folders, *visible.read)
-    readable = ["/proc", *SYSTEM, *settings, *visible.packages, *user_paths]
-    writable = [f"/dev/{name}" for name in DEVICES]
+    readable_paths = ["/proc", *SYSTEM, *setting_paths, *visible.packages, *user_paths]
+    writable_paths = [f"/dev/{name}" for name in DEVICES]
     if isolation.folder:
-        writable.append(isolation.folder)
+        writable_paths.append(isolation.folder)
     if visible.writable:
-        writable += user_paths
+        writable_paths += user_paths
 
     unenforced = isolation.unenforced
     try:
-        filters.restrict_paths(readable, writable)
+        filters.restrict_paths(readable_paths, writable_paths)
     except OSError as error:
         reason = f"(no root of its own; Landlock: {error.strerror})"
         unenforced.append(f"{FILES_READABLE} {reason}")
@@ -456,38 +476,39 @@ def _restrict(
     unenforced.append(f"{NAMES_VISIBLE} (Landlock in place of a root)")
     if isolation.folder != SCRATCH:
         unenforced.append(f"{TEMPORARY_UNBOUNDED} (Landlock in place of a root)")
-    is_scoped = filters.landlock_version() >= filters.SCOPES_SINCE
-    if not is_scoped and not isolation.namespaces:
+    has_landlock_scope = filters.landlock_version() >= filters.SCOPES_SINCE
+    if not has_landlock_scope and not isolation.namespaces:
         unenforced.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
-    return is_scoped
+    return has_landlock_scope
 
 
 def _filter_system_calls(
     limits: Mapping[str, Any],
     isolation: Isolation,
     has_root: bool,
-    is_scoped: bool,
+    has_landlock_scope: bool,
 ) -> None:
     """Forbid system calls and sockets with which the process could reach programs outside of its confinement.
 
-    ``has_root``: whether the process has its own root directory. ``is_scoped``: whether Landlock restricts
-    abstract sockets. Protections that the kernel does not allow are added to ``isolation.unenforced``.
+    ``has_root``: whether the process has its own root directory. ``has_landlock_scope``: whether Landlock
+    restricts abstract sockets. Protections that the kernel does not allow are added to
+    ``isolation.unenforced``.
     """
-    own_network = isolation.namespaces and not limits["network"]
-    allow_network = bool(limits["network"] or limits.get("loopback") or own_network)
+    has_own_network = isolation.namespaces and not limits["network"]
+    allows_network = bool(limits["network"] or limits.get("loopback") or has_own_network)
     # A local (Unix) socket is named by a file or by an abstract name. Local sockets are allowed only if both
     # are restricted: files by a root of its own, abstract names by a network namespace or by Landlock.
-    allow_local = has_root and (own_network or is_scoped)
+    allows_local_sockets = has_root and (has_own_network or has_landlock_scope)
 
     # Without network, opening a socket fails with an error that names the reason.
-    refusal = errno.EAFNOSUPPORT if limits["network"] or own_network else errno.ENETUNREACH
-    families = filters.families_of(network=allow_network, local=allow_local)
+    socket_error = errno.EAFNOSUPPORT if limits["network"] or has_own_network else errno.ENETUNREACH
+    socket_families = filters.allowed_socket_families(network=allows_network, local=allows_local_sockets)
     try:
-        filters.filter_system_calls(families, refusal)
+        filters.filter_system_calls(socket_families, socket_error)
     except OSError as error:
         isolation.unenforced.append(f"{CALLS_UNFILTERED} (seccomp: {error.strerror})")
-        allow_network = True
-    if allow_network and not limits["network"] and not own_network:
+        allows_network = True
+    if allows_network and not limits["network"] and not has_own_network:
         isolation.unenforced.append(f"{NETWORK_REACHABLE} (no namespaces)")
 
 
@@ -497,7 +518,7 @@ def _linux_version() -> tuple[int, ...]:
     return tuple(int(number) for number in numbers[:2])
 
 
-def _reap_until(worker: int) -> int:
+def _wait_for_worker(worker: int) -> int:
     """Wait for children until ``worker`` ends; return its exit code, 128 + N after signal N."""
     while True:
         process, status = os.wait()
@@ -509,7 +530,7 @@ def _reap_until(worker: int) -> int:
 # --- The supervisor
 
 
-def supervise(
+def supervise_worker(
     worker: int,
     trainer: int,
     limits: Mapping[str, Any],
@@ -528,34 +549,34 @@ def supervise(
     signal.signal(signal.SIGTERM, lambda number, _: termination_signals.append(number))
 
     check_count = 0
-    code: int | None = None
-    while code is None:
+    exit_code: int | None = None
+    while exit_code is None:
         process, status = os.waitpid(-1, os.WNOHANG)
         if process == worker:
-            code = os.waitstatus_to_exitcode(status)
+            exit_code = os.waitstatus_to_exitcode(status)
         elif termination_signals or os.getppid() != trainer:
-            code = 0
+            exit_code = 0
         elif process == 0:
             check_count += 1
             count_shared = check_count % SHARED_MEMORY_CHECKS == 0
-            code = _exceeded_limit(worker, limits, isolation.scratch, count_shared)
-            if code is None:
+            exit_code = _find_exceeded_limit(worker, limits, isolation.scratch, count_shared)
+            if exit_code is None:
                 time.sleep(CHECK_SECONDS)
 
-    _end(worker)
+    _kill_worker(worker)
     if isolation.folder is not None:
         import shutil
 
         shutil.rmtree(isolation.folder, ignore_errors=True)
     if isolation.group is not None:
         # The kernel kills a process if the group's memory is used up.
-        if code and isolation.group.went_over_memory():
-            code = TOO_MUCH_MEMORY
+        if exit_code and isolation.group.has_exceeded_memory():
+            exit_code = TOO_MUCH_MEMORY
         isolation.group.remove()
-    return code if code >= 0 else 128 - code
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-def _exceeded_limit(
+def _find_exceeded_limit(
     worker: int,
     limits: Mapping[str, Any],
     scratch: int | None,
@@ -565,34 +586,34 @@ def _exceeded_limit(
 
     ``count_shared`` includes shared mappings in the memory.
     """
-    (extra,) = struct.unpack_from("q", _extra_processes)
+    (extra_processes,) = struct.unpack_from("q", _extra_processes)
     # Two processes do not count: the worker and the first process of the namespace.
-    max_processes = limits["processes"] + min(extra, limits.get("own_processes", 0)) + 2
+    max_processes = limits["processes"] + min(extra_processes, limits.get("own_processes", 0)) + 2
     # Code may start processes faster than they can be listed: stop beyond the limit.
-    family = [worker, *islice(_descendants(worker), max_processes)]
-    if len(family) > max_processes or sum(map(_task_count, family)) > _task_limit(limits):
+    processes = [worker, *islice(_descendants(worker), max_processes)]
+    if len(processes) > max_processes or sum(map(_task_count, processes)) > _task_limit(limits):
         return TOO_MANY_PROCESSES
 
     shared_bytes = _scratch_bytes(scratch)
     if count_shared:
-        shared_bytes += _shared_bytes(family)
+        shared_bytes += _shared_bytes(processes)
     # The kernel enforces the limit for the private memory of a single process.
-    if len(family) > 2 or shared_bytes:
-        private_bytes = sum(_private_bytes(process) for process in family)
+    if len(processes) > 2 or shared_bytes:
+        private_bytes = sum(_private_bytes(process) for process in processes)
         if private_bytes + shared_bytes > limits["memory_gib"] * GIB:
             return TOO_MUCH_MEMORY
     return None
 
 
-def _end(worker: int) -> None:
+def _kill_worker(worker: int) -> None:
     """Kill the worker and every descendant, including those in other sessions."""
     # In a PID namespace the kernel kills all other processes when the first one ends.
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
-    end_descendants()
+    kill_descendants()
 
 
-def end_descendants() -> None:
+def kill_descendants() -> None:
     """Kill all descendants of this process.
 
     This process must be a subreaper, so that descendants whose parents end become its children.
@@ -607,7 +628,7 @@ def end_descendants() -> None:
             return
 
 
-def end_started_with(entry: str) -> None:
+def kill_processes_started_with(entry: str) -> None:
     """Kill each process that was started with the ``entry`` NAME=value in its environment."""
     killed: set[int] = set()
     # Repeat: processes may start others until they are killed.
@@ -619,6 +640,7 @@ def end_started_with(entry: str) -> None:
 
 
 def _processes_started_with(entry: bytes) -> Iterator[int]:
+    """Yield the numbers of the processes that have the ``entry`` NAME=value in their environment."""
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
@@ -656,20 +678,21 @@ def _scratch_bytes(scratch: int | None) -> int:
     """Return the bytes of temporary files in memory, including deleted files that are still open."""
     if scratch is None:
         return 0
-    size = os.fstatvfs(scratch)
-    return (size.f_blocks - size.f_bfree) * size.f_frsize
+    file_system = os.fstatvfs(scratch)
+    return (file_system.f_blocks - file_system.f_bfree) * file_system.f_frsize
 
 
-def _shared_bytes(family: Iterable[int]) -> int:
+def _shared_bytes(processes: Iterable[int]) -> int:
     """Return the size of shared mappings without a file, since the number of their used pages is unknown."""
-    # The largest end of the mappings of each shared memory, over all processes.
-    ends: dict[str, int] = {}
-    for process in family:
+    # Inode of each shared memory -> the largest end of its mappings, over all processes.
+    end_by_inode: dict[str, int] = {}
+    for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:
             for line in maps:
                 if "/dev/zero (deleted)" in line:
                     addresses, _, offset, _, inode, *_ = line.split()
                     first, last = (int(address, 16) for address in addresses.split("-"))
-                    ends[inode] = max(ends.get(inode, 0), int(offset, 16) + last - first)
+                    end = int(offset, 16) + last - first
+                    end_by_inode[inode] = max(end_by_inode.get(inode, 0), end)
 
-    return sum(ends.values())
+    return sum(end_by_inode.values())

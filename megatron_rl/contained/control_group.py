@@ -46,12 +46,12 @@ class ControlGroup:
 
         self._folders: dict[str, Path] = {}
         for controller, limits in limits_by_controller.items():
-            parent = _own_group(controller)
+            parent = _find_own_group(controller)
             if parent is None:
                 continue
 
-            _remove_abandoned(parent)
-            if _create(parent / name, limits):
+            _remove_abandoned_groups(parent)
+            if _create_group(parent / name, limits):
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
@@ -62,15 +62,15 @@ class ControlGroup:
             except OSError:
                 del self._folders[controller]
 
-    def went_over_memory(self) -> bool:
-        """Return whether the kernel killed a process because the group's memory was used up."""
+    def has_exceeded_memory(self) -> bool:
+        """Return whether the kernel has killed a process because the group's memory was used up."""
         if "memory" not in self._folders:
             return False
-        for file in _OOM_COUNTERS:
+        for counter_file in _OOM_COUNTERS:
             with contextlib.suppress(OSError, ValueError):
-                for line in (self._folders["memory"] / file).read_text().splitlines():
-                    name, _, count = line.partition(" ")
-                    if name == "oom_kill" and int(count):
+                for line in (self._folders["memory"] / counter_file).read_text().splitlines():
+                    name, _, kill_count = line.partition(" ")
+                    if name == "oom_kill" and int(kill_count):
                         return True
 
         return False
@@ -88,7 +88,7 @@ class ControlGroup:
                     time.sleep(_RETRY_SECONDS)
 
 
-def _remove_abandoned(parent: Path) -> None:
+def _remove_abandoned_groups(parent: Path) -> None:
     """Remove groups whose supervisor, the process in their name, was killed before it removed them."""
     for folder in parent.glob(f"{_NAME_PREFIX}*"):
         supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]
@@ -97,8 +97,11 @@ def _remove_abandoned(parent: Path) -> None:
                 folder.rmdir()
 
 
-def _create(folder: Path, limits: Mapping[str, int]) -> bool:
-    """Create a group and set the limits that its controller supports; return whether any was set."""
+def _create_group(folder: Path, limits: Mapping[str, int]) -> bool:
+    """Create a group and set the limits that its controller supports; return whether any was set.
+
+    ``limits``: name of a file of the group -> the limit to write to it.
+    """
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
@@ -106,19 +109,19 @@ def _create(folder: Path, limits: Mapping[str, int]) -> bool:
 
     # The kernel creates the files of a group. A file is absent if it belongs to the other version, or if its
     # controller is not enabled.
-    count = 0
-    for file, limit in limits.items():
-        with contextlib.suppress(OSError), open(folder / file, "r+") as opened:
-            opened.write(str(limit))
-            count += 1
+    set_count = 0
+    for limit_file, limit in limits.items():
+        with contextlib.suppress(OSError), open(folder / limit_file, "r+") as stream:
+            stream.write(str(limit))
+            set_count += 1
 
-    if not count:
+    if not set_count:
         with contextlib.suppress(OSError):
             folder.rmdir()
-    return count > 0
+    return set_count > 0
 
 
-def _own_group(controller: str) -> Path | None:
+def _find_own_group(controller: str) -> Path | None:
     """Return the folder of this process's group with a controller, or None if it cannot be written."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -129,6 +132,7 @@ def _own_group(controller: str) -> Path | None:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
+            # On machines with both versions, version 2 is mounted in the folder `unified`.
             for root in (_ROOT, _ROOT / "unified"):
                 folder = root / path.lstrip("/")
                 with contextlib.suppress(OSError):

@@ -142,68 +142,69 @@ _SCOPE_SIGNALS = 2
 _PATH_RULE = 1
 
 
-def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPORT) -> None:
-    """Refuse dangerous system calls from now on, and sockets of other families with the error ``refusal``.
+def filter_system_calls(socket_families: Sequence[int], socket_error: int = errno.EAFNOSUPPORT) -> None:
+    """Refuse dangerous system calls from now on, and sockets of families other than ``socket_families``.
 
-    Raises OSError if the kernel has no filters, or if there is no list of system calls for this machine.
+    Opening another socket fails with the error number ``socket_error``. Raises OSError if the kernel has no
+    filters, or if there is no list of system calls for this machine.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
-    column = list(_MACHINES).index(machine)
+    machine_column = list(_MACHINES).index(machine)
 
     program = [
         # A call for another machine, such as a 32-bit one, has other numbers.
-        _instruction(_LOAD, _MACHINE),
-        _instruction(_EQUAL, _MACHINES[machine], 1, 0),
-        _refuse(errno.ENOSYS),
-        _instruction(_LOAD, _NUMBER),
-        _instruction(_GREATER, _NEWEST, 0, 1),
-        _refuse(errno.ENOSYS),
+        _encode_instruction(_LOAD, _MACHINE),
+        _encode_instruction(_EQUAL, _MACHINES[machine], 1, 0),
+        _encode_refusal(errno.ENOSYS),
+        _encode_instruction(_LOAD, _NUMBER),
+        _encode_instruction(_GREATER, _NEWEST, 0, 1),
+        _encode_refusal(errno.ENOSYS),
         # The flags of clone3 are in memory, which a filter cannot read; programs fall back to clone.
-        *_if_equal(_CLONE3, [_refuse(errno.ENOSYS)]),
+        *_encode_if_equal(_CLONE3, [_encode_refusal(errno.ENOSYS)]),
     ]
 
     for numbers in _REFUSED.values():
-        number = numbers[column]
+        number = numbers[machine_column]
         if number is not None:
-            program += _if_equal(number, [_refuse(errno.EPERM)])
+            program += _encode_if_equal(number, [_encode_refusal(errno.EPERM)])
 
     # Calls of clone may start processes and threads, but not create namespaces.
-    new_namespace = [
-        _instruction(_LOAD, _FIRST_ARGUMENT),
-        _instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
-        _refuse(errno.EPERM),
-        _allow(),
+    clone_block = [
+        _encode_instruction(_LOAD, _FIRST_ARGUMENT),
+        _encode_instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
+        _encode_refusal(errno.EPERM),
+        _encode_allowance(),
     ]
-    program += _if_equal(_CLONE[column], new_namespace)
+    program += _encode_if_equal(_CLONE[machine_column], clone_block)
 
-    terminal = [_instruction(_LOAD, _SECOND_ARGUMENT)]
+    terminal_block = [_encode_instruction(_LOAD, _SECOND_ARGUMENT)]
     for request in (_TYPE_INTO_TERMINAL, _TERMINAL_SELECTION):
-        terminal += _if_equal(request, [_refuse(errno.EPERM)])
-    program += _if_equal(_IOCTL[column], [*terminal, _allow()])
+        terminal_block += _encode_if_equal(request, [_encode_refusal(errno.EPERM)])
+    program += _encode_if_equal(_IOCTL[machine_column], [*terminal_block, _encode_allowance()])
 
-    sockets = [_instruction(_LOAD, _FIRST_ARGUMENT)]
-    for family in families:
-        sockets += _if_equal(family, [_allow()])
-    program += _if_equal(_SOCKET[column], [*sockets, _refuse(refusal)])
-    program.append(_allow())
+    socket_block = [_encode_instruction(_LOAD, _FIRST_ARGUMENT)]
+    for socket_family in socket_families:
+        socket_block += _encode_if_equal(socket_family, [_encode_allowance()])
+    program += _encode_if_equal(_SOCKET[machine_column], [*socket_block, _encode_refusal(socket_error)])
+    program.append(_encode_allowance())
 
     # struct sock_fprog: number and address of the instructions, which must exist until the call returns.
     instructions = ctypes.create_string_buffer(b"".join(program))
-    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(instructions))
-    kernel.system_call("seccomp", _SET_MODE_FILTER, 0, packed)
+    program_header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(instructions))
+    kernel.system_call("seccomp", _SET_MODE_FILTER, 0, program_header)
 
 
-def families_of(*, network: bool, local: bool) -> list[int]:
+def allowed_socket_families(*, network: bool, local: bool) -> list[int]:
     """Return the socket families to allow: network families if ``network``, local sockets if ``local``."""
-    families: list[int] = []
+    socket_families: list[int] = []
     if network:
         # Name resolution and libraries that list network interfaces use netlink.
-        families += [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
+        socket_families += [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
     if local:
-        families.append(socket.AF_UNIX)
-    return families
+        socket_families.append(socket.AF_UNIX)
+    return socket_families
 
 
 def landlock_version() -> int:
@@ -218,7 +219,7 @@ def restrict_scope() -> bool:
     """Deny abstract sockets of other processes, and signals to them; return whether Landlock supports it."""
     if landlock_version() < SCOPES_SINCE:
         return False
-    _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
+    _apply_landlock_rules(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
     return True
 
 
@@ -237,19 +238,22 @@ def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
     scopes = 0
     if version >= SCOPES_SINCE:
         scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
-    _restrict(all_rights, scopes, rights_by_path)
+    _apply_landlock_rules(all_rights, scopes, rights_by_path)
 
 
-def _restrict(
-    rights: int,
-    scopes: int,
+def _apply_landlock_rules(
+    handled_rights: int,
+    refused_scopes: int,
     rights_by_path: dict[str, int],
 ) -> None:
-    """Refuse the ``rights`` to every path except as ``rights_by_path`` allows, and refuse the ``scopes``."""
+    """Refuse the ``handled_rights`` to every path except as ``rights_by_path`` allows.
+
+    ``refused_scopes`` are flags of abstract sockets and signals, 0 for none.
+    """
     # struct landlock_ruleset_attr; without scopes only its first field, since older kernels have no others.
-    attributes = struct.pack("QQQ", rights, 0, scopes)
-    size = len(attributes) if scopes else 8
-    ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    attributes = struct.pack("QQQ", handled_rights, 0, refused_scopes)
+    attributes_size = len(attributes) if refused_scopes else 8
+    ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, attributes_size, 0)
 
     try:
         for path, path_rights in rights_by_path.items():
@@ -257,10 +261,10 @@ def _restrict(
                 # A path that does not exist needs no right.
                 descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 try:
-                    allowed = path_rights
+                    allowed_rights = path_rights
                     if not os.path.isdir(path):
-                        allowed = path_rights & _FILE_RIGHTS & rights
-                    rule = struct.pack("=Qi", allowed, descriptor)
+                        allowed_rights = path_rights & _FILE_RIGHTS & handled_rights
+                    rule = struct.pack("=Qi", allowed_rights, descriptor)
                     kernel.system_call(kernel.LANDLOCK_ADD_RULE, ruleset, _PATH_RULE, rule, 0)
                 finally:
                     os.close(descriptor)
@@ -270,27 +274,29 @@ def _restrict(
         os.close(ruleset)
 
 
-def _instruction(
+def _encode_instruction(
     code: int,
     value: int,
-    when_true: int = 0,
-    when_false: int = 0,
+    skip_if_true: int = 0,
+    skip_if_false: int = 0,
 ) -> bytes:
     """Encode one instruction of a BPF filter.
 
-    After a comparison, ``when_true`` or ``when_false`` instructions are skipped.
+    After a comparison, the next ``skip_if_true`` or ``skip_if_false`` instructions are skipped.
     """
-    return struct.pack("HBBI", code, when_true, when_false, value)
+    return struct.pack("HBBI", code, skip_if_true, skip_if_false, value)
 
 
-def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
+def _encode_if_equal(value: int, block: list[bytes]) -> list[bytes]:
     """Encode instructions that skip ``block`` unless the loaded word is ``value``."""
-    return [_instruction(_EQUAL, value, 0, len(block)), *block]
+    return [_encode_instruction(_EQUAL, value, 0, len(block)), *block]
 
 
-def _refuse(error: int) -> bytes:
-    return _instruction(_RETURN, _ERROR | error)
+def _encode_refusal(error_number: int) -> bytes:
+    """Encode the instruction that makes the system call fail with an error number."""
+    return _encode_instruction(_RETURN, _ERROR | error_number)
 
 
-def _allow() -> bytes:
-    return _instruction(_RETURN, _ALLOW)
+def _encode_allowance() -> bytes:
+    """Encode the instruction that allows the system call."""
+    return _encode_instruction(_RETURN, _ALLOW)

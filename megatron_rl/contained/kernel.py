@@ -69,8 +69,8 @@ def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> in
     """Make a system call by its number, or by a name in `_BY_MACHINE`; names fail on other machines."""
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
-    converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _raise_if_failed(_libc.syscall(ctypes.c_long(number), *converted))
+    c_arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _raise_if_failed(_libc.syscall(ctypes.c_long(number), *c_arguments))
 
 
 def process_control(option: int, value: int) -> int:
@@ -78,9 +78,9 @@ def process_control(option: int, value: int) -> int:
     return _raise_if_failed(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
-def unshare(spaces: int) -> None:
-    """Move this process into new namespaces; a new PID namespace begins with its next child."""
-    _raise_if_failed(_libc.unshare(spaces))
+def unshare(namespaces: int) -> None:
+    """Move this process into new namespaces, given as flags; a PID namespace begins with the next child."""
+    _raise_if_failed(_libc.unshare(namespaces))
 
 
 def make_mounts_private() -> None:
@@ -89,20 +89,20 @@ def make_mounts_private() -> None:
 
 
 def mount(
-    kind: str,
+    file_system_type: str,
     target: str,
     attributes: int,
     options: str = "",
 ) -> None:
-    """Mount a new file system of a ``kind``, such as tmpfs, at the path ``target``."""
-    name = kind.encode()
+    """Mount a new file system of a type, such as tmpfs, at the path ``target``."""
+    encoded_type = file_system_type.encode()
     flags = ctypes.c_ulong(attributes)
-    _raise_if_failed(_libc.mount(name, os.fsencode(target), name, flags, options.encode()))
+    _raise_if_failed(_libc.mount(encoded_type, os.fsencode(target), encoded_type, flags, options.encode()))
 
 
-def new_file_system(kind: str, attributes: int, **options: str) -> int:
-    """Create a file system with fsopen and fsmount; return a descriptor of it for `attach`."""
-    context = system_call(OPEN_FILE_SYSTEM, kind.encode(), _CLOSE_ON_EXEC)
+def create_file_system(file_system_type: str, attributes: int, **options: str) -> int:
+    """Create a file system with fsopen and fsmount; return a descriptor of it for `attach_mounts`."""
+    context = system_call(OPEN_FILE_SYSTEM, file_system_type.encode(), _CLOSE_ON_EXEC)
     try:
         for name, value in options.items():
             system_call(CONFIGURE_FILE_SYSTEM, context, _SET_STRING, name.encode(), value.encode(), 0)
@@ -112,8 +112,8 @@ def new_file_system(kind: str, attributes: int, **options: str) -> int:
         os.close(context)
 
 
-def copy_of_tree(path: str) -> int:
-    """Clone the mounts at and below ``path`` with open_tree; return a descriptor of them for `attach`."""
+def clone_mounts(path: str) -> int:
+    """Clone the mounts at and below ``path`` with open_tree; return a descriptor for `attach_mounts`."""
     flags = os.O_CLOEXEC | _CLONE_TREE | _RECURSIVE
     return system_call(OPEN_TREE, _CURRENT_FOLDER, os.fsencode(path), flags)
 
@@ -121,35 +121,41 @@ def copy_of_tree(path: str) -> int:
 def set_mount_attributes(
     target: int | str,
     attributes: int,
-    owners: int = 0,
+    owner_namespace: int = 0,
     *,
     recursive: bool = True,
 ) -> None:
     """Set attributes of the mount at a descriptor or a path, and of all mounts below it.
 
-    With `MAP_OWNERS`, ``owners`` is the descriptor of a user namespace; files get the owners of its mapping.
+    With `MAP_OWNERS`, ``owner_namespace`` is the descriptor of a user namespace; files get the owners of its
+    mapping.
     """
     # struct mount_attr: attributes to set, attributes to clear, propagation, user namespace.
-    packed = struct.pack("QQQQ", attributes, 0, 0, owners)
+    packed_attributes = struct.pack("QQQQ", attributes, 0, 0, owner_namespace)
     flags = _EMPTY_PATH
     if recursive:
         flags |= _RECURSIVE
+
+    # A descriptor is the folder of an empty path; an absolute path needs no folder.
+    folder = _CURRENT_FOLDER
+    path = b""
     if isinstance(target, int):
-        system_call(SET_MOUNT_ATTRIBUTES, target, b"", flags, packed, len(packed))
+        folder = target
     else:
-        system_call(SET_MOUNT_ATTRIBUTES, _CURRENT_FOLDER, os.fsencode(target), flags, packed, len(packed))
+        path = os.fsencode(target)
+    system_call(SET_MOUNT_ATTRIBUTES, folder, path, flags, packed_attributes, len(packed_attributes))
 
 
-def attach(tree: int, target: str) -> None:
-    """Mount the tree of a descriptor at ``target``, and close the descriptor.
+def attach_mounts(descriptor: int, target: str) -> None:
+    """Mount the file system or the cloned mounts of a descriptor at ``target``, and close the descriptor.
 
     ``target`` must exist: a file for a file, a folder for a folder. The descriptor is closed because
     contained code must not have descriptors of these mounts, and may open only few files.
     """
     try:
-        system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
+        system_call(MOVE_MOUNT, descriptor, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
     finally:
-        os.close(tree)
+        os.close(descriptor)
 
 
 def unmount(path: str) -> None:

@@ -15,7 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_rl.contained import kernel
-from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible, links_to
+from megatron_rl.contained.visible import (
+    DEVICES,
+    NETWORK_SETTINGS,
+    SETTINGS,
+    SYSTEM,
+    VisiblePaths,
+    resolve_links,
+)
 
 MAX_SCRATCH_FILES = 2**18
 """Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
@@ -25,12 +32,12 @@ _SCRATCH = "/.scratch"
 """Folder of the temporary file system in the new root."""
 _EMPTY = "/.nothing"
 """Empty folder of the new root, which is mounted over hidden folders."""
-_FIXED = kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
+_FIXED_ATTRIBUTES = kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
 _PASSWD = "root:x:0:0::/:/bin/sh\nuser:x:{user}:{group}::{home}:/bin/sh\n"
 _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
-class Unreadable(Exception):
+class UnreadablePath(Exception):
     """Error for a visible path that the user of contained code cannot read, or cannot write if it should."""
 
 
@@ -62,18 +69,18 @@ class _Tree:
     """Descriptor of the copied mounts."""
     is_folder: bool
     """Whether a folder is at the path, not a file."""
-    hides: bool = False
+    hides_entries: bool = False
     """Whether entries of the folder whose names begin with a dot are hidden."""
 
 
-def new_scratch(size: int) -> int:
+def create_scratch(size: int) -> int:
     """Return the descriptor of a file system in memory for temporary files, of at most ``size`` bytes."""
     attributes = kernel.NO_SETUID | kernel.NO_DEVICES
-    return kernel.new_file_system("tmpfs", attributes, size=str(size), nr_inodes=str(MAX_SCRATCH_FILES))
+    return kernel.create_file_system("tmpfs", attributes, size=str(size), nr_inodes=str(MAX_SCRATCH_FILES))
 
 
 def change_root(
-    visible: Visible,
+    visible: VisiblePaths,
     scratch: int,
     owner: Owner,
     kernel_limits: Mapping[str, str],
@@ -84,35 +91,35 @@ def change_root(
 
     ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
     since some of its files are settings of the machine. Returns the reason why /proc shows the processes of
-    the whole machine, or None if it shows only the namespace's processes. Raises `Unreadable` before anything
-    has changed, and OSError if the kernel refuses a step.
+    the whole machine, or None if it shows only the namespace's processes. Raises `UnreadablePath` before
+    anything has changed, and OSError if the kernel refuses a step.
     """
     folder = os.getcwd()
 
     # Copy the trees of all visible paths. Only the user's own folders can be writable.
     links: dict[str, str] = {}
     settings = (*SETTINGS, *NETWORK_SETTINGS) if network else SETTINGS
-    system_trees = _trees([*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _FIXED)
-    device_trees = _trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
-    user_attributes = _FIXED
+    system_trees = _copy_trees([*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _FIXED_ATTRIBUTES)
+    device_trees = _copy_trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
+    user_attributes = _FIXED_ATTRIBUTES
     if visible.writable:
         user_attributes &= ~kernel.READ_ONLY
-    user_trees = _trees(visible.read, links, user_attributes, owner)
-    user_trees += _trees(visible.folders, links, user_attributes, owner, hides=True)
-    user_trees += _trees(visible.packages, links, _FIXED, owner)
+    user_trees = _copy_trees(visible.read, links, user_attributes, owner)
+    user_trees += _copy_trees(visible.folders, links, user_attributes, owner, hides_entries=True)
+    user_trees += _copy_trees(visible.packages, links, _FIXED_ATTRIBUTES, owner)
     kernel.make_mounts_private()
 
     # Assemble the new root, then enter it. If a step fails, the process remains in the old root.
-    root = kernel.new_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
-    kernel.attach(root, _STAGE)
+    root = kernel.create_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
+    kernel.attach_mounts(root, _STAGE)
     try:
         os.mkdir(_STAGE + _EMPTY, 0o555)
-        reason = _mount_proc(kernel_limits)
+        proc_reason = _mount_proc(kernel_limits)
         _attach_scratch(scratch, owner)
         _write_users(owner)
-        _attach_all([*system_trees, *device_trees], user_trees)
-        _make_links(links)
-        _make_terminals()
+        _attach_trees([*system_trees, *device_trees], user_trees)
+        _create_links(links)
+        _create_terminals()
         # Below a visible folder, which may be read-only, the current folder exists already.
         with contextlib.suppress(OSError):
             os.makedirs(_STAGE + folder, exist_ok=True)
@@ -130,40 +137,43 @@ def change_root(
     os.chdir("/")
     with contextlib.suppress(OSError):
         os.chdir(folder)
-    return reason
+    return proc_reason
 
 
-def _trees(
+def _copy_trees(
     paths: Iterable[str],
     links: dict[str, str],
     attributes: int,
     owner: Owner | None = None,
     *,
-    hides: bool = False,
+    hides_entries: bool = False,
 ) -> list[_Tree]:
     """Copy the mounts at ``paths`` and set their attributes; return the copies.
 
-    Symbolic links in the paths are added to ``links``, with their targets.
+    Symbolic links in the paths are added to ``links`` with their targets. ``owner`` is the user that must be
+    able to use the paths, or None for paths of the system. ``hides_entries``: whether entries of folders
+    whose names begin with a dot are hidden.
     """
-    trees: dict[str, _Tree] = {}
+    tree_by_path: dict[str, _Tree] = {}
     for path in paths:
-        path_links, real = links_to(path)
+        path_links, real_path = resolve_links(path)
         links.update(path_links)
-        if real == "/":
+        if real_path == "/":
             raise OSError(errno.EINVAL, "all of / cannot be a part of another root")
-        if real in trees or not os.path.exists(real):
+        if real_path in tree_by_path or not os.path.exists(real_path):
             continue
 
-        is_folder = os.path.isdir(real)
-        descriptor = kernel.copy_of_tree(real)
+        is_folder = os.path.isdir(real_path)
+        descriptor = kernel.clone_mounts(real_path)
         # A device that the user names must be usable, so it does not get NO_DEVICES.
-        is_device = owner is not None and not is_folder and not os.path.isfile(real)
-        _restrict(descriptor, real, kernel.NO_SETUID if is_device else attributes, owner)
-        trees[real] = _Tree(real, descriptor, is_folder, hides and is_folder)
-    return list(trees.values())
+        is_device = owner is not None and not is_folder and not os.path.isfile(real_path)
+        tree_attributes = kernel.NO_SETUID if is_device else attributes
+        _set_tree_attributes(descriptor, real_path, tree_attributes, owner)
+        tree_by_path[real_path] = _Tree(real_path, descriptor, is_folder, hides_entries and is_folder)
+    return list(tree_by_path.values())
 
 
-def _restrict(
+def _set_tree_attributes(
     descriptor: int,
     path: str,
     attributes: int,
@@ -180,11 +190,11 @@ def _restrict(
         kernel.set_mount_attributes(descriptor, attributes)
 
     # Without a mapping of owners, the files may appear to belong to a different user.
-    if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
-        raise Unreadable(path)
+    if owner is not None and owner.user != os.getuid() and not _can_access(descriptor, owner, attributes):
+        raise UnreadablePath(path)
 
 
-def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
+def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
     """Return whether ``owner`` may read a tree's root, and write it unless the attributes are read-only."""
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
@@ -198,40 +208,40 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 
     If the kernel refuses, mount the machine's /proc and return the reason.
     """
-    target = f"{_STAGE}/proc"
-    os.mkdir(target)
-    reason = None
+    proc_folder = f"{_STAGE}/proc"
+    os.mkdir(proc_folder)
+    refusal_reason = None
     try:
-        kernel.mount("proc", target, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS)
+        kernel.mount("proc", proc_folder, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS)
     except OSError as error:
         # The kernel refuses a new /proc in a container in which parts of /proc are hidden.
-        reason = str(error.strerror)
-        kernel.attach(kernel.copy_of_tree("/proc"), target)
+        refusal_reason = str(error.strerror)
+        kernel.attach_mounts(kernel.clone_mounts("/proc"), proc_folder)
     else:
         for path, value in kernel_limits.items():
             with contextlib.suppress(OSError), open(_STAGE + path, "w") as file:
                 file.write(value)
 
-    kernel.set_mount_attributes(target, _FIXED)
-    return reason
+    kernel.set_mount_attributes(proc_folder, _FIXED_ATTRIBUTES)
+    return refusal_reason
 
 
 def _attach_scratch(scratch: int, owner: Owner) -> None:
     """Mount /tmp, /dev/shm and the home folder from one file system, whose size limits them together."""
     os.mkdir(_STAGE + _SCRATCH)
-    kernel.attach(os.dup(scratch), _STAGE + _SCRATCH)
+    kernel.attach_mounts(os.dup(scratch), _STAGE + _SCRATCH)
 
     home = os.path.abspath(os.path.expanduser("~"))
-    for name, target in (("tmp", "/tmp"), ("shm", "/dev/shm"), ("home", home)):
-        if target == "/":
+    for name, mount_point in (("tmp", "/tmp"), ("shm", "/dev/shm"), ("home", home)):
+        if mount_point == "/":
             continue
-        source = f"{_STAGE}{_SCRATCH}/{name}"
-        os.mkdir(source)
-        os.chmod(source, 0o1777)
-        os.chown(source, owner.user, owner.group)
-        os.makedirs(_STAGE + target, exist_ok=True)
+        scratch_folder = f"{_STAGE}{_SCRATCH}/{name}"
+        os.mkdir(scratch_folder)
+        os.chmod(scratch_folder, 0o1777)
+        os.chown(scratch_folder, owner.user, owner.group)
+        os.makedirs(_STAGE + mount_point, exist_ok=True)
         # Mount a copy of the folder's mount, which has the same file system.
-        kernel.attach(kernel.copy_of_tree(source), _STAGE + target)
+        kernel.attach_mounts(kernel.clone_mounts(scratch_folder), _STAGE + mount_point)
 
     os.chmod(_STAGE + _SCRATCH, 0o700)
     os.mkdir(f"{_STAGE}/var")
@@ -248,7 +258,7 @@ def _write_users(owner: Owner) -> None:
             file.write(template.format(**values))
 
 
-def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
+def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     """Mount the trees at their paths, outer ones first.
 
     A tree inside another one is visible as its part, and is mounted again only if the outer tree hides it.
@@ -256,23 +266,26 @@ def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     attached: list[_Tree] = []
     user_paths = [tree.path for tree in user_trees]
     for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
+        # The attached tree that contains this one: of several, the one with the longest path.
         outer_trees = [outer for outer in attached if f"{tree.path}/".startswith(f"{outer.path}/")]
-        innermost = max(outer_trees, key=lambda outer: len(outer.path), default=None)
+        innermost_tree = max(outer_trees, key=lambda outer: len(outer.path), default=None)
 
-        if innermost is None or _is_hidden(tree.path, innermost):
-            _attach(tree)
+        if innermost_tree is None or _is_hidden(tree.path, innermost_tree):
+            _attach_tree(tree)
             attached.append(tree)
-            if tree.hides:
+            if tree.hides_entries:
                 _hide_entries(tree.path, user_paths)
         else:
             os.close(tree.descriptor)
 
 
 def _is_hidden(path: str, outer: _Tree) -> bool:
-    return outer.hides and path[len(outer.path) :].startswith("/.")
+    """Return whether a path in the tree ``outer`` is below an entry that this tree hides."""
+    return outer.hides_entries and path[len(outer.path) :].startswith("/.")
 
 
-def _attach(tree: _Tree) -> None:
+def _attach_tree(tree: _Tree) -> None:
+    """Mount a tree at its path in the new root, where an empty file or folder is made for it."""
     target = _STAGE + tree.path
     if tree.is_folder:
         os.makedirs(target, exist_ok=True)
@@ -280,7 +293,7 @@ def _attach(tree: _Tree) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         if not os.path.lexists(target):
             open(target, "x").close()
-    kernel.attach(tree.descriptor, target)
+    kernel.attach_mounts(tree.descriptor, target)
 
 
 def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
@@ -294,15 +307,16 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
             empty_file = f"{_STAGE}{_EMPTY}.file"
             if not os.path.exists(empty_file):
                 open(empty_file, "x").close()
-            kernel.attach(kernel.copy_of_tree(empty_file), _STAGE + path)
+            kernel.attach_mounts(kernel.clone_mounts(empty_file), _STAGE + path)
         elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
             # Mount an empty file system, in which the visible path below is mounted later.
-            kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
+            kernel.attach_mounts(kernel.create_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
         else:
-            kernel.attach(kernel.copy_of_tree(_STAGE + _EMPTY), _STAGE + path)
+            kernel.attach_mounts(kernel.clone_mounts(_STAGE + _EMPTY), _STAGE + path)
 
 
-def _make_links(links: Mapping[str, str]) -> None:
+def _create_links(links: Mapping[str, str]) -> None:
+    """Create symbolic links in the new root; ``links``: path of a link -> its target."""
     for link, link_target in links.items():
         # A link inside a visible folder exists already.
         with contextlib.suppress(OSError):
@@ -310,7 +324,7 @@ def _make_links(links: Mapping[str, str]) -> None:
             os.symlink(link_target, _STAGE + link)
 
 
-def _make_terminals() -> None:
+def _create_terminals() -> None:
     """Create the links of standard streams, and terminals of this root if the kernel allows them."""
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{_STAGE}/dev/{name}")

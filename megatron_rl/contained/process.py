@@ -33,8 +33,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_rl.contained.confinement import enter, isolate, supervise
-from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
+from megatron_rl.contained.confinement import confine_worker, isolate_process, supervise_worker
+from megatron_rl.contained.visible import VisiblePaths, allowed_environment, find_visible_paths
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import active_copies, execute_copies, load_module
 
@@ -61,7 +61,7 @@ LARGEST_MESSAGE = 4000
 LONGEST_LINE = 4096
 """Bytes after which a printed line without an end is written to the log."""
 
-_START = (
+_START_CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from megatron_rl.contained.process import main; main()"
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -105,7 +105,7 @@ class ContainedProcess:
     """The trainer's end of a contained process.
 
     Arguments:
-        serve: ``module:function`` that serves the requests in the process.
+        serving_function: ``module:function`` that serves the requests in the process.
         limits: a section of limits (`megatron_rl.config.sections.bounds.LimitsConfig`) as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code, whose folder is visible to the process.
 
@@ -115,7 +115,7 @@ class ContainedProcess:
 
     def __init__(
         self,
-        serve: str,
+        serving_function: str,
         limits: Mapping[str, Any],
         code: str = "",
     ) -> None:
@@ -125,10 +125,10 @@ class ContainedProcess:
 
         network = limits["network"]
         write = limits["write"]
-        visible = visible_paths(code, limits["read"], network=network, write=write)
-        arguments = [json.dumps(limits), json.dumps(asdict(visible))]
+        visible_paths = find_visible_paths(code, limits["read"], network=network, write=write)
+        arguments = [json.dumps(limits), json.dumps(asdict(visible_paths))]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, _PACKAGE_PARENT, serve, *arguments],
+            [sys.executable, "-P", "-c", _START_CODE, _PACKAGE_PARENT, serving_function, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,74 +170,74 @@ class ContainedProcess:
         """Queue a request. If the process has ended, reading the reply reports that."""
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
-    def load(self, spec: str, *arguments: Any) -> dict[str, Any]:
-        """Load ``spec`` in the process and return the process's first reply; raise LoadFailed if that fails.
+    def load(self, object_path: str, *arguments: Any) -> dict[str, Any]:
+        """Load ``object_path`` in the process and return the process's first reply, or raise LoadFailed.
 
-        ``arguments`` are sent to the serving function with ``spec``.
+        ``arguments`` are sent to the serving function with ``object_path``.
         """
         # The process imports modules by the trainer's search path; an empty entry is the current directory.
         search_path = [entry or os.getcwd() for entry in sys.path]
         if os.getcwd() not in search_path:
             search_path.append(os.getcwd())
-        self.send_request(((search_path, active_copies()), spec, *arguments))
+        self.send_request(((search_path, active_copies()), object_path, *arguments))
 
         deadline = time.monotonic() + LOAD_SECONDS
-        frames: list[dict[str, Any]] = []
+        replies: list[dict[str, Any]] = []
         try:
-            while not frames:
-                if not self.wait(max(0.0, deadline - time.monotonic())):
+            while not replies:
+                if not self.wait_for_output(max(0.0, deadline - time.monotonic())):
                     raise LoadFailed(f"still loading after {LOAD_SECONDS:g} s")
-                frames, is_open = self.frames()
-                if not is_open and not frames:
+                replies, is_open = self.read_replies()
+                if not is_open and not replies:
                     raise LoadFailed(f"its process ended with status {self.kill()} while loading it")
 
-            if frames[0].get("kind") != READY:
-                details = frames[0].get("details", "")
-                raise LoadFailed(str(frames[0].get("error")), str(details))
+            if replies[0].get("kind") != READY:
+                details = replies[0].get("details", "")
+                raise LoadFailed(str(replies[0].get("error")), str(details))
         except LoadFailed:
             self.kill()
             raise
-        return frames[0]
+        return replies[0]
 
-    def wait(self, time_limit: float) -> bool:
-        """Return whether output arrives, or the process ends, within ``time_limit`` seconds."""
+    def wait_for_output(self, time_limit: float) -> bool:
+        """Wait up to ``time_limit`` seconds; return whether output has arrived or the process has ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             return bool(selector.select(time_limit))
 
-    def frames(self) -> tuple[list[dict[str, Any]], bool]:
+    def read_replies(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete replies that have arrived, and whether the process's output is still open."""
         # Read everything in the pipe without blocking; an empty read means that the pipe was closed.
         while True:
             try:
-                data = os.read(self.replies, 1 << 16)
+                received_bytes = os.read(self.replies, 1 << 16)
             except BlockingIOError:
                 break
-            if not data:
+            if not received_bytes:
                 self._output_closed = True
                 break
-            self._buffer.extend(data)
+            self._buffer.extend(received_bytes)
 
-        frames: list[dict[str, Any]] = []
+        replies: list[dict[str, Any]] = []
         while len(self._buffer) >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer)
-            if size > LARGEST_FRAME:
-                self.protocol_error = f"the process announced an answer of {size} bytes"
+            (payload_bytes,) = HEADER.unpack_from(self._buffer)
+            if payload_bytes > LARGEST_FRAME:
+                self.protocol_error = f"the process announced an answer of {payload_bytes} bytes"
                 break
 
-            end = HEADER.size + size
+            end = HEADER.size + payload_bytes
             if len(self._buffer) < end:
                 break
             try:
-                frame = json.loads(self._buffer[HEADER.size : end])
+                reply = json.loads(self._buffer[HEADER.size : end])
             except (ValueError, RecursionError):
-                frame = None
+                reply = None
             del self._buffer[:end]
 
             # Every reply of contained code is decoded here, so surrogates are marked here once.
-            mark_unpaired_surrogates(frame)
-            frames.append(frame if isinstance(frame, dict) else {})
-        return frames, not self._output_closed
+            mark_unpaired_surrogates(reply)
+            replies.append(reply if isinstance(reply, dict) else {})
+        return replies, not self._output_closed
 
     def kill(self) -> int:
         """End the process and all processes that it started; return its exit status."""
@@ -276,6 +276,7 @@ def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _unenforced_protections(limits_json: str) -> tuple[str, ...]:
+    """Return the protections that this kernel does not enforce, for limits as JSON text."""
     process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
     try:
         return tuple(str(protection) for protection in process.load("").get("missing", ()))
@@ -293,13 +294,13 @@ def serve_nothing(
     requests.reply({"kind": READY, "missing": unenforced})
 
 
-class Holder(Protocol):
-    """Object, such as a reward worker, with a contained process that `kill_all` can end."""
+class ProcessHolder(Protocol):
+    """Object, such as a reward worker, with a contained process that `kill_processes` can end."""
 
     process: ContainedProcess
 
 
-def kill_all(holders: Iterable[Holder]) -> None:
+def kill_processes(holders: Iterable[ProcessHolder]) -> None:
     """End the contained process of each holder, with all processes that it started."""
     for holder in holders:
         holder.process.kill()
@@ -353,17 +354,18 @@ def escape_unprintable(text: str) -> str:
     return _escape(replace_surrogates(text), "\n\t")
 
 
-def _escape(text: str, allowed: str) -> str:
-    """Escape unprintable characters that are not in ``allowed``."""
+def _escape(text: str, allowed_characters: str) -> str:
+    """Return ``text`` with escapes in place of unprintable characters, except ``allowed_characters``."""
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in allowed else ascii(character)[1:-1]
+        character if character.isprintable() or character in allowed_characters else ascii(character)[1:-1]
         for character in text
     )
 
 
 def _write_frame(stream: IO[bytes], payload: bytes) -> None:
+    """Write one message to the stream: its length as header, then its bytes."""
     # Two writes: joining header and payload would copy a large payload.
     stream.write(HEADER.pack(len(payload)))
     stream.write(payload)
@@ -416,27 +418,27 @@ def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
     execute_copies(copies)
 
 
-def load_callable(spec: str) -> Any:
-    """Return the callable ``module:name`` or ``file.py:name``; raise the exceptions of the import."""
-    module, _, name = spec.rpartition(":")
-    value: Any = load_module(module)
+def load_callable(object_path: str) -> Any:
+    """Return the callable at ``module:name`` or ``file.py:name``; raise the exceptions of the import."""
+    module, _, name = object_path.rpartition(":")
+    loaded: Any = load_module(module)
     for attribute in name.split("."):
-        value = getattr(value, attribute)
-    if not callable(value):
-        raise TypeError(f"{name} is not callable but {type(value).__name__}")
-    return value
+        loaded = getattr(loaded, attribute)
+    if not callable(loaded):
+        raise TypeError(f"{name} is not callable but {type(loaded).__name__}")
+    return loaded
 
 
 def format_error(error: BaseException) -> str:
     """Return an exception's text with its last stack frames, and the limit that probably caused it."""
     formatted = "".join(traceback.format_exception(error, limit=-3))
-    lines = formatted.strip().split("\n")
+    formatted_lines = formatted.strip().split("\n")
     # Remove the lines of `^` and `~` that Python prints below code.
-    text = "\n".join(line for line in lines if not line or line.strip(" ^~"))
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in _LIMIT_BY_ERRNO:
+    text = "\n".join(line for line in formatted_lines if not line or line.strip(" ^~"))
+    error_number = error.errno if isinstance(error, OSError) else None
+    if error_number not in _LIMIT_BY_ERRNO:
         return text
-    return f"{text}\n({_LIMIT_BY_ERRNO[number]})"
+    return f"{text}\n({_LIMIT_BY_ERRNO[error_number]})"
 
 
 def main() -> None:
@@ -446,14 +448,14 @@ def main() -> None:
     """
     trainer = os.getppid()
     limits = json.loads(sys.argv[2])
-    isolation = isolate(limits, Visible(**json.loads(sys.argv[3])))
+    isolation = isolate_process(limits, VisiblePaths(**json.loads(sys.argv[3])))
     worker = os.fork()
     if worker:
         # Close the pipes: while they are open here, the trainer would not notice that the worker has ended.
         os.close(0)
         os.close(1)
-        os._exit(supervise(worker, trainer, limits, isolation))
-    unenforced = enter(limits, isolation)
+        os._exit(supervise_worker(worker, trainer, limits, isolation))
+    unenforced = confine_worker(limits, isolation)
 
     # Programs that the code starts do not inherit the duplicated descriptors. The code's standard output is
     # redirected to standard error, since the original one is only for replies.

@@ -84,7 +84,7 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisiblePaths:
     """Absolute paths that are visible to contained code, by the reason why they are."""
 
     packages: tuple[str, ...]
@@ -109,7 +109,7 @@ def allowed_environment(
         >>> allowed_environment({"OMP_NUM_THREADS": "1", "GH_PAT": "x", "MINE": "y"}, ["MINE"])
         {'OMP_NUM_THREADS': '1', 'MINE': 'y'}
     """
-    allowed = {}
+    allowed_variables = {}
     for name, value in environment.items():
         is_listed = name in VARIABLES or name.startswith(PREFIXES)
         if network:
@@ -117,25 +117,25 @@ def allowed_environment(
             is_listed = is_listed or name in CERTIFICATES or (name in PROXIES and "@" not in value)
 
         if name in names or (is_listed and not is_secret(name)):
-            allowed[name] = value
-    return allowed
+            allowed_variables[name] = value
+    return allowed_variables
 
 
-def visible_paths(
+def find_visible_paths(
     code: str,
-    read: Sequence[str] = (),
+    read_paths: Sequence[str] = (),
     *,
     network: bool = False,
     write: bool = False,
-) -> Visible:
+) -> VisiblePaths:
     """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
 
-    ``read`` are the paths that the user names. With ``write`` the current folder is visible too, even if it
-    is shared.
+    ``read_paths`` are the paths that the user names. With ``write`` the current folder is visible too, even
+    if it is shared.
     """
-    packages = [*_interpreter(), *_programs()]
+    package_paths = [*_interpreter_paths(), *_program_folders()]
     if network:
-        packages += [os.environ[name] for name in CERTIFICATES if os.environ.get(name)]
+        package_paths += [os.environ[name] for name in CERTIFICATES if os.environ.get(name)]
 
     # Modules are imported from the search path and from the folder of the code's own file.
     folders = [entry or os.getcwd() for entry in sys.path]
@@ -143,62 +143,70 @@ def visible_paths(
     module = code.rpartition(":")[0]
     if module.endswith(".py"):
         folders.append(os.path.dirname(os.path.abspath(module)))
-    importable = [path for folder in folders for path in _import_paths(folder)]
-    importable += _editable_packages()
+    importable_paths: list[str] = []
+    for folder in folders:
+        importable_paths += _import_paths(folder)
+    importable_paths += _editable_packages()
     if write and os.getcwd() != "/":
-        importable.append(os.getcwd())
+        importable_paths.append(os.getcwd())
 
-    user_paths = [os.path.abspath(os.path.expanduser(path)) for path in read]
-    return Visible(_existing_paths(packages), _existing_paths(importable), _existing_paths(user_paths), write)
+    user_paths = [os.path.abspath(os.path.expanduser(path)) for path in read_paths]
+    return VisiblePaths(
+        packages=_existing_paths(package_paths),
+        folders=_existing_paths(importable_paths),
+        read=_existing_paths(user_paths),
+        writable=write,
+    )
 
 
 def is_shared(folder: str) -> bool:
     """Return whether several programs share a folder: `/`, `/tmp` and others, a home, or a parent of one."""
-    path = os.path.realpath(folder)
-    homes = {os.path.realpath(os.path.expanduser("~"))}
+    real_path = os.path.realpath(folder)
+    home_folders = {os.path.realpath(os.path.expanduser("~"))}
     # In a container the user may have no entry in the user database.
     with contextlib.suppress(KeyError):
-        homes.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
-    if path in _SHARED_FOLDERS or os.path.dirname(path) == "/home":
+        home_folders.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
+    if real_path in _SHARED_FOLDERS or os.path.dirname(real_path) == "/home":
         return True
-    return any(home == path or home.startswith(f"{path}/") for home in homes)
+    return any(home == real_path or home.startswith(f"{real_path}/") for home in home_folders)
 
 
-def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
+def resolve_links(path: str) -> tuple[list[tuple[str, str]], str]:
     """Return the symbolic links in an absolute path, each with its target, and the real path."""
     links: list[tuple[str, str]] = []
     # Components that are not resolved yet, the next one last.
     components = _reversed_components(path)
-    real = "/"
+    real_path = "/"
     while components:
         component = components.pop()
         if component == ".":
             continue
         if component == "..":
-            real = os.path.dirname(real)
+            real_path = os.path.dirname(real_path)
             continue
 
-        step = os.path.join(real, component)
-        if not os.path.islink(step) or len(links) == _MAX_LINKS:
-            real = step
+        component_path = os.path.join(real_path, component)
+        if not os.path.islink(component_path) or len(links) == _MAX_LINKS:
+            real_path = component_path
             continue
 
-        target = os.readlink(step)
-        links.append((step, target))
+        target = os.readlink(component_path)
+        links.append((component_path, target))
         if target.startswith("/"):
-            real = "/"
+            real_path = "/"
         components += _reversed_components(target)
-    return links, real
+    return links, real_path
 
 
 def _reversed_components(path: str) -> list[str]:
+    """Return the components of a path, the last one first."""
     return [component for component in reversed(path.split("/")) if component]
 
 
-def _interpreter() -> Iterator[str]:
-    """Yield the folders of this process's Python installation.
+def _interpreter_paths() -> Iterator[str]:
+    """Yield the files and folders of this process's Python installation.
 
-    Of a folder that several programs share (`is_shared`), only Python's parts.
+    Of a folder that several programs share (`is_shared`), these are only Python's parts.
     """
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
@@ -208,7 +216,8 @@ def _interpreter() -> Iterator[str]:
         else:
             yield prefix
 
-    # Libraries of the interpreter may be anywhere, as with a cluster's modules or environments of Conda.
+    # Libraries of the interpreter may be anywhere, as with a cluster's modules or environments of Conda. The
+    # mappings of this process name those that it has loaded.
     folders: set[str] = set()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -221,7 +230,7 @@ def _interpreter() -> Iterator[str]:
             yield folder
 
 
-def _programs() -> Iterator[str]:
+def _program_folders() -> Iterator[str]:
     """Yield the folders of programs and libraries that the environment names, except those in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
@@ -231,9 +240,9 @@ def _programs() -> Iterator[str]:
 
 def _is_in_home(folder: str) -> bool:
     """Return whether a folder is below a home, /tmp or /run, where users store their own files."""
-    path = os.path.realpath(folder)
-    roots = ("/root", "/home", "/tmp", "/run", os.path.realpath(os.path.expanduser("~")))
-    return any(path.startswith(f"{root}/") for root in roots if root != "/")
+    real_path = os.path.realpath(folder)
+    user_folders = ("/root", "/home", "/tmp", "/run", os.path.realpath(os.path.expanduser("~")))
+    return any(real_path.startswith(f"{root}/") for root in user_folders if root != "/")
 
 
 def _import_paths(folder: str) -> Iterator[str]:

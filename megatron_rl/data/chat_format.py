@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, renderer_of
+from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, get_renderer
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def _has_thoughts(message: Message) -> bool:
 def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
     """Return ``text`` up to and including the first of its trailing end tokens, or None if it has none.
 
-    Whitespace after and between these tokens is not part of the response.
+    ``ends`` are the texts of the tokens that end responses. Whitespace after and between these tokens is not
+    part of the response.
 
     Example:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
@@ -151,7 +152,7 @@ class ConversationText:
         # Longest first, since one end token may be a prefix of another.
         self.ends = sorted(ends, key=len, reverse=True)
 
-    def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
+    def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages as text, followed by the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
@@ -170,27 +171,28 @@ class ConversationText:
                 {"role": "user", "content": "e"},
             ],
         )
-        tails = {self.tail(_FOLLOW_UP)}
+        tails = {self.render_tail(_FOLLOW_UP)}
         for history in histories:
             with suppress(UserError):  # a template may reject some roles
-                tails.add(self.tail(_FOLLOW_UP, history))
+                tails.add(self.render_tail(_FOLLOW_UP, history))
         if len(tails) > 1:
             raise _template_error("the text after a turn depends on the earlier messages", sorted(tails))
         self._has_steady_tails = True
 
-    def tail(self, new: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
-        """Return the text from the end of a turn after ``history`` to the start of the next turn.
+    def render_tail(self, new_messages: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
+        """Return the text between two turns of the assistant, of which the first follows ``history``.
 
-        It contains the messages ``new``. Raises UserError if the template omits the content of one.
+        It contains ``new_messages``, such as the user's or a tool's. Raises UserError if the template omits
+        the content of one.
         """
-        tail = self._after_sentinel([*history, _SENTINEL_TURN, *new])
-        for index, message in enumerate(new):
+        tail = self._after_sentinel([*history, _SENTINEL_TURN, *new_messages])
+        for index, message in enumerate(new_messages):
             if str(message.get("content") or "").strip() in tail:
                 continue
 
             # The template may write the content in another form, such as escaped. It omits the content if
             # the rendered text is equal for another content.
-            changed_messages = list(new)
+            changed_messages = list(new_messages)
             changed_messages[index] = {**message, "content": "?"}
             if self._after_sentinel([*history, _SENTINEL_TURN, *changed_messages]) == tail:
                 raise _template_error(
@@ -206,14 +208,14 @@ class ConversationText:
         from the turn to the end of the next question.
         """
         with suppress(UserError):
-            close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], opens=False)
+            close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], add_generation_prompt=False)
             if close.strip():
                 return close
             return self._after_sentinel([*_QUESTION, _SENTINEL_TURN, *_FOLLOW_UP])
         return None
 
     @cached_property
-    def lead(self) -> str:
+    def leading_whitespace(self) -> str:
         """Whitespace that the template writes between the opening of a turn and its text."""
         with suppress(UserError):
             opening, conversation = self._render(
@@ -224,20 +226,23 @@ class ConversationText:
             if not before_turn.startswith(opening):
                 return ""
 
-            lead = before_turn[len(opening) :]
-            return "" if lead.strip() else lead
+            whitespace = before_turn[len(opening) :]
+            return "" if whitespace.strip() else whitespace
         return ""
 
     @cached_property
     def opening(self) -> str:
         """Text that opens the assistant's turn, or "" for a template that writes none."""
         with suppress(UserError):
-            closed, opened = self._render(Rendering(_QUESTION, None, False), Rendering(_QUESTION))
-            if opened.startswith(closed):
-                return opened[len(closed) :]
+            without_opening, with_opening = self._render(
+                Rendering(_QUESTION, None, add_generation_prompt=False),
+                Rendering(_QUESTION),
+            )
+            if with_opening.startswith(without_opening):
+                return with_opening[len(without_opening) :]
         return ""
 
-    def response(self, text: str) -> str:
+    def format_response(self, text: str) -> str:
         """Return a response that is given as text in the form in which the template writes a turn.
 
         A repeated opening of the turn and a repeated BOS are removed, missing leading whitespace is added,
@@ -252,18 +257,19 @@ class ConversationText:
             text = text.removeprefix(bos)  # the prompt begins with it
 
         if text and not text[0].isspace():
-            text = self.lead + text
+            text = self.leading_whitespace + text
         return cut_at_end(text, self.ends) or text + self._turn_end
 
-    def trained_conversation(
+    def split_turns(
         self,
         prompt_messages: Sequence[Message],
         response_messages: Sequence[Message],
         tools: Any,
     ) -> TrainedConversation:
-        """Return the conversation in which the assistant's messages of ``response_messages`` are trained on.
+        """Render a conversation, and split it into the assistant's turns and the texts between them.
 
-        ``response_messages`` begins and ends with a turn of the assistant.
+        The assistant's messages of ``response_messages`` are trained on. ``response_messages`` begins and
+        ends with a turn of the assistant.
         """
         turn_indices = [
             index for index, message in enumerate(response_messages) if message["role"] == "assistant"
@@ -282,7 +288,7 @@ class ConversationText:
                 Rendering([*history, message], tools, False),
             )
             prompt = prompt or opening
-            turn = self._turn(message, history, tools, opening, conversation)
+            turn = self._extract_turn(message, history, tools, opening, conversation)
 
             if number + 1 == len(turn_indices):
                 has_end = cut_at_end(turn, self.ends) is not None
@@ -293,11 +299,12 @@ class ConversationText:
             # write empty thoughts only into the last turn. A turn with thoughts keeps them, although the
             # template omits them once later turns follow.
             next_index = turn_indices[number + 1]
-            tail = self.tail(response_messages[index + 1 : next_index], history)
-            (later,) = self._render(Rendering([*prompt_messages, *response_messages[:next_index]], tools))
-            is_steady = later.startswith(opening) and later.endswith(tail)
+            tail = self.render_tail(response_messages[index + 1 : next_index], history)
+            later_history = [*prompt_messages, *response_messages[:next_index]]
+            (later_text,) = self._render(Rendering(later_history, tools))
+            is_steady = later_text.startswith(opening) and later_text.endswith(tail)
             if is_steady and not _has_thoughts(message):
-                turn = later[len(opening) : len(later) - len(tail)]
+                turn = later_text[len(opening) : len(later_text) - len(tail)]
 
             # An end token before the next message is part of the turn: the policy samples it.
             end = leading_end(tail, self.ends)
@@ -315,7 +322,7 @@ class ConversationText:
         """Whitespace and end token that the template writes after a turn, or "" without an end token."""
         return leading_end(self.after_turn or "", self.ends)
 
-    def _turn(
+    def _extract_turn(
         self,
         message: Message,
         history: Sequence[Message],
@@ -342,7 +349,7 @@ class ConversationText:
             turn = conversation[len(opening) :]
             if cut := cut_at_end(turn, self.ends):
                 return cut
-            close = self._after_sentinel([*history, _SENTINEL_TURN], tools, opens=False)
+            close = self._after_sentinel([*history, _SENTINEL_TURN], tools, add_generation_prompt=False)
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
 
@@ -352,12 +359,18 @@ class ConversationText:
             return cut_at_end(content, self.ends) or content
         raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
 
-    def _after_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
-        """Return the text after the sentinel in the rendered ``messages``.
+    def _after_sentinel(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text after `SENTINEL`, the content of an artificial turn, in the rendered ``messages``.
 
-        ``opens``: whether the next turn is opened. Raises UserError unless the sentinel occurs exactly once.
+        ``add_generation_prompt``: whether the template opens the next turn at the end of the text. Raises
+        UserError unless the sentinel occurs exactly once.
         """
-        (text,) = self._render(Rendering(messages, tools, opens))
+        (text,) = self._render(Rendering(messages, tools, add_generation_prompt))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
             raise _template_error("it does not show a turn exactly once", [text])
@@ -423,33 +436,38 @@ def find_turn_end(
     return TurnEnd(close, int(ids[0]))
 
 
-def turn_end_mismatch(
-    end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
+def unnamed_turn_end_warning(
+    turn_end: TurnEnd | None,
+    end_ids: Sequence[int],
+    end_names: str,
+    model_path: str,
 ) -> UserError | None:
     """Return a warning if the template ends turns with a token that is not an end in the model's files.
 
-    ``ends`` are the tokens that the files define as ends of responses, and ``end_texts`` their texts.
+    ``turn_end`` is the text that the template writes at the end of a turn. ``end_ids`` are the tokens that
+    the files define as ends of responses, and ``end_names`` lists their texts for the warning. Returns None
+    if the template's token is one of them, or if ``turn_end`` is None.
     """
-    if end is None or end.token in ends:
+    if turn_end is None or turn_end.token in end_ids:
         return None
 
-    if end.token is None:
+    if turn_end.token is None:
         return UserError(
             "the chat template ends turns without an end token",
             where="model.path",
-            expected=f"one of the tokens that end responses ({end_texts}) after each turn of the assistant",
-            got=repr(end.text[:40]) if end.text else "nothing",
-            fix=f"none is needed for a model that learned to write {end_texts} there; for another one give "
+            expected=f"one of the tokens that end responses ({end_names}) after each turn of the assistant",
+            got=repr(turn_end.text[:40]) if turn_end.text else "nothing",
+            fix=f"none is needed for a model that learned to write {end_names} there; for another one give "
             "the tokenizer a chat_template whose turns end with such a token",
         )
 
-    token = end.text.split("\n")[0].strip()[:40]
+    token = turn_end.text.split("\n")[0].strip()[:40]
     return UserError(
         f"the chat template ends turns with {token}, which the model's files do not name as an end",
         where="model.path",
-        expected=f"one of the tokens that end responses there: {end_texts}",
-        got=f"{token} (id {end.token}); responses to prompts of the template end there, too",
-        fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, so that other "
+        expected=f"one of the tokens that end responses there: {end_names}",
+        got=f"{token} (id {turn_end.token}); responses to prompts of the template end there, too",
+        fix=f"add {turn_end.token} to eos_token_id in {model_path}/generation_config.json, so that other "
         "programs end responses there, too",
     )
 
@@ -481,15 +499,16 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
     return tuple(dict.fromkeys(ids))
 
 
-def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
+def listed_end_ids(model_folder: Path, added_ids: Collection[int]) -> list[int]:
     """Return the ids of end tokens in the ``eos_token_id`` of a model's files.
 
-    ``added_ids``: ids of the tokenizer's added tokens.
+    ``added_ids`` are the ids of the tokenizer's added tokens. Only these are read from config.json, whose
+    value is often a library default.
     """
-    ids = _eos_token_ids(model / "generation_config.json")
+    ids = _eos_token_ids(model_folder / "generation_config.json")
     if ids:
         return ids
-    return [number for number in _eos_token_ids(model / "config.json") if number in added_ids]
+    return [token_id for token_id in _eos_token_ids(model_folder / "config.json") if token_id in added_ids]
 
 
 def _eos_token_ids(file: Path) -> list[int]:
@@ -509,7 +528,7 @@ def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str
         return set()
 
     try:
-        text = renderer.render(_CONVERSATION, opens=False)
+        text = renderer.render(_CONVERSATION, add_generation_prompt=False)
     except RenderRefused:
         return set()
     return {token for token in added_texts if token and token in text}
@@ -527,7 +546,7 @@ class VisibleText:
         self._tokenizer: Any = tokenizer
 
     @cached_property
-    def hidden(self) -> frozenset[int]:
+    def hidden_tokens(self) -> frozenset[int]:
         """Ids of the tokens that only delimit a turn, which are omitted from the text."""
         # Tokens that end responses, and tokens with a named purpose such as BOS.
         tokenizer = self._tokenizer
@@ -539,20 +558,25 @@ class VisibleText:
 
         # Tokens that the template writes around messages.
         added_texts = added_tokens(tokenizer)
-        delimiters = template_tokens(renderer_of(tokenizer), added_texts.values())
-        ids.update(token_id for token_id, text in added_texts.items() if text in delimiters)
+        delimiters = template_tokens(get_renderer(tokenizer), added_texts.values())
+        for token_id, text in added_texts.items():
+            if text in delimiters:
+                ids.add(token_id)
         return frozenset(ids)
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
         """Decode the visible tokens of one response to text."""
-        return self._tokenizer.decode([token for token in tokens if token not in self.hidden])
+        return self._tokenizer.decode([token for token in tokens if token not in self.hidden_tokens])
 
-    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    def decode_all(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Decode the visible tokens of each response (``rows`` of token ids) to text."""
         if not rows:
             return []
-        hidden = self.hidden
-        return self._tokenizer.batch_decode([[token for token in row if token not in hidden] for row in rows])
+        hidden_tokens = self.hidden_tokens
+        visible_rows: list[list[int]] = []
+        for row in rows:
+            visible_rows.append([token for token in row if token not in hidden_tokens])
+        return self._tokenizer.batch_decode(visible_rows)
 
 
 # Tokens
@@ -590,7 +614,7 @@ def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
 class ChatFormat(Protocol):
     """Tokens of prompts, and of the text between a turn of the policy and the next."""
 
-    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """Return the tokens of a prompt of ``messages`` and ``tools``; raises UserError for invalid ones."""
         ...
 
@@ -602,8 +626,8 @@ class ChatFormat(Protocol):
         """
         ...
 
-    def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return the text of a response as `VisibleText` does, or with ``special`` that of all tokens."""
+    def decode(self, tokens: Sequence[int], with_special_tokens: bool = False) -> str:
+        """Decode a response as `VisibleText` does, or all its tokens if ``with_special_tokens``."""
         ...
 
 
@@ -614,7 +638,7 @@ class PlainText:
         self._tokenizer: Any = tokenizer
         self._visible = VisibleText(tokenizer)
 
-    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """Return the tokens of the concatenated contents of ``messages``; raises UserError for tools."""
         if tools:
             raise _template_error("it cannot render tools", ["prompts without a chat template"])
@@ -627,11 +651,11 @@ class PlainText:
         text = "".join(message["content"] for message in messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """See `ChatFormat.text`."""
-        if special:
+    def decode(self, tokens: Sequence[int], with_special_tokens: bool = False) -> str:
+        """See `ChatFormat.decode`."""
+        if with_special_tokens:
             return self._tokenizer.decode(list(tokens))
-        return self._visible.text(tokens)
+        return self._visible.decode(tokens)
 
 
 class ChatTemplate(PlainText):
@@ -643,7 +667,7 @@ class ChatTemplate(PlainText):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
-        renderer = renderer_of(tokenizer)
+        renderer = get_renderer(tokenizer)
         if renderer is None:
             raise _template_error(
                 "the tokenizer has no chat template", ["a tokenizer without a chat template"]
@@ -651,9 +675,9 @@ class ChatTemplate(PlainText):
         self._conversation_text = ConversationText(renderer)
         self._conversation_text.require_steady_tails()
 
-    def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """Return the tokens of the prompt that the template renders, with the assistant's turn opened."""
-        text = self._conversation_text.prompt(messages, tools)
+        text = self._conversation_text.render_prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
@@ -661,7 +685,7 @@ class ChatTemplate(PlainText):
 
         See `ChatFormat.encode_between_turns`.
         """
-        tail = self._conversation_text.tail(messages)
+        tail = self._conversation_text.render_tail(messages)
         tokens = self._tokenizer.encode(tail, add_special_tokens=False)
         if stop_token not in tokens:
             return tokens
@@ -685,7 +709,7 @@ class ChatFormats:
         self.tokenizer = tokenizer
 
     @cached_property
-    def opened(self) -> ChatFormat:
+    def environment_format(self) -> ChatFormat:
         """Format of conversations that an environment opens: the chat template if there is one, else text.
 
         The template is used even if the prompts of the data are text, since an environment supplies messages.

@@ -21,15 +21,15 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rewards import JudgeConfig
 from megatron_rl.data.messages import (
-    read_responses,
     require_fields,
     require_last_answer,
     require_prompt,
     require_responses,
     require_template_for,
+    split_responses,
     with_nested_fields,
 )
-from megatron_rl.data.records import Record, require_characters
+from megatron_rl.data.records import Record, require_encodable_text
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.user_code import find_module
 
@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Settings of the code or model that reads a record's fields other than the prompt.
+    """Configuration keys that consume the fields of a record other than its prompt.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -109,15 +109,18 @@ def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Co
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
     """
-    readers = dict(_readers(config, evaluation_set))
+    readers = dict(_find_readers(config, evaluation_set))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
-def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
-    """Yield which field each setting's code reads: (``ground_truth`` or ``metadata``, setting) pairs."""
+def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
+    """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
+
+    ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
+    """
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
-        for name, function in set_config.functions().items():
+        for name, function in set_config.user_functions().items():
             yield from _read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
     # An evaluation set without a separate reward uses the run's.
@@ -128,7 +131,7 @@ def _readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[st
 
 
 def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield which field each reward of the run reads: (field, setting) pairs."""
+    """Yield which fields of a record each reward of the run reads: pairs (field, setting)."""
     reward = config.reward
     if reward.function is not None:
         yield from _read_by_code(reward.function, "reward.function")
@@ -142,7 +145,7 @@ def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
-    """Yield which field a judge's template and parser read: (field, setting) pairs."""
+    """Yield which fields of a record a judge's template and parser read: pairs (field, setting)."""
     key = "reward.judge.template"
     if "{" not in judge.template:
         yield from _read_by_code(judge.template, key)
@@ -153,9 +156,10 @@ def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield which field a user's function or class reads: (field, setting) pairs.
+    """Yield which fields of a record a user's function or class may read: pairs (field, setting).
 
-    The file of the code is searched for the name of the field, and not imported.
+    ``spec`` is the path of the code, ``file.py:name`` or ``module:name``, and ``key`` its setting. The file
+    is searched for the name of the field, and not imported.
     """
     yield _METADATA, key
 
@@ -186,7 +190,7 @@ class RecordReader:
     responses: Mapping[str, str] = field(default_factory=dict[str, str])
     """Field of responses -> setting that names the field; empty for data whose responses are sampled."""
     every_turn: bool = False
-    """Whether all turns of a conversation are trained on, or only the last; see `read_responses`."""
+    """Whether all turns of a conversation are trained on, or only the last; see `split_responses`."""
     consumers: Consumers = REWARDED
     """Settings that read the fields other than prompt and responses."""
     template: str | None = None
@@ -212,14 +216,14 @@ class RecordReader:
         self._note_unread_fields(values, record.where)
         for name in (data.prompt_field, *responses):
             if values.get(name) is not None:
-                values[name] = self._text_or_messages(values[name], name, record)
+                values[name] = self._read_text_or_messages(values[name], name, record)
         if data.tools_field is not None and values.get(data.tools_field) is not None:
-            values[data.tools_field] = self._tools(values[data.tools_field], record)
+            values[data.tools_field] = self._read_tools(values[data.tools_field], record)
         record = replace(record, values=values)
 
         # Split before the rules: splitting may create the field of a response from the prompt's messages.
         if responses:
-            record = read_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
+            record = split_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
 
         # First require the fields, then validate their values.
         self._require_fields(record)
@@ -231,7 +235,7 @@ class RecordReader:
         if not isinstance(record.values[data.prompt_field], str):
             # Messages parsed from JSON text in a field may contain invalid escapes that the record's parser
             # could not detect.
-            require_characters(record.values, f"{record.where} ({self.setting})")
+            require_encodable_text(record.values, f"{record.where} ({self.setting})")
         return record
 
     def remarks(self) -> Iterator[UserError]:
@@ -239,14 +243,14 @@ class RecordReader:
         if self._unread_fields:
             yield self._unread_fields_warning()
         if self._unread_keys:
-            yield self._warning_of(
+            yield self._names_warning(
                 "keys of messages that nothing reads",
                 self._unread_keys,
                 expected="role and content, and keys that the chat template names",
                 fix="remove the keys if they are not needed, or give the model a chat template that has them",
             )
         if self._null_arguments:
-            yield self._warning_of(
+            yield self._names_warning(
                 "arguments of calls that are null, which the model reads and learns",
                 self._null_arguments,
                 expected="arguments that the call has",
@@ -257,7 +261,7 @@ class RecordReader:
         """Return the warnings of `remarks` for the console, one line each."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
-    def _warning_of(
+    def _names_warning(
         self,
         message: str,
         first_records: Mapping[str, str],
@@ -265,7 +269,7 @@ class RecordReader:
         expected: str,
         fix: str,
     ) -> UserError:
-        """Return a warning about names; ``first_records`` maps each to the first record that has it."""
+        """Return a warning that lists names; ``first_records`` maps each name to the first record with it."""
         return UserError(
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,
@@ -314,7 +318,7 @@ class RecordReader:
         )
 
     def _require_question(self, record: Record) -> None:
-        """Raise UserError for a prompt that ends with the assistant's turn, since the response is another."""
+        """Raise UserError for a prompt that ends with the assistant's turn, as a response would follow it."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
             return
@@ -332,14 +336,15 @@ class RecordReader:
 
     # Prompts and responses
 
-    def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
+    def _read_text_or_messages(self, value: Any, name: str, record: Record) -> Any:
         """Convert a prompt or response to text or normalised messages; return any other value unchanged."""
         # The value may be JSON text of messages. Without the template, any text is the prompt itself.
         if isinstance(value, str) and self.data.chat_template is not False:
-            messages = _messages_in(value)
+            messages = _parse_messages(value)
             if messages is None and name == self.data.prompt_field:
                 self._reject_broken_messages(value, record)
             value = messages or value
+
         # The value may be a single message, or a mapping of columns.
         if isinstance(value, Mapping):
             messages = _messages_of_columns(value)
@@ -353,7 +358,7 @@ class RecordReader:
         messages = []
         for number, message in enumerate(value, start=1):
             try:
-                messages.append(self._message(message, record))
+                messages.append(self._read_message(message, record))
             except _MessageError as error:
                 raise UserError(
                     f"a message {error.problem}",
@@ -376,13 +381,13 @@ class RecordReader:
                 f"set {self.data.setting_of('chat_template')}=false",
             )
 
-    def _message(self, original: Any, record: Record) -> dict[str, Any]:
+    def _read_message(self, original: Any, record: Record) -> dict[str, Any]:
         """Convert a message to the normal form: role, content and further keys; raises _MessageError."""
         if not isinstance(original, Mapping):
             raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
         if record.from_table:
-            message = without_nulls(message)
+            message = remove_nulls(message)
 
         # ShareGPT has `from` and `value`; a message with both forms is read as OpenAI's.
         role = message.pop("role", None)
@@ -391,7 +396,7 @@ class RecordReader:
         if content is None:
             content = message.pop("value", None)
         is_sharegpt = role is None
-        result = self._role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
+        result = self._read_role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
         # Weights have a meaning only in the assistant's turns of given responses.
         _require_content(original, result)
@@ -402,7 +407,7 @@ class RecordReader:
         self._note_unread_keys(result, record.where)
         return result
 
-    def _role_and_calls(
+    def _read_role_and_calls(
         self,
         role: Any,
         content: Any,
@@ -419,7 +424,7 @@ class RecordReader:
 
         # A role that the template itself contains is never replaced.
         if role in _SHAREGPT_CALL and role not in self._template_words:
-            calls = _sharegpt_calls(content, role)
+            calls = _parse_sharegpt_calls(content, role)
             message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
             role = "assistant"
             content = ""
@@ -435,10 +440,10 @@ class RecordReader:
             message["tool_calls"] = [{"type": "function", "function": call}]
         calls = message.pop("tool_calls", None)
 
-        text = joined_text("" if content is None else content)
+        text = join_text_parts("" if content is None else content)
         result = {"role": role, "content": text, **message}
         if calls:  # templates that count calls refuse an empty list
-            result["tool_calls"] = _tool_calls(calls)
+            result["tool_calls"] = _parse_tool_calls(calls)
             self._note_null_arguments(result["tool_calls"], location)
         return result
 
@@ -461,10 +466,10 @@ class RecordReader:
 
     @cached_property
     def _template_words(self) -> frozenset[str]:
-        """Words in quotes in the template, among them the roles that it compares with."""
+        """Words in quotes in the template's source, among them the roles that it compares with."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.template or ""))
 
-    def _tools(self, tools: Any, record: Record) -> list[Any] | None:
+    def _read_tools(self, tools: Any, record: Record) -> list[Any] | None:
         """Return the tools of a record as a list of objects, or None without tools.
 
         A column of JSON text contains an empty text, or ``null``, in rows without tools. Raises UserError for
@@ -473,9 +478,9 @@ class RecordReader:
         if isinstance(tools, str) and tools.strip() in ("", "null"):
             return None
 
-        parsed = _parse_json(tools)
-        items = [_parse_json(item) for item in parsed] if isinstance(parsed, list) else [None]
-        if not all(isinstance(item, Mapping) for item in items):
+        values = _parse_json(tools)
+        schemas = [_parse_json(value) for value in values] if isinstance(values, list) else [None]
+        if not all(isinstance(schema, Mapping) for schema in schemas):
             raise UserError(
                 "the tools of a record are not a list of objects",
                 where=f"{record.where} ({self.setting})",
@@ -487,10 +492,11 @@ class RecordReader:
 
         # Nulls in JSON text were written by its author; nulls in a table come from Arrow.
         is_table = record.from_table and not isinstance(tools, str)
-        schemas = []
-        for item, value in zip(items, parsed, strict=True):
-            schemas.append(schema_without_nulls(item, of_arrow=is_table and not isinstance(value, str)))
-        return schemas or None
+        cleaned_schemas = []
+        for schema, value in zip(schemas, values, strict=True):
+            of_arrow = is_table and not isinstance(value, str)
+            cleaned_schemas.append(remove_schema_nulls(schema, of_arrow=of_arrow))
+        return cleaned_schemas or None
 
     # Fields and keys that nothing reads
 
@@ -531,7 +537,7 @@ class RecordReader:
         read_names = [data.prompt_field, *self.responses, data.tools_field]
         if not self.responses:
             read_names += [data.ground_truth_field, data.task_field]
-        return self._warning_of(
+        return self._names_warning(
             "fields of records that nothing reads",
             self._unread_fields,
             expected=f"fields that a setting names: {', '.join(filter(None, read_names))}",
@@ -575,16 +581,17 @@ class _MessageError(Exception):
 
 
 def _excerpt(value: Any) -> str:
+    """Return the type and the first characters of a value, for errors."""
     return f"{type(value).__name__}: {str(value)[:80]}"
 
 
-def joined_text(content: Any) -> str:
+def join_text_parts(content: Any) -> str:
     """Return the text of a message's content: the text itself, or its parts of text joined by line breaks.
 
     vLLM joins parts in the same way for text-only models. Raises _MessageError for any other content.
 
     Example:
-        >>> joined_text([{"type": "text", "text": "Add:"}, {"type": "text", "text": "2+2"}])
+        >>> join_text_parts([{"type": "text", "text": "Add:"}, {"type": "text", "text": "2+2"}])
         'Add:\\n2+2'
     """
     if isinstance(content, str):
@@ -609,11 +616,11 @@ def _part_text(item: Any) -> str:
     """Return the text of one part of a message's content; raises _MessageError for other media."""
     # A part may be bare text, or an object with or without a type.
     text = None
-    kind = None
+    part_type = None
     if isinstance(item, str):
         text = item
     elif isinstance(item, Mapping):
-        kind = item.get("type")
+        part_type = item.get("type")
         fields = {name: value for name, value in item.items() if value is not None}
         if fields.get("type", "text") in _TEXT_PARTS:
             text = fields.get("text", fields.get("content"))
@@ -621,8 +628,8 @@ def _part_text(item: Any) -> str:
         return text
 
     problem = "has a part other than text"
-    if isinstance(kind, str):
-        problem = f"has a part of type {kind!r}, and models are trained only on text"
+    if isinstance(part_type, str):
+        problem = f"has a part of type {part_type!r}, and models are trained only on text"
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',
@@ -631,32 +638,32 @@ def _part_text(item: Any) -> str:
     )
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Remove the keys with value null from a value, at any depth.
 
     Example:
-        >>> without_nulls({"city": "Oslo", "n": None, "days": [{"n": None}, None]})
+        >>> remove_nulls({"city": "Oslo", "n": None, "days": [{"n": None}, None]})
         {'city': 'Oslo', 'days': [{}, None]}
     """
     if isinstance(value, Mapping):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+        return {name: remove_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
+        return [remove_nulls(inner) for inner in value]
     return value
 
 
-def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
+def remove_schema_nulls(value: Any, of_arrow: bool) -> Any:
     """Remove the keys with value null from the description of a function.
 
     A null that JSON Schema allows is retained, unless Arrow added it (``of_arrow``). Arrow gives every
     function in a column the properties of all other functions; such a property has only nulls and is removed.
 
     Example:
-        >>> schema_without_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)
+        >>> remove_schema_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)
         {'properties': {'m': {'default': None}}}
     """
     if isinstance(value, list):
-        return [schema_without_nulls(inner, of_arrow) for inner in value]
+        return [remove_schema_nulls(inner, of_arrow) for inner in value]
     if not isinstance(value, Mapping):
         return value
 
@@ -664,7 +671,7 @@ def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
     for name, inner in value.items():
         if inner is None and (of_arrow or name not in _SCHEMA_VALUES):
             continue
-        result[name] = schema_without_nulls(inner, of_arrow)
+        result[name] = remove_schema_nulls(inner, of_arrow)
         if name == "properties" and isinstance(inner, Mapping):
             # Remove properties that consisted of nulls. Keep a schema that is empty ({}) in the original.
             properties = {}
@@ -703,7 +710,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
     return messages
 
 
-def _messages_in(text: str) -> list[Any] | None:
+def _parse_messages(text: str) -> list[Any] | None:
     """Return the messages of a text that is a JSON list of messages, or None for any other text."""
     parsed = _parse_json(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
@@ -721,7 +728,7 @@ def _parse_json(value: Any) -> Any:
     return value
 
 
-def _sharegpt_calls(content: Any, role: str) -> list[Any]:
+def _parse_sharegpt_calls(content: Any, role: str) -> list[Any]:
     """Parse the tool calls in the JSON text of a ShareGPT message; raises _MessageError for other text."""
     parsed = _parse_json(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
@@ -734,12 +741,12 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
     return calls
 
 
-def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Convert tool calls to objects with a name and arguments; raises _MessageError for other values."""
     parsed = _parse_json(calls)
     items = parsed if isinstance(parsed, list) else [parsed]
 
-    result = []
+    converted_calls = []
     for item in items:
         call = _parse_json(item)
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -751,13 +758,13 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             )
 
         # Templates print the arguments of every call, and fail for a call without arguments.
-        complete = {name: value for name, value in function.items() if value is not None}
-        complete["arguments"] = _parse_json(complete.get("arguments", {}))
+        converted_call = {name: value for name, value in function.items() if value is not None}
+        converted_call["arguments"] = _parse_json(converted_call.get("arguments", {}))
         if "function" in call:
-            outer = {name: value for name, value in call.items() if value is not None}
-            complete = {**outer, "function": complete}
-        result.append(complete)
-    return result
+            outer_fields = {name: value for name, value in call.items() if value is not None}
+            converted_call = {**outer_fields, "function": converted_call}
+        converted_calls.append(converted_call)
+    return converted_calls
 
 
 def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) -> None:

@@ -70,28 +70,28 @@ def require_fields(
     ``fields`` maps the names of fields to the settings that define these names. The fields in
     ``read_elsewhere`` have another meaning, so they are not suggested for an absent field.
     """
-    for name, key in fields.items():
+    for name, name_setting in fields.items():
         if record.values.get(name) is not None:
             continue
 
         # Nested fields are candidates, too: verl has `reward_model.ground_truth`.
-        nested = [
-            f"{outer}.{inner}"
-            for outer, mapping in record.values.items()
-            if isinstance(mapping, Mapping)
-            for inner in mapping
-        ]
+        nested_fields: list[str] = []
+        for outer, value in record.values.items():
+            if isinstance(value, Mapping):
+                nested_fields.extend(f"{outer}.{inner}" for inner in value)
+
         if name in record.values:
             message = f"`{name}` is null in a record"
             fix = "fill it in, or remove the record"
         else:
             message = f"a record has no `{name}`"
-            fix = _absent_field_fix(record, name, key, nested, {*fields, *read_elsewhere})
+            occupied_fields = {*fields, *read_elsewhere}
+            fix = _absent_field_fix(record, name, name_setting, nested_fields, occupied_fields)
         raise UserError(
             message,
             where=f"{record.where} ({setting})",
             expected=f"a value in the field `{name}`",
-            got=f"fields {', '.join([*record.values, *nested]) or '(none)'}",
+            got=f"fields {', '.join([*record.values, *nested_fields]) or '(none)'}",
             fix=fix,
         )
 
@@ -99,32 +99,34 @@ def require_fields(
 def _absent_field_fix(
     record: Record,
     name: str,
-    key: str,
-    nested: Sequence[str],
-    occupied: Collection[str | None],
+    name_setting: str,
+    nested_fields: Sequence[str],
+    occupied_fields: Collection[str | None],
 ) -> str:
     """Return the fix for an absent field ``name``, for which another field of the record may be meant.
 
     The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
-    public data sets use, the only field that is not in ``occupied``.
+    public data sets use, the only field without another meaning. ``name_setting`` is the setting that defines
+    the name; the ``occupied_fields`` have another meaning.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
-    free = [field for field in filled_fields if field not in occupied]
+    free_fields = [field for field in filled_fields if field not in occupied_fields]
 
-    candidate = next((path for path in nested if path.endswith(f".{name}")), None)
+    candidate = next((path for path in nested_fields if path.endswith(f".{name}")), None)
     if candidate is None:
-        candidate = nearest(name, [field for field in (*filled_fields, *nested) if field not in occupied])
+        free_paths = [path for path in (*filled_fields, *nested_fields) if path not in occupied_fields]
+        candidate = nearest(name, free_paths)
     if candidate is None:
-        usual = _USUAL_FIELDS.get(key.rpartition(".")[2], ())
-        candidate = next((field for field in usual if field in free), None)
-    if candidate is None and len(free) == 1:
-        candidate = free[0]
+        usual_names = _USUAL_FIELDS.get(name_setting.rpartition(".")[2], ())
+        candidate = next((field for field in usual_names if field in free_fields), None)
+    if candidate is None and len(free_fields) == 1:
+        candidate = free_fields[0]
 
     if candidate is not None:
-        return f"set {key}={candidate}"
-    if free:
-        return f"set {key} to the field that holds it"
-    return f"give every record a field `{name}`, or set {key} to one that every record has"
+        return f"set {name_setting}={candidate}"
+    if free_fields:
+        return f"set {name_setting} to the field that holds it"
+    return f"give every record a field `{name}`, or set {name_setting} to one that every record has"
 
 
 def require_last_answer(
@@ -141,7 +143,7 @@ def require_last_answer(
         return
 
     # Another field may contain the response under another name.
-    (name,) = absent_fields
+    name = absent_fields[0]
     other_fields = [key for key, value in record.values.items() if value is not None and key != prompt_field]
     usual_names = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
     if nearest(name, other_fields) or any(field in other_fields for field in usual_names):
@@ -166,7 +168,7 @@ def uses_chat_template(record: Record, data: DataConfig) -> bool:
     return bool(data.chat_template) or not isinstance(record.values[data.prompt_field], str)
 
 
-def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
+def get_tools(record: Record, data: DataConfig) -> list[Any] | None:
     """Return the tools of a record that `RecordReader` has read, or None for a record without tools."""
     if data.tools_field is None:
         return None
@@ -233,7 +235,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
     # Only the template can render tools into the prompt.
-    if tools_of(record, data) and not uses_chat_template(record, data):
+    if get_tools(record, data) and not uses_chat_template(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
             where=location,
@@ -243,9 +245,15 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
 
-def require_template_for(record: Record, responses: Collection[str], data: DataConfig, setting: str) -> None:
+def require_template_for(
+    record: Record,
+    response_fields: Collection[str],
+    data: DataConfig,
+    setting: str,
+) -> None:
     """Raise UserError for a response of messages to a prompt that bypasses the chat template."""
-    conversations = [record.values[field] for field in responses if not isinstance(record.values[field], str)]
+    responses = [record.values[field] for field in response_fields]
+    conversations = [response for response in responses if not isinstance(response, str)]
     if not conversations or uses_chat_template(record, data):
         return
 
@@ -283,7 +291,7 @@ def _is_messages(prompt: Any) -> bool:
 # Responses
 
 
-def read_responses(
+def split_responses(
     record: Record,
     prompt_field: str,
     fields: Collection[str],
@@ -307,7 +315,7 @@ def read_responses(
     # A pair of complete conversations: the prompt is the messages at the start that they share.
     if further_fields and all(_begins_with_prompt(values.get(name)) for name in fields):
         conversations = [values[name] for name in fields]
-        length = _shared_length(conversations)
+        length = _count_shared_messages(conversations)
         values[prompt_field] = conversations[0][:length]
         for name, conversation in zip(fields, conversations, strict=True):
             values[name] = conversation[length:]
@@ -325,7 +333,7 @@ def read_responses(
     for name in fields:
         response = values.get(name)
         if isinstance(response, list) and _are_turns(response):
-            response = _up_to_last_trained(response, name, record, setting)
+            response = _cut_after_last_trained(response, name, record, setting)
         if prompt_is_text and isinstance(response, list) and _is_text_turn(response):
             response = response[0]["content"]
         if response is not None:
@@ -360,7 +368,8 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the response's first message in a complete conversation.
 
-    A conversation without a trained turn is split, too: `_up_to_last_trained` later raises the error for it.
+    With ``every_turn`` it is the first turn that is trained on, otherwise the last one. A conversation
+    without a trained turn is split, too: `_cut_after_last_trained` later raises the error for it.
     """
     # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
@@ -371,7 +380,7 @@ def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> 
     return candidates[-1]
 
 
-def _up_to_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
+def _cut_after_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
     """Return the messages of a response up to its last trained turn.
 
     Raises UserError for a response without a trained turn.
@@ -397,16 +406,17 @@ def _begins_with_prompt(messages: Any) -> bool:
     return isinstance(messages, list) and bool(messages) and not _ends_with_turn(messages[:1])
 
 
-def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
+def _count_shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
     """Return the number of messages at the start that all conversations share.
 
     The last message of the shortest conversation is not counted, so that every response has a message.
     """
-    max_length = min(map(len, conversations)) - 1
-    for index, (first, *counterparts) in enumerate(zip(*conversations, strict=False)):
-        if index == max_length or any(message != first for message in counterparts):
+    max_count = min(map(len, conversations)) - 1
+    first_conversation = conversations[0]
+    for index in range(max_count):
+        if any(conversation[index] != first_conversation[index] for conversation in conversations):
             return index
-    return max_length
+    return max_count
 
 
 def _ends_with_turn(messages: Sequence[Any]) -> bool:
@@ -450,23 +460,27 @@ def is_uninformative(response: object, *alternatives: object) -> bool:
     return not response
 
 
-def uninformative_text(locations: Sequence[str], total: int, pairs: bool) -> str:
-    """Return the warning about the records at ``locations``, of ``total`` records, that are uninformative."""
+def uninformative_warning(locations: Sequence[str], total: int, are_pairs: bool) -> str:
+    """Return the warning about records that teach nothing.
+
+    ``locations`` are those of the uninformative ones among ``total`` records. ``are_pairs`` tells preference
+    pairs from single responses.
+    """
     count = f"{len(locations)} of {total}"
     first = f"first: {', '.join(locations[:3])}"
-    if pairs:
+    if are_pairs:
         return f"{count} pairs prefer a response to itself and teach nothing; {first}"
     return f"{count} responses are empty, and training on them teaches empty answers; {first}"
 
 
-def closing_thought_tag(opening: str) -> str | None:
+def closing_thought_tag(prompt_text: str) -> str | None:
     """Return the closing tag of the thoughts that a rendered prompt opens, or None for other prompts.
 
     Example:
         >>> closing_thought_tag("<|assistant|><think>")
         '</think>'
     """
-    match = _THOUGHTS_OPENED.search(opening)
+    match = _THOUGHTS_OPENED.search(prompt_text)
     if match is None:
         return None
     return f"</{match[1]}>"
@@ -474,55 +488,58 @@ def closing_thought_tag(opening: str) -> str | None:
 
 def unclosed_thoughts_warning(
     records: Sequence[Record],
-    responses: Collection[str],
+    response_fields: Collection[str],
     data: DataConfig,
-    end: str,
+    closing_tag: str,
     setting: str,
 ) -> UserError | None:
-    """Return a warning about responses without the closing tag ``end`` of the thoughts that prompts open.
+    """Return a warning about responses without the closing tag of the thoughts that their prompts open.
 
-    None if all responses have the tag.
+    Returns None if all responses to prompts of the chat template have the tag.
     """
     candidates = [record for record in records if uses_chat_template(record, data)]
-    unclosed = [
-        record.where
-        for record in candidates
-        if not all(_ends_thoughts(record.values[field], end) for field in responses)
-    ]
-    if not unclosed:
+    unclosed_locations: list[str] = []
+    for record in candidates:
+        if not all(_closes_thoughts(record.values[field], closing_tag) for field in response_fields):
+            unclosed_locations.append(record.where)
+
+    if not unclosed_locations:
         return None
 
     return UserError(
-        f"the chat template opens thoughts, and responses without {end} are trained on as thoughts",
+        f"the chat template opens thoughts, and responses without {closing_tag} are trained on as thoughts",
         where=setting,
-        expected=f"thoughts, {end} and then the answer in each response",
-        got=f"none in {len(unclosed)} of {len(candidates)} records; first: {', '.join(unclosed[:3])}",
-        fix=f"write {end} before an answer without thoughts, or give the model a template that opens none",
+        expected=f"thoughts, {closing_tag} and then the answer in each response",
+        got=f"none in {len(unclosed_locations)} of {len(candidates)} records; "
+        f"first: {', '.join(unclosed_locations[:3])}",
+        fix=f"write {closing_tag} before an answer without thoughts, or give the model a template that opens "
+        "none",
     )
 
 
-def _ends_thoughts(response: Any, end: str) -> bool:
-    """Return whether each assistant turn contains ``end``, or has its thoughts in ``reasoning_content``."""
+def _closes_thoughts(response: Any, closing_tag: str) -> bool:
+    """Return whether each assistant turn contains the tag, or has its thoughts in ``reasoning_content``."""
     if isinstance(response, str):
-        return end in response
+        return closing_tag in response
     for message in response:
         if message["role"] != "assistant" or message.get("reasoning_content"):
             continue
-        if end not in (message.get("content") or ""):
+        if closing_tag not in (message.get("content") or ""):
             return False
     return True
 
 
-def mixed_templates_error(first: str, templated: bool, second: str) -> UserError:
-    """Return the error for two sources of prompts of which only one uses the chat template.
+def mixed_templates_error(first: str, first_uses_template: bool, second: str) -> UserError:
+    """Return the error for two sources of prompts, named ``first`` and ``second``, with different forms.
 
-    ``templated``: whether the source ``first`` uses it.
+    Only one of them goes through the chat template: the first if ``first_uses_template``.
     """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
         "the sources of prompts have two forms, and their responses would end in two ways",
         where=f"data.sources.{second}",
-        expected=f"{forms[templated]}, as data.sources.{first}",
-        got=forms[not templated],
-        fix=f"set data.sources.{second}.chat_template={str(templated).lower()}, or convert the source",
+        expected=f"{forms[first_uses_template]}, as data.sources.{first}",
+        got=forms[not first_uses_template],
+        fix=f"set data.sources.{second}.chat_template={str(first_uses_template).lower()}, or convert the "
+        "source",
     )

@@ -33,7 +33,7 @@ class ShareOrder:
     comes next. This is smooth weighted round robin, as nginx balances servers.
 
     Example:
-        >>> ShareOrder().next(4, {"math": 3.0, "code": 1.0})
+        >>> ShareOrder().next_sources(4, {"math": 3.0, "code": 1.0})
         ['math', 'math', 'code', 'math']
     """
 
@@ -42,20 +42,22 @@ class ShareOrder:
         self.counts: dict[str, int] = {}
         """Prompts of each source since the weights changed."""
 
-    def next(self, count: int, weights: Mapping[str, float]) -> list[str]:
+    def next_sources(self, count: int, weights: Mapping[str, float]) -> list[str]:
         """Return the sources of the next ``count`` prompts; other ``weights`` start a new order."""
         if dict(weights) != self.weights:
             self.weights = dict(weights)
             self.counts = dict.fromkeys(weights, 0)
 
         # Exact fractions of the decimal digits: 0.1 and 0.2 are one to two, and no rounding accumulates.
-        exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
-        total = sum(exact.values())
+        exact_weights = {name: Fraction(repr(weight)) for name, weight in weights.items()}
+        total_weight = sum(exact_weights.values())
         drawn_count = sum(self.counts.values())
         names: list[str] = []
-        for number in range(drawn_count + 1, drawn_count + count + 1):
+        for prompt_count in range(drawn_count + 1, drawn_count + count + 1):
             # Number of prompts that each source lacks to its share, times the sum of the weights.
-            deficits = {name: weight * number - total * self.counts[name] for name, weight in exact.items()}
+            deficits: dict[str, Fraction] = {}
+            for name, weight in exact_weights.items():
+                deficits[name] = weight * prompt_count - total_weight * self.counts[name]
             name = max(deficits, key=deficits.__getitem__)
             self.counts[name] += 1
             names.append(name)
@@ -82,7 +84,7 @@ class MixedPrompts:
         self._schedule = {step: dict(schedule[step]) for step in sorted(schedule)}
         self._order = ShareOrder()
         self._step = 1
-        self._ends = list(accumulate(source.records for source in self.sources.values()))
+        self._id_ends = list(accumulate(source.record_count for source in self.sources.values()))
         """End of each source's range of prompt ids."""
 
         first, *further_names = self.sources
@@ -108,34 +110,35 @@ class MixedPrompts:
     def weights(self) -> dict[str, float]:
         """Return source -> weight for the sources with a positive weight in the current step."""
         weights = self._weights
-        for steps, scheduled in self._schedule.items():
+        for steps, later_weights in self._schedule.items():
             if steps < self._step:
-                weights = scheduled
+                weights = later_weights
         return {name: weights[name] for name in self.sources if weights.get(name, 0) > 0}
 
-    def next(self, count: int) -> PromptBatch:
+    def next_batch(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, interleaved over the sources by their weights."""
-        names = self._order.next(count, self.weights())
+        names = self._order.next_sources(count, self.weights())
 
         # Draw one batch per source, then interleave the rows.
         batches: list[PromptBatch] = []
-        rows: dict[str, list[int]] = {}
+        rows_of_source: dict[str, list[int]] = {}
         start = 0
         for index, (name, source) in enumerate(self.sources.items()):
             source_count = names.count(name)
-            rows[name] = list(range(start, start + source_count))
+            rows_of_source[name] = list(range(start, start + source_count))
             start += source_count
             if source_count:
-                offset = self._ends[index] - source.records
-                batches.append(source.next(source_count).with_offset(offset))
+                offset = self._id_ends[index] - source.record_count
+                batches.append(source.next_batch(source_count).with_offset(offset))
         prompts = PromptBatch.concatenate(batches)
-        return prompts.rows([rows[name].pop(0) for name in names])
+        return prompts.rows([rows_of_source[name].pop(0) for name in names])
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether a group's rewards were all equal, at the source that the prompt came from."""
-        index = bisect_right(self._ends, prompt_id)
+        index = bisect_right(self._id_ends, prompt_id)
         source = list(self.sources.values())[index]
-        source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
+        first_id = self._id_ends[index] - source.record_count
+        source.record_group(prompt_id - first_id, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
         """Return `PromptSource.uniform_fractions` of every source; the suffixes are ``/SOURCE``."""
@@ -148,7 +151,7 @@ class MixedPrompts:
     def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
         """Return the name of the source that each prompt came from, by the prompts' ids."""
         names = list(self.sources)
-        return [names[bisect_right(self._ends, number)] for number in prompt_ids.tolist()]
+        return [names[bisect_right(self._id_ends, prompt_id)] for prompt_id in prompt_ids.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each source, the weights, and the prompts per source since they changed."""
@@ -187,7 +190,7 @@ TrainingPrompts = PromptSource | MixedPrompts
 """Prompts of `data.train`, or of `data.sources`."""
 
 
-def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
+def prompt_data_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
     """Return the data sets of the training prompts: configuration key -> path or paths."""
     if not config.data.sources:
         return {"data.train": config.data.train or ""}
@@ -199,7 +202,7 @@ def load_training_prompts(
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
     """Load the training prompts; return them, and the sources by configuration key of their data set."""
     data_sets: dict[str, PromptSource] = {}
-    for key, path in prompt_sets(config).items():
+    for key, path in prompt_data_sets(config).items():
         data_sets[key] = load_prompts(config, key, path, tokenizer, files)
     if not config.data.sources:
         return data_sets["data.train"], data_sets

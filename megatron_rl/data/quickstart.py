@@ -58,7 +58,7 @@ DEMONSTRATIONS = 8
 """Demonstrations per problem. Each is drawn as careless or not, so that memorising one does not help."""
 
 
-def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
+def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     """Write the model, its tokenizer and the problems into ``directory`` and return it.
 
     The problems are two-digit numbers whose sum is below 100, half of them with a carry: 500 are held out in
@@ -75,62 +75,67 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
         for second in range(10, 100 - first):
             pairs.append((first, second))
     generator.shuffle(pairs)
-    carrying = [pair for pair in pairs if _carries(pair)]
-    plain = [pair for pair in pairs if not _carries(pair)]
+    pairs_with_carry = [pair for pair in pairs if _has_carry(pair)]
+    pairs_without_carry = [pair for pair in pairs if not _has_carry(pair)]
 
     # Fewer pairs have a carry than not: train on equal numbers of both.
-    half = HELD_OUT // 2
-    eval_pairs = carrying[:half] + plain[:half]
-    train_pairs = carrying[half:] + plain[half : len(carrying)]
-    sft_pairs = carrying[half:] + plain[half:]
+    eval_half = HELD_OUT // 2
+    eval_pairs = pairs_with_carry[:eval_half] + pairs_without_carry[:eval_half]
+    train_pairs = pairs_with_carry[eval_half:] + pairs_without_carry[eval_half : len(pairs_with_carry)]
+    sft_pairs = pairs_with_carry[eval_half:] + pairs_without_carry[eval_half:]
 
     demonstrations = [
-        _demonstration(pair, _carries(pair) and generator.random() < CARELESS)
+        _make_demonstration(pair, _has_carry(pair) and generator.random() < CARELESS)
         for _ in range(DEMONSTRATIONS)
         for pair in sft_pairs
     ]
     # A fixed number of careless demonstrations, so that the lowest possible loss is equal for every seed.
-    careless_count = round(CARELESS * half)
+    careless_count = round(CARELESS * eval_half)
     eval_demonstrations = [
-        _demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)
+        _make_demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)
     ]
 
-    _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in eval_pairs))
-    _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train_pairs))
-    _write_lines(directory / "sft.jsonl", demonstrations)
-    _write_lines(directory / "sft_eval.jsonl", eval_demonstrations)
-    _write_lines(directory / "pairs.jsonl", (_preference(pair, generator) for pair in sft_pairs))
+    _write_jsonl(directory / "eval.jsonl", (_make_problem(pair) for pair in eval_pairs))
+    _write_jsonl(directory / "train.jsonl", (_make_problem(pair) for pair in train_pairs))
+    _write_jsonl(directory / "sft.jsonl", demonstrations)
+    _write_jsonl(directory / "sft_eval.jsonl", eval_demonstrations)
+    _write_jsonl(directory / "pairs.jsonl", (_make_preference(pair, generator) for pair in sft_pairs))
     save_model(directory / "model", SIZES[size], seed)
     return directory
 
 
-def _carries(pair: tuple[int, int]) -> bool:
-    """Return whether the sum of the last digits exceeds 9."""
+def _has_carry(pair: tuple[int, int]) -> bool:
+    """Return whether adding the two numbers of a pair carries: their last digits sum to more than 9."""
     return pair[0] % 10 + pair[1] % 10 >= 10
 
 
-def _problem(pair: tuple[int, int]) -> dict[str, str]:
+def _make_problem(pair: tuple[int, int]) -> dict[str, str]:
+    """Return a record of an addition problem with its ground truth."""
     first, second = pair
     return {"prompt": f"{first}+{second}=", "ground_truth": str(first + second), "task": "addition"}
 
 
-def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
-    """Return a record with the sum as response; a careless one drops the carry."""
+def _make_demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
+    """Return a record with the sum as response, which is 10 too small if ``careless``: without the carry."""
     first, second = pair
-    return {"prompt": f"{first}+{second}=", "response": str(first + second - 10 * careless)}
+    response = first + second
+    if careless:
+        response -= 10
+    return {"prompt": f"{first}+{second}=", "response": str(response)}
 
 
-def _preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:
+def _make_preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:
     """Return a preference record: the correct sum is chosen, a plausible mistake is rejected."""
     total = sum(pair)
-    if _carries(pair) and generator.random() < 0.5:
-        mistake = -10
+    if _has_carry(pair) and generator.random() < 0.5:
+        error = -10
     else:
-        mistake = generator.choice((-10, -2, -1, 1, 2, 10))
-    return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(total), "rejected": str(total + mistake)}
+        error = generator.choice((-10, -2, -1, 1, 2, 10))
+    return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(total), "rejected": str(total + error)}
 
 
-def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def _write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write records to a file, one JSON object per line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -198,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="shape of the model")
     parser.add_argument("--seed", type=int, default=1, help="seed of the weights and of the problems' order")
     options = parser.parse_args(arguments)
-    print(f"wrote {make(options.directory, options.size, options.seed)}")
+    print(f"wrote {write_inputs(options.directory, options.size, options.seed)}")
 
 
 if __name__ == "__main__":

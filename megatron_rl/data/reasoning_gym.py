@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest, not_installed
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, nearest, not_installed_error
 from megatron_rl.launcher import report_errors
 
 _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
@@ -33,10 +33,10 @@ def write_data_sets(
         from reasoning_gym.factory import DATASETS
     except ImportError:
         fix = "pip install megatron_rl[reasoning-gym]"
-        raise not_installed("reasoning-gym", "--tasks", purpose="its problems", fix=fix) from None
+        raise not_installed_error("reasoning-gym", "--tasks", purpose="its problems", fix=fix) from None
     for task in tasks:
         if task not in DATASETS:
-            raise _unknown_task(task, sorted(DATASETS))
+            raise _unknown_task_error(task, sorted(DATASETS))
 
     # Alternate between the tasks, so that both files have problems of every task.
     size = -(-(problems + held_out) // len(tasks))
@@ -44,16 +44,16 @@ def write_data_sets(
     records = []
     for row in range(size):
         for task, data in zip(tasks, data_sets, strict=True):
-            records.append(_record(data[row], task))
+            records.append(_make_record(data[row], task))
 
     # The first problems are held out.
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_lines(directory / "eval.jsonl", records[:held_out])
-    _write_lines(directory / "train.jsonl", records[held_out : held_out + problems])
+    _write_jsonl(directory / "eval.jsonl", records[:held_out])
+    _write_jsonl(directory / "train.jsonl", records[held_out : held_out + problems])
 
 
-def _unknown_task(task: str, tasks: Sequence[str]) -> UserError:
+def _unknown_task_error(task: str, tasks: Sequence[str]) -> UserError:
     """Return the error for a task that is not among reasoning-gym's ``tasks``."""
     suggestion = nearest(task, tasks)
     fix = f"for example {', '.join(tasks[:5])}"
@@ -68,12 +68,12 @@ def _unknown_task(task: str, tasks: Sequence[str]) -> UserError:
     )
 
 
-def _write_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+def _write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _record(entry: dict[str, Any], task: str) -> dict[str, Any]:
+def _make_record(entry: dict[str, Any], task: str) -> dict[str, Any]:
     """Convert an entry of reasoning-gym to a record, which keeps the entry as JSON for its reward."""
     return {
         "prompt": entry["question"].rstrip() + _INSTRUCTION,

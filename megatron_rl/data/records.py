@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, join_names, neighbours, unreadable_file
+from megatron_rl.errors import UserError, describe_missing_path, join_names, unreadable_file
 
 DataPath = str | Path | Sequence[str]
 """Type of a setting that names a data set: a path, a pattern, or a list of both."""
@@ -86,14 +86,14 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
     unknown, for several splits, for a missing shard and for a file that is listed twice.
     """
     if isinstance(source, str | Path):
-        return _expand(Path(source), setting)
+        return _expand_path(Path(source), setting)
 
     files: list[Path] = []
     for item in source:
         # Path("") is the current folder, which an empty entry does not mean.
         if not str(item).strip():
-            raise missing_error(Path(item), setting)
-        files.extend(_expand(Path(item), setting))
+            raise missing_data_error(Path(item), setting)
+        files.extend(_expand_path(Path(item), setting))
 
     if not files:
         raise UserError(
@@ -168,7 +168,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
     )
 
 
-def source_error(path: Path, setting: str) -> UserError | None:
+def data_path_error(path: Path, setting: str) -> UserError | None:
     """Return the error for a path whose type, suffix or first bytes show that it contains no records.
 
     None for other paths. Raises OSError if the file cannot be opened.
@@ -178,7 +178,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
         is_saved_data_set = (path / "state.json").is_file()
         return None if is_saved_data_set else _splits_error(path, setting)
     if not path.is_file():
-        return unreadable_error(path, setting, "a pipe, a socket or a device", "name a file of records")
+        return unreadable_data_error(path, setting, "a pipe, a socket or a device", "name a file of records")
     if path.suffix == ".jsonl":
         return _first_bytes_error(path, setting)
     if path.suffix == ".parquet":
@@ -209,7 +209,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
         first_bytes = stream.read(8)
 
     # Another encoding.
-    target = path.with_name(f"{path.stem}.utf8.jsonl")
+    converted_file = path.with_name(f"{path.stem}.utf8.jsonl")
     for mark, encoding in _ENCODINGS:
         if first_bytes.startswith(mark):
             return UserError(
@@ -217,11 +217,12 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 where=setting,
                 expected="one JSON object per line, encoded in UTF-8",
                 got=f"{encoding}: the file begins with the bytes {first_bytes[:4].hex(' ')}",
-                fix=f"convert it: iconv -f {encoding} -t UTF-8 {path} > {target}, and set {setting}={target}",
+                fix=f"convert it: iconv -f {encoding} -t UTF-8 {path} > {converted_file}, "
+                f"and set {setting}={converted_file}",
             )
 
     # A compressed file whose name lacks the suffix of the compression.
-    target = path.with_name(f"{path.stem}.plain.jsonl")
+    decompressed_file = path.with_name(f"{path.stem}.plain.jsonl")
     for mark, _, compression, command in _COMPRESSIONS:
         if first_bytes.startswith(mark):
             return UserError(
@@ -229,7 +230,8 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 where=setting,
                 expected="one JSON object per line, not compressed",
                 got=f"{compression}: the file begins with the bytes {first_bytes[:4].hex(' ')}",
-                fix=f"decompress it: {command} {path} > {target}, and set {setting}={target}",
+                fix=f"decompress it: {command} {path} > {decompressed_file}, "
+                f"and set {setting}={decompressed_file}",
             )
 
     # A table with the wrong suffix.
@@ -244,7 +246,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
     return None
 
 
-def missing_error(path: Path, setting: str) -> UserError:
+def missing_data_error(path: Path, setting: str) -> UserError:
     """Return the error for a data set that does not exist."""
     if glob.has_magic(str(path)):
         return UserError(
@@ -262,23 +264,23 @@ def missing_error(path: Path, setting: str) -> UserError:
         f"the data set {path} does not exist",
         where=setting,
         expected=KINDS,
-        got=neighbours(path),
+        got=describe_missing_path(path),
         fix=fix,
     )
 
 
-def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
+def unreadable_data_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
     """Return the error for a data set whose bytes cannot be read."""
     return UserError(
         f"{path} cannot be read",
         where=setting,
-        expected="a file that can be read again and again, with a record a line",
+        expected="a regular file with one record per line",
         got=problem,
         fix=fix,
     )
 
 
-def empty_error(source: DataPath, setting: str) -> UserError:
+def empty_data_error(source: DataPath, setting: str) -> UserError:
     """Return the error for a data set without records."""
     return UserError(
         f"the data set {source_text(source)} is empty",
@@ -289,7 +291,7 @@ def empty_error(source: DataPath, setting: str) -> UserError:
     )
 
 
-def _expand(path: Path, setting: str) -> tuple[Path, ...]:
+def _expand_path(path: Path, setting: str) -> tuple[Path, ...]:
     """Return the files that one path or pattern names: a file, a saved directory, shards or matches."""
     if not path.exists():
         # Only an absent path is a pattern: the name of an existing file may contain [ or *.
@@ -297,29 +299,29 @@ def _expand(path: Path, setting: str) -> tuple[Path, ...]:
         if glob.has_magic(str(path)):
             matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:
-            raise missing_error(path, setting)
+            raise missing_data_error(path, setting)
         files = [Path(name) for name in matches]
     elif path.is_dir() and not (path / "state.json").is_file():
-        files = _shards(path, setting)
+        files = _list_shards(path, setting)
     else:
         files = [path]
 
     # Validate every file that the pattern or the folder matched.
     for file in files:
-        error = source_error(file, setting)
+        error = data_path_error(file, setting)
         if error is not None:
             raise error
     return tuple(files)
 
 
-def _shards(folder: Path, setting: str) -> list[Path]:
+def _list_shards(folder: Path, setting: str) -> list[Path]:
     """Return the shards of a folder; raises UserError unless they are one complete data set."""
     error = _splits_error(folder, setting)
     if error is not None:
         raise error
 
     names = sorted(item.name for item in folder.iterdir())
-    shards = [folder / name for name in names if _is_data(name)]
+    shards = [folder / name for name in names if _is_record_file(name)]
     if not shards:
         raise UserError(
             f"the directory {folder} contains no data set",
@@ -342,7 +344,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
         )
 
     # Many repositories on the Hub have training and test data in one folder.
-    splits = sorted({_split_of(shard.name) for shard in shards} - {""})
+    splits = sorted({_parse_split(shard.name) for shard in shards} - {""})
     if len(splits) > 1:
         raise UserError(
             f"the folder {folder} contains several splits",
@@ -367,7 +369,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
 
 def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
     """Return the path of one split's shards: the only file, or a pattern for several files."""
-    files = [shard for shard in shards if _split_of(shard.name) == split]
+    files = [shard for shard in shards if _parse_split(shard.name) == split]
     if len(files) == 1:
         return str(files[0])
     return f"{folder}/{split}-*{files[0].suffix}"
@@ -394,7 +396,7 @@ def _splits_error(folder: Path, setting: str) -> UserError | None:
 def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
     """Return the fix for a folder without shards: name a subfolder with shards, or decompress files."""
     # Subfolders with files of records: repositories on the Hub usually have one.
-    files = sorted(item for item in folder.rglob("*") if _is_data(item.name) and item.is_file())
+    files = sorted(item for item in folder.rglob("*") if _is_record_file(item.name) and item.is_file())
     folders = sorted({item.parent for item in files})
     if len(folders) == 1:
         return f"set {setting}={folders[0]}"
@@ -409,17 +411,17 @@ def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
     return "write the data set with save_to_disk, or name a file"
 
 
-def _is_data(name: str) -> bool:
+def _is_record_file(name: str) -> bool:
     """Return whether a file name is that of a file of records; tools write files that start with . or _."""
     return name.endswith(SUFFIXES) and not name.startswith((".", "_"))
 
 
-def _split_of(name: str) -> str:
+def _parse_split(name: str) -> str:
     """Return the split in a file's name, or "" for a name without a split.
 
     Example:
-        >>> _split_of("train-00000-of-00002.parquet"), _split_of("test.jsonl"), _split_of("part-0.jsonl")
-        ('train', 'test', '')
+        >>> _parse_split("train-00000-of-00002.parquet"), _parse_split("part-0.jsonl")
+        ('train', '')
     """
     shard = _SHARD.fullmatch(name)
     if shard is not None:
@@ -432,7 +434,10 @@ def _split_of(name: str) -> str:
 def _likely_split(splits: Sequence[str], setting: str) -> str:
     """Return the split that a setting most likely means: training data, or data to evaluate on."""
     is_training_data = not (setting.startswith("evaluation.") or setting.endswith(".held_out"))
-    return next((name for name in splits if name.startswith("train") is is_training_data), splits[0])
+    for split in splits:
+        if split.startswith("train") == is_training_data:
+            return split
+    return splits[0]
 
 
 # Files to records
@@ -452,7 +457,7 @@ def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record,
             records.extend(read_table(path))
 
     if not records:
-        raise empty_error(source, setting)
+        raise empty_data_error(source, setting)
     return tuple(records)
 
 
@@ -469,7 +474,7 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
     """Return the fields of a line of JSONL; raises UserError for a line that is not a JSON object."""
     excerpt = line[:80].decode("utf-8", "replace").strip()
     try:
-        values = json.loads(line, object_pairs_hook=_without_repeated_keys)
+        values = json.loads(line, object_pairs_hook=_make_mapping)
     except _RepeatedKey as error:
         raise UserError(
             f"a JSON object has the key `{error}` twice",
@@ -501,7 +506,7 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
 
     # Only an escape can be half of a surrogate pair: decoding UTF-8 above rejects such bytes.
     if b"\\u" in line:
-        require_characters(values, location)
+        require_encodable_text(values, location)
     return values
 
 
@@ -509,8 +514,8 @@ class _RepeatedKey(Exception):
     """Second occurrence of a key in a JSON object; the argument is the key."""
 
 
-def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Convert the pairs of a JSON object to a mapping; raises _RepeatedKey for two pairs with one key."""
+def _make_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Convert the (key, value) pairs of a JSON object to a mapping; raises _RepeatedKey if a key repeats."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -518,7 +523,7 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def require_characters(values: Mapping[str, Any], location: str) -> None:
+def require_encodable_text(values: Mapping[str, Any], location: str) -> None:
     """Raise UserError for half of a surrogate pair, which tokenizers reject and UTF-8 cannot encode."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode()
@@ -549,7 +554,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        _require_single_names(file.schema_arrow, path)
+        _require_unique_names(file.schema_arrow, path)
 
         yield from _table_records(file.iter_batches(_TABLE_BATCH), path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -581,7 +586,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
         # Access columns by position: Arrow cannot look up a name that two columns share.
         try:
             columns = {
-                name: _python_values(batch.column(index)) for index, name in enumerate(batch.schema.names)
+                name: _to_python_values(batch.column(index)) for index, name in enumerate(batch.schema.names)
             }
         except KeyError as error:
             raise UserError(
@@ -598,7 +603,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
             row += 1
 
 
-def _require_single_names(schema: Any, path: Path) -> None:
+def _require_unique_names(schema: Any, path: Path) -> None:
     """Raise UserError for two columns, or two fields of a struct, with the same name: one would be lost."""
     pending = [("", list(schema))]
     while pending:
@@ -621,7 +626,7 @@ def _require_single_names(schema: Any, path: Path) -> None:
             pending.append((f"{prefix}{field.name}.", children))
 
 
-def _python_values(column: Any) -> list[Any]:
+def _to_python_values(column: Any) -> list[Any]:
     """Convert an Arrow column to Python values: maps to dictionaries, Arrow's JSON type to its parsed value.
 
     ``datasets`` writes columns of mixed types as ``arrow.json``, whose ``to_pylist`` returns text.
@@ -629,39 +634,39 @@ def _python_values(column: Any) -> list[Any]:
     values = column.to_pylist(maps_as_pydicts="strict")
     if not _contains_json(column.type):
         return values
-    return [_from_json(value, column.type) for value in values]
+    return [_parse_json_values(value, column.type) for value in values]
 
 
-def _contains_json(kind: Any) -> bool:
+def _contains_json(arrow_type: Any) -> bool:
     """Return whether an Arrow type is Arrow's JSON type, or has a field of it at any depth."""
-    if _is_json(kind):
+    if _is_json(arrow_type):
         return True
-    return any(_contains_json(kind.field(index).type) for index in range(kind.num_fields))
+    return any(_contains_json(arrow_type.field(index).type) for index in range(arrow_type.num_fields))
 
 
-def _is_json(kind: Any) -> bool:
+def _is_json(arrow_type: Any) -> bool:
     """Return whether an Arrow type is Arrow's JSON type."""
-    return getattr(kind, "extension_name", None) == "arrow.json"
+    return getattr(arrow_type, "extension_name", None) == "arrow.json"
 
 
-def _from_json(value: Any, kind: Any) -> Any:
+def _parse_json_values(value: Any, arrow_type: Any) -> Any:
     """Parse the JSON texts in a value of an Arrow type, at any depth."""
     if value is None:
         return None
 
-    if _is_json(kind):
+    if _is_json(arrow_type):
         try:
             return json.loads(value)
         except ValueError:
             return value
 
     # A struct's fields are the keys of the value, unlike the fields of a map, which are key and value.
-    if isinstance(value, dict) and kind.num_fields == len(value):
+    if isinstance(value, dict) and arrow_type.num_fields == len(value):
         field_types: dict[str, Any] = {}
-        for index in range(kind.num_fields):
-            field = kind.field(index)
+        for index in range(arrow_type.num_fields):
+            field = arrow_type.field(index)
             field_types[field.name] = field.type
-        return {name: _from_json(inner, field_types[name]) for name, inner in value.items()}
-    if isinstance(value, list) and kind.num_fields == 1:
-        return [_from_json(inner, kind.field(0).type) for inner in value]
+        return {name: _parse_json_values(inner, field_types[name]) for name, inner in value.items()}
+    if isinstance(value, list) and arrow_type.num_fields == 1:
+        return [_parse_json_values(inner, arrow_type.field(0).type) for inner in value]
     return value

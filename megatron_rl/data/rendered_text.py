@@ -6,12 +6,12 @@ torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText, cut_at_end, template_messages
-from megatron_rl.data.messages import message_texts, prompt_messages, tools_of, uses_chat_template
+from megatron_rl.data.messages import get_tools, message_texts, prompt_messages, uses_chat_template
 from megatron_rl.data.records import Record
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer
 from megatron_rl.errors import UserError
@@ -20,7 +20,7 @@ EXAMINED_RECORDS = 200
 """Number of records at the start of a data set to examine: mistakes of this kind are in every record."""
 
 
-def rendered_prompts(
+def render_prompts(
     records: Sequence[Record],
     data: DataConfig,
     setting: str,
@@ -50,7 +50,7 @@ def rendered_prompts(
     renderings = [
         Rendering(
             template_messages(prompt_messages(records[row], data)),
-            tools_of(records[row], data),
+            get_tools(records[row], data),
             kwargs=data.prompt_template.kwargs,
         )
         for row in rows
@@ -83,13 +83,13 @@ def response_pieces(
     setting: str,
     chat: ConversationText | None,
     ends: Sequence[str],
-    otherwise: str | None = None,
+    alternative_fix: str | None = None,
 ) -> list[str]:
     """Return the text of a response in pieces: turns at even indices, the text between turns at odd indices.
 
     ``chat`` is None for a model without a chat template. ``ends`` are the texts of the tokens that end
-    responses to prompts of plain text. ``otherwise`` is an alternative fix in the UserError for a template
-    that cannot render conversations turn by turn.
+    responses to prompts of plain text. ``alternative_fix`` is added to the UserError for a template that
+    cannot render conversations turn by turn.
     """
     response: Any = record.values[field]
     if chat is None or not uses_chat_template(record, data):
@@ -98,9 +98,9 @@ def response_pieces(
 
     try:
         if isinstance(response, str):
-            return [chat.response(response)]
-        tools = tools_of(record, data)
-        return chat.trained_conversation(prompt_messages(record, data), response, tools).pieces
+            return [chat.format_response(response)]
+        tools = get_tools(record, data)
+        return chat.split_turns(prompt_messages(record, data), response, tools).pieces
     except UserError as error:
         # The template's error does not name the record: add it.
         raise UserError(
@@ -108,7 +108,7 @@ def response_pieces(
             where=f"{record.where} ({setting})",
             expected=error.expected,
             got=error.got,
-            fix=" or ".join(filter(None, (error.fix, otherwise))),
+            fix=" or ".join(filter(None, (error.fix, alternative_fix))),
         ) from None
 
 
@@ -125,15 +125,19 @@ def prompt_warnings(
     ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
     added tokens that the chat template writes around messages.
     """
-    rows = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
+    examined_prompts = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
     # The policy would continue after the end of a turn, which no model was trained for.
-    closed_records = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
+    closed_records: list[Record] = []
+    for record, text in examined_prompts:
+        if text and cut_at_end(text, ends) is not None:
+            closed_records.append(record)
+
     if closed_records:
-        yield _warning(
+        yield _records_warning(
             "prompts end with a token that ends responses: nothing opens the turn of the assistant",
             closed_records,
-            len(rows),
+            len(examined_prompts),
             setting,
             expected="prompts that end where the response begins",
             fix="render them with add_generation_prompt=True, or give messages; a chat template that opens "
@@ -141,17 +145,19 @@ def prompt_warnings(
         )
 
     # The template would render a text that contains `<|im_start|>` inside another such pair of marks.
-    rendered_before = [
-        record for record, _ in rows if uses_chat_template(record, data) and _has_marks(record, data, marks)
-    ]
-    if rendered_before:
+    rendered_records: list[Record] = []
+    for record, _ in examined_prompts:
+        if uses_chat_template(record, data) and _has_marks(record, data, marks):
+            rendered_records.append(record)
+
+    if rendered_records:
         fix = "give the original messages, from before they were rendered"
-        if isinstance(rendered_before[0].values[data.prompt_field], str):
+        if isinstance(rendered_records[0].values[data.prompt_field], str):
             fix = f"set {data.setting_of('chat_template')}=false for prompts that are rendered already"
-        yield _warning(
+        yield _records_warning(
             "messages contain marks of the chat template: they seem to be rendered already",
-            rendered_before,
-            len(rows),
+            rendered_records,
+            len(examined_prompts),
             setting,
             expected="the text of the user, without the marks that the template writes around it",
             fix=fix,
@@ -159,7 +165,7 @@ def prompt_warnings(
 
 
 def _has_marks(record: Record, data: DataConfig, marks: Collection[str]) -> bool:
-    """Return whether a message of the prompt contains one of the template's special tokens."""
+    """Return whether the prompt contains a mark, a token that the chat template writes around messages."""
     texts = message_texts(prompt_messages(record, data))
     return any(mark in text for text in texts for mark in marks)
 
@@ -181,7 +187,7 @@ def response_warnings(
         if any(_continues_after_end(record.values[field], ends) for field in fields)
     ]
     if continued_records:
-        yield _warning(
+        yield _records_warning(
             "responses continue behind an end of responses: that text is trained on, and never sampled",
             continued_records,
             len(first_records),
@@ -195,7 +201,7 @@ def response_warnings(
         return
     rewritten_records = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
     if rewritten_records:
-        yield _warning(
+        yield _records_warning(
             "the chat template renders earlier turns differently once others follow, such as without their "
             "thoughts; they are trained on, and read by later turns, as the data have them",
             rewritten_records,
@@ -208,7 +214,10 @@ def response_warnings(
 
 
 def _continues_after_end(response: Any, ends: Sequence[str]) -> bool:
-    """Return whether a response of text contains an end token before its last one."""
+    """Return whether a response of text has an end token before the one at its end.
+
+    ``ends`` are the texts of the tokens that end responses.
+    """
     if not isinstance(response, str):
         return False
     text = cut_at_end(response, ends) or response
@@ -220,34 +229,31 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
     if not uses_chat_template(record, data):
         return False
 
-    conversations: list[Sequence[Mapping[str, Any]]] = [
-        record.values[field] for field in fields if not isinstance(record.values[field], str)
-    ]
-    tools = tools_of(record, data)
+    responses = [record.values[field] for field in fields]
+    conversations = [response for response in responses if not isinstance(response, str)]
+    tools = get_tools(record, data)
     prompt = prompt_messages(record, data)
     try:
-        return not all(
-            chat.trained_conversation(prompt, messages, tools).as_written for messages in conversations
-        )
+        return not all(chat.split_turns(prompt, messages, tools).as_written for messages in conversations)
     except UserError:
         return False  # `response_pieces` raises this error for the record
 
 
-def _warning(
+def _records_warning(
     message: str,
     records: Sequence[Record],
-    total: int,
+    examined_count: int,
     setting: str,
     *,
     expected: str,
     fix: str,
 ) -> UserError:
-    """Return a warning about ``records``, which are some of the first ``total`` ones."""
+    """Return a warning about ``records``, found among the first ``examined_count`` records of the data."""
     first = ", ".join(record.where for record in records[:3])
     return UserError(
         message,
         where=setting,
         expected=expected,
-        got=f"{len(records)} of the first {total} records; first: {first}",
+        got=f"{len(records)} of the first {examined_count} records; first: {first}",
         fix=fix,
     )

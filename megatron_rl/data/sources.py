@@ -31,7 +31,7 @@ from megatron_rl.data.messages import (
     is_trained_turn,
     is_uninformative,
     unclosed_thoughts_warning,
-    uninformative_text,
+    uninformative_warning,
     uses_chat_template,
 )
 from megatron_rl.data.records import DataPath, Record
@@ -41,18 +41,18 @@ from megatron_rl.data.rendered_text import (
     response_pieces,
     response_warnings,
 )
-from megatron_rl.data.template_renderer import renderer_of
-from megatron_rl.data.token_files import Encoded, TokenFiles
+from megatron_rl.data.template_renderer import get_renderer
+from megatron_rl.data.token_files import EncodedData, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
-    as_warning,
+    apply_schedules,
     conversation_text,
     drop_over_long,
     encode_pieces,
     encode_texts,
     end_token_ids,
+    format_warning,
     sampling_by_task,
-    scheduled,
     template_marks,
     template_turn_end,
     turn_end_warning,
@@ -73,7 +73,7 @@ class ShuffledOrder:
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
-        >>> order.next(4), order.epoch
+        >>> order.next_items(4), order.epoch
         ([0, 1, 2, 0], 1)
     """
 
@@ -98,9 +98,9 @@ class ShuffledOrder:
         """Items whose last group of responses had equal rewards."""
         self.skipped: set[int] = set()
         """Items that this epoch skips."""
-        self._order = self._permutation()
+        self._order = self._permute_items()
 
-    def _permutation(self) -> list[int]:
+    def _permute_items(self) -> list[int]:
         """Return the item numbers in the order of the current epoch."""
         items = list(range(self.count))
         if self.shuffle:
@@ -108,7 +108,7 @@ class ShuffledOrder:
             items = generator.permutation(self.count).tolist()
         return [item for item in items if item not in self.skipped]
 
-    def _draw_skipped(self) -> set[int]:
+    def _draw_skipped_items(self) -> set[int]:
         """Draw the items that the current epoch skips, out of those with equal rewards."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
@@ -123,30 +123,30 @@ class ShuffledOrder:
             return set()
         return skipped
 
-    def record(self, item: int, *, is_uniform: bool) -> None:
-        """Record whether an item's last group of responses had equal rewards."""
+    def set_uniform(self, item: int, *, is_uniform: bool) -> None:
+        """Set whether the item's last group of responses had equal rewards, so that epochs may skip it."""
         if is_uniform:
             self.uniform.add(item)
         else:
             self.uniform.discard(item)
 
-    def next(self, count: int) -> list[int]:
+    def next_items(self, count: int) -> list[int]:
         """Return the next ``count`` item numbers, crossing into further epochs as needed."""
-        numbers: list[int] = []
-        while len(numbers) < count:
+        items: list[int] = []
+        while len(items) < count:
             # Start the next epoch only when its first item is drawn: a source at the end of its data is still
             # in the epoch that it has finished.
             if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
-                self.skipped = self._draw_skipped()
-                self._order = self._permutation()
+                self.skipped = self._draw_skipped_items()
+                self._order = self._permute_items()
 
-            remaining = count - len(numbers)
-            selected = self._order[self.position : self.position + remaining]
-            numbers.extend(selected)
-            self.position += len(selected)
-        return numbers
+            remaining_count = count - len(items)
+            epoch_items = self._order[self.position : self.position + remaining_count]
+            items.extend(epoch_items)
+            self.position += len(epoch_items)
+        return items
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the position, and what identifies the items, for `load_state_dict`."""
@@ -182,15 +182,15 @@ class ShuffledOrder:
         # that an epoch keeps its order even if `data.uniform_share` has changed.
         self.uniform = set(state.get("uniform", ()))
         self.skipped = set(state.get("skipped", ()))
-        self._order = self._permutation()
+        self._order = self._permute_items()
 
 
-def ragged(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
+def concatenate_rows(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
     """Concatenate rows of token ids into one [N] int64 tensor."""
     return torch.from_numpy(numpy.concatenate(rows).astype(numpy.int64))
 
 
-def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
+def compute_fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
     """Return a digest of 16 hexadecimal digits of the number, order, lengths and token ids of rows."""
     digest = hashlib.sha256(numpy.asarray(lengths, numpy.int64).tobytes())
     for ids in rows:
@@ -213,7 +213,7 @@ class PromptSource:
 
     def __init__(
         self,
-        encoded: Encoded,
+        encoded: EncodedData,
         tokenizer: PreTrainedTokenizerBase,
         data: DataConfig,
         rollout: RolloutConfig,
@@ -248,7 +248,7 @@ class PromptSource:
 
         # A template that writes the date renders different prompts tomorrow, so checkpoints store the time.
         self._clock = None
-        renderer = renderer_of(tokenizer) if self.templated else None
+        renderer = get_renderer(tokenizer) if self.templated else None
         if renderer is not None and renderer.has_clock:
             self._clock = renderer.now.isoformat()
 
@@ -270,7 +270,7 @@ class PromptSource:
             len(self._ids),
             seed,
             data.shuffle,
-            fingerprint(row_lengths, row_tokens),
+            compute_fingerprint(row_lengths, row_tokens),
             data.uniform_share,
         )
 
@@ -297,7 +297,7 @@ class PromptSource:
         yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
 
     @property
-    def records(self) -> int:
+    def record_count(self) -> int:
         """Return the number of records of the data set, including those over the token limit."""
         return len(self._records)
 
@@ -310,9 +310,9 @@ class PromptSource:
         """Return the number of complete passes over the prompts so far."""
         return self._order.epoch
 
-    def next(self, count: int) -> PromptBatch:
+    def next_batch(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
-        batch = self._batch(self._order.next(count))
+        batch = self._make_batch(self._order.next_items(count))
         if not self._rollout.changes_over_steps:
             return batch
 
@@ -320,13 +320,13 @@ class PromptSource:
         for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
             temperature = self._rollout.task_setting(task, "temperature")
             top_p = self._rollout.task_setting(task, "top_p")
-            sampling.append(scheduled(parameters, temperature, top_p, self._step))
+            sampling.append(apply_schedules(parameters, temperature, top_p, self._step))
         return replace(batch, sampling=tuple(sampling))
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
         # `_ids` is sorted: find the prompt's index among the items of the order.
-        self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
+        self._order.set_uniform(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
         """Return metric suffix -> (fraction of prompts with equal rewards, fraction that this epoch skips).
@@ -341,7 +341,7 @@ class PromptSource:
         skipped_fraction = len(order.skipped) / order.count
         return {"": (uniform_fraction, skipped_fraction)}
 
-    def in_file_order(
+    def batch_in_file_order(
         self,
         limit: int | None = None,
         temperature: float | None = None,
@@ -355,7 +355,7 @@ class PromptSource:
         count = len(self)
         if limit is not None:
             count = min(limit, count)
-        batch = self._batch(range(count))
+        batch = self._make_batch(range(count))
         if temperature is None:
             return batch
 
@@ -410,9 +410,9 @@ class PromptSource:
         """Digest of all fields of the data set's records, which identifies them in checkpoints."""
         return self._encoded.digest()
 
-    def _batch(self, rows: Sequence[int]) -> PromptBatch:
-        """Return the prompts at positions ``rows`` of the source as a batch."""
-        ids = [self._ids[row] for row in rows]
+    def _make_batch(self, positions: Sequence[int]) -> PromptBatch:
+        """Return a batch of the prompts at ``positions`` in the source, which has no over-long prompts."""
+        ids = [self._ids[position] for position in positions]
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
 
@@ -421,10 +421,10 @@ class PromptSource:
         tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
         sampling: list[SamplingParameters] = []
         for task, row in zip(tasks, tokens, strict=True):
-            sampling.append(self._sampling(task, len(row)))
+            sampling.append(self._sampling_parameters(task, len(row)))
 
         return PromptBatch(
-            tokens=ragged(tokens),
+            tokens=concatenate_rows(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
             prompt_ids=torch.tensor(ids, dtype=torch.long),
             tasks=tasks,
@@ -434,7 +434,7 @@ class PromptSource:
             sampling=tuple(sampling),
         )
 
-    def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
+    def _sampling_parameters(self, task: str, prompt_tokens: int) -> SamplingParameters:
         """Return the sampling parameters of a prompt, with the length limit of its responses."""
         sampling = self._sampling_by_task.get(task, self._default_sampling)
         limit = self._rollout.limit_of(task, prompt_tokens)
@@ -455,13 +455,13 @@ def encode_prompts(
     setting: str,
     records: Sequence[Record],
     consumers: Consumers = REWARDED,
-) -> Encoded:
+) -> EncodedData:
     """Tokenise the prompts of records; raises UserError as `RecordReader` does."""
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
     records = [reader.read(record) for record in records]
     texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
-    return Encoded(records, texts, (tokens,), remarks=reader.remark_lines())
+    return EncodedData(records, texts, (tokens,), remarks=reader.remark_lines())
 
 
 def load_prompts(
@@ -494,7 +494,7 @@ def load_prompts(
     if data.prompt_template != PromptTemplate():
         inputs = (*inputs, data.prompt_template)
     return PromptSource(
-        files.encoded(path, setting, tokenizer, inputs, encode),
+        files.load_or_encode(path, setting, tokenizer, inputs, encode),
         tokenizer,
         data,
         config.rollout,
@@ -515,7 +515,7 @@ class ResponseSource:
 
     def __init__(
         self,
-        encoded: Encoded,
+        encoded: EncodedData,
         data: DataConfig,
         *,
         seed: int,
@@ -523,7 +523,7 @@ class ResponseSource:
         setting: str,
     ) -> None:
         self._prompts, *self._responses = encoded.tokens
-        self.unit = len(self._responses)
+        self.rows_per_record = len(self._responses)
         """Number of rows per record."""
         self._record_warnings = encoded.remarks
         self.text_warnings: Sequence[UserError] = ()
@@ -550,9 +550,11 @@ class ResponseSource:
             if is_uninformative(*(responses[index][:-1].tobytes() for responses in self._responses))
         ]
 
-        row_lengths = [length for index in self._indices for length in lengths[index]]
-        rows = (row for index in self._indices for row in self._rows(index))
-        self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(row_lengths, rows))
+        row_lengths: list[int] = []
+        for index in self._indices:
+            row_lengths.extend(lengths[index])
+        rows = (row for index in self._indices for row in self._join_rows(index))
+        self._order = ShuffledOrder(len(self), seed, data.shuffle, compute_fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
         """Return the number of records in an epoch, without those that were too long."""
@@ -560,40 +562,44 @@ class ResponseSource:
 
     def remarks(self) -> Iterator[str]:
         """Yield lines for the console about long records, unread fields and uninformative responses."""
-        yield self.length_report.line("records")
+        yield self.length_report.describe("records")
         yield from self._record_warnings
         if self._uninformative:
-            yield f"warning: {uninformative_text(self._uninformative, len(self), self.unit > 1)}"
+            are_pairs = self.rows_per_record > 1
+            yield f"warning: {uninformative_warning(self._uninformative, len(self), are_pairs)}"
         for problem in self.text_warnings:
-            yield as_warning(problem)
+            yield format_warning(problem)
 
-    def next(self, count: int) -> TrainBatch:
+    def next_batch(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, record after record.
 
         For records with one row, each trained token has the same loss weight, and the weights sum to 1. For
         records with more rows, each trained token has weight 1 / rows, so that the loss is a mean over rows.
         """
-        return self._batch(self._order.next(count))
+        return self._make_batch(self._order.next_items(count))
 
-    def in_file_order(self) -> TrainBatch:
-        """Return all rows in file order, with loss weights as in `next`."""
-        return self._batch(range(len(self)))
+    def batch_in_file_order(self) -> TrainBatch:
+        """Return all rows in file order, with loss weights as in `next_batch`."""
+        return self._make_batch(range(len(self)))
 
-    def _batch(self, items: Sequence[int]) -> TrainBatch:
+    def _make_batch(self, items: Sequence[int]) -> TrainBatch:
         """Return the rows of the records at positions ``items`` of the source as a train batch."""
         indices = [self._indices[item] for item in items]
-        rows = [row for index in indices for row in self._rows(index)]
-        response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
+        rows: list[numpy.ndarray] = []
+        response_starts: list[int] = []
+        for index in indices:
+            rows.extend(self._join_rows(index))
+            response_starts.extend([len(self._prompts[index])] * self.rows_per_record)
 
         # Neither tokens of the prompt nor complements in the response are trained on.
-        tokens = ragged(rows)
+        tokens = concatenate_rows(rows)
         mask = torch.cat(
             [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]
         )
         mask &= tokens >= 0
 
         # Single responses have a mean over tokens; pairs have one loss per row.
-        total_weight = mask.sum() if self.unit == 1 else len(rows)
+        total_weight = mask.sum() if self.rows_per_record == 1 else len(rows)
         return TrainBatch(
             tokens=torch.where(tokens < 0, ~tokens, tokens),
             lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
@@ -602,7 +608,7 @@ class ResponseSource:
             temperature=torch.ones(len(rows)),
         )
 
-    def _rows(self, index: int) -> list[numpy.ndarray]:
+    def _join_rows(self, index: int) -> list[numpy.ndarray]:
         """Return the rows (prompt and response) of the record with this index in the data."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
@@ -628,7 +634,7 @@ def encode_responses(
     ends: Sequence[int],
     records: Sequence[Record],
     every_turn: bool = False,
-) -> Encoded:
+) -> EncodedData:
     """Tokenise the prompts and the responses of records.
 
     ``fields`` maps the fields of responses to the settings that name them. Raises UserError for a record that
@@ -646,7 +652,7 @@ def encode_responses(
     alternative = "set sft.turns=last" if every_turn else None
     responses = _ResponseEncoder(prompts, ends, alternative)
     columns = [responses.encode(records, texts, tokens, field, max_tokens) for field in fields]
-    return Encoded(records, texts, (tokens, *columns), remarks=reader.remark_lines())
+    return EncodedData(records, texts, (tokens, *columns), remarks=reader.remark_lines())
 
 
 class _ResponseEncoder:
@@ -686,7 +692,11 @@ class _ResponseEncoder:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Tokenise each record's response: int32, with ~token for tokens that are not trained on."""
+        """Tokenise each record's response: int32, with ~token for tokens that are not trained on.
+
+        ``prompts`` and ``prompt_tokens`` are the text and the tokens of each record's prompt, ``field`` is
+        the field of the response, and ``limit`` the length limit of a row in tokens.
+        """
         data = self._prompts.data
         setting = self._prompts.setting
         tokenizer = self._prompts.tokenizer
@@ -696,17 +706,17 @@ class _ResponseEncoder:
         ]
 
         # Tokenise the complete text of each row: prompt and pieces.
-        texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
-        rows = encode_pieces(tokenizer, texts, limit)
+        row_texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
+        rows = encode_pieces(tokenizer, row_texts, limit)
 
         # Tokenise the pieces separately if a token spans two of them, or if a following response changes the
         # prompt's tokens: the policy samples after the tokens of the prompt alone.
-        separate_rows = [
-            index
-            for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
-            if row is None or not _ends_with(prompt, row[0])
-        ]
-        separate_texts = [text for index in separate_rows for text in pieces[index]]
+        separate_rows: list[int] = []
+        separate_texts: list[str] = []
+        for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True)):
+            if row is None or not _ends_with(prompt, row[0]):
+                separate_rows.append(index)
+                separate_texts.extend(pieces[index])
         separate_tokens = iter(encode_texts(tokenizer, separate_texts, limit))
         no_prompt = numpy.empty(0, numpy.int32)
         for index in separate_rows:
@@ -714,26 +724,37 @@ class _ResponseEncoder:
 
         responses = []
         for record, row in zip(records, rows, strict=True):
-            end = self._template_end if uses_chat_template(record, data) else self._plain_end
-            trained = _trained_turns(record.values[field])
-            responses.append(self._response((row or [])[1:], end, trained))
+            end_token = self._template_end if uses_chat_template(record, data) else self._plain_end
+            trained_turns = _trained_turns(record.values[field])
+            # The first piece of a row is the prompt.
+            responses.append(self._join_pieces((row or [])[1:], end_token, trained_turns))
         return responses
 
-    def _response(self, pieces: Sequence[numpy.ndarray], end: int, trained: Sequence[bool]) -> numpy.ndarray:
-        """Join the pieces of one response; ``trained`` has one value per turn, ``end`` is the end token."""
+    def _join_pieces(
+        self,
+        pieces: Sequence[numpy.ndarray],
+        end_token: int,
+        trained_turns: Sequence[bool],
+    ) -> numpy.ndarray:
+        """Join the pieces of one response: turns at even indices, and the text between turns at odd indices.
+
+        ``end_token`` is appended to a turn that does not end with an end token. ``trained_turns`` tells for
+        each turn whether it is trained on; all other tokens are returned as their complements.
+        """
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
-            # Odd pieces are the text between turns, which may start with the end token of the previous turn.
+            # The text between turns may start with the end token of the previous turn.
             if index % 2:
-                repeats_end = len(tokens) > 0 and tokens[0] == last_token
-                response.append(~tokens[1 if repeats_end else 0 :])
+                if len(tokens) > 0 and tokens[0] == last_token:
+                    tokens = tokens[1:]
+                response.append(~tokens)
                 continue
 
             if not len(tokens) or int(tokens[-1]) not in self._ends:
-                tokens = numpy.append(tokens, numpy.int32(end))
+                tokens = numpy.append(tokens, numpy.int32(end_token))
             last_token = tokens[-1]
-            response.append(tokens if trained[index // 2] else ~tokens)
+            response.append(tokens if trained_turns[index // 2] else ~tokens)
         return numpy.concatenate(response)
 
 
@@ -763,8 +784,8 @@ def load_responses(
 ) -> ResponseSource:
     """Load the rows of the data set at ``path``; ``setting`` is its configuration key.
 
-    ``fields`` maps fields of responses to the settings that name them. ``data`` has the other names of
-    fields, by default the section ``data``.
+    ``fields`` maps fields of responses to the settings that name them. ``data`` names the fields other than
+    the responses; None means the configuration's section ``data``.
     """
     data = data or config.data
     ends = end_token_ids(tokenizer, config.model.path)
@@ -779,7 +800,7 @@ def load_responses(
         every_turn=every_turn,
     )
     inputs = ("responses", *data.record_fields, *fields, data.chat_template, max_tokens, ends, every_turn)
-    encoded = files.encoded(path, setting, tokenizer, inputs, encode)
+    encoded = files.load_or_encode(path, setting, tokenizer, inputs, encode)
 
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
     # Held-out data have the same form as the training data, whose warnings are enough.
@@ -791,7 +812,7 @@ def load_responses(
 def _text_warnings(
     config: RunConfig,
     tokenizer: Any,
-    encoded: Encoded,
+    encoded: EncodedData,
     fields: Collection[str],
     data: DataConfig,
     setting: str,
@@ -808,7 +829,7 @@ def _text_warnings(
         warning = turn_end_warning(tokenizer, config.model.path)
         if warning is not None:
             yield warning
-        warning = _unclosed_thoughts(chat, records, fields, data, setting)
+        warning = _thoughts_warning(chat, records, fields, data, setting)
         if warning is not None:
             yield warning
 
@@ -817,19 +838,23 @@ def _text_warnings(
     yield from response_warnings(records, fields, data, setting, chat, end_texts)
 
 
-def _unclosed_thoughts(
+def _thoughts_warning(
     chat: ConversationText | None,
     records: Sequence[Record],
     fields: Collection[str],
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of `unclosed_thoughts_warning` if the chat template opens thoughts, else None."""
+    """Return a warning if the chat template opens thoughts in the prompt that some responses do not close.
+
+    ``fields`` are the fields of responses. Returns None for a template that opens no thoughts, and without a
+    template.
+    """
     if chat is None:
         return None
 
     with suppress(UserError):  # a template may reject this conversation
-        end = closing_thought_tag(chat.opening)
-        if end is not None:
-            return unclosed_thoughts_warning(records, fields, data, end, setting)
+        closing_tag = closing_thought_tag(chat.opening)
+        if closing_tag is not None:
+            return unclosed_thoughts_warning(records, fields, data, closing_tag, setting)
     return None

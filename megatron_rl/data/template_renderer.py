@@ -67,7 +67,7 @@ class Rendering(NamedTuple):
     """One conversation to render.
 
     Example:
-        >>> Rendering([{"role": "user", "content": "1+1"}]).opens
+        >>> Rendering([{"role": "user", "content": "1+1"}]).add_generation_prompt
         True
     """
 
@@ -75,8 +75,8 @@ class Rendering(NamedTuple):
     """Messages with a role and a content, as returned by `template_messages`."""
     tools: Sequence[Any] | None = None
     """JSON schemas of the available functions, or None for a conversation without tools."""
-    opens: bool = True
-    """Whether the template opens the assistant's turn after the messages (``add_generation_prompt``)."""
+    add_generation_prompt: bool = True
+    """Whether the template opens the assistant's turn after the messages."""
     kwargs: Mapping[str, Any] = MappingProxyType({})
     """Further arguments of the template, by name."""
 
@@ -118,13 +118,13 @@ class TemplateRenderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         *,
-        opens: bool = True,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Return the text of one rendering; raises RenderRefused if the template does not render it.
 
-        See `Rendering` for ``opens``.
+        See `Rendering` for ``add_generation_prompt``.
         """
-        (text,) = self.render_all([Rendering(messages, tools, opens)])
+        (text,) = self.render_all([Rendering(messages, tools, add_generation_prompt)])
         if isinstance(text, RenderRefused):
             raise text
         return text
@@ -139,7 +139,7 @@ class TemplateRenderer:
 
     def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
         """Render a batch; if that ends the process, render its items one by one."""
-        answers = self._request(batch)
+        answers = self._request_texts(batch)
         if answers is not None:
             return answers
         if len(batch) == 1:
@@ -151,17 +151,17 @@ class TemplateRenderer:
             results += self._render_batch([rendering])
         return results
 
-    def _request(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Send a batch to the process; return its answers, or None if it ended while rendering."""
+    def _request_texts(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
+        """Send a batch to the process; return a text or a refusal for each, or None if the process ended."""
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
-        process = self._running_process()
+        process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            request = [_json_values(rendering) for rendering in batch]
+            request = [_to_json_values(rendering) for rendering in batch]
             process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
@@ -176,8 +176,8 @@ class TemplateRenderer:
             self._exhausted = _exit_reason(status)
         return None
 
-    def _running_process(self) -> subprocess.Popen[str]:
-        """Return the running process; start one and send it the templates if needed."""
+    def _ensure_process(self) -> subprocess.Popen[str]:
+        """Return the rendering process; start one and send it the templates if none is running."""
         if self._process is not None:
             return self._process
 
@@ -207,7 +207,7 @@ class TemplateRenderer:
             self._process = None
 
 
-def _json_values(rendering: Rendering) -> tuple[Any, ...]:
+def _to_json_values(rendering: Rendering) -> tuple[Any, ...]:
     """Return the fields of a rendering as values that JSON can encode."""
     return (*rendering[:-1], dict(rendering.kwargs))
 
@@ -235,7 +235,7 @@ _RENDERERS: weakref.WeakKeyDictionary[Any, TemplateRenderer] = weakref.WeakKeyDi
 """Tokenizer -> its renderer, so that each process of a run starts one process for its templates."""
 
 
-def renderer_of(tokenizer: Any) -> TemplateRenderer | None:
+def get_renderer(tokenizer: Any) -> TemplateRenderer | None:
     """Return the renderer of a tokenizer's chat templates, or None for a tokenizer without a template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -266,7 +266,7 @@ class _Refused(Exception):
     """Error of a template that called ``raise_exception``; the text is the template's message."""
 
 
-def _template_environment(now: datetime) -> Any:
+def _make_environment(now: datetime) -> Any:
     """Return the jinja2 environment of chat templates, as in transformers' ``apply_chat_template``."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -281,7 +281,7 @@ def _template_environment(now: datetime) -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[loopcontrols, _generation_tag()],
+        extensions=[loopcontrols, _make_generation_tag()],
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
@@ -289,7 +289,7 @@ def _template_environment(now: datetime) -> Any:
     return environment
 
 
-def _generation_tag() -> type:
+def _make_generation_tag() -> type:
     """Return the jinja2 extension for ``{% generation %}``, which marks trained text and writes nothing."""
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -318,13 +318,18 @@ def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
     return templates[DEFAULT]
 
 
-def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: Sequence[Any]) -> list[Any]:
+def _render_request(
+    compile_template: Callable[[str], Any],
+    setup: Mapping[str, Any],
+    request: Sequence[Any],
+) -> list[Any]:
     """Render one request; return ``[text, None]``, or ``[None, reason]`` if the template does not render it.
 
-    ``compiled`` maps the source of a template to the compiled template.
+    ``compile_template`` maps the source of a template to a jinja2 template. ``setup`` has the templates and
+    the special tokens by name, and ``request`` the fields of a `Rendering`.
     """
     # transformers rejects such tools, too; a template would fail on them with an obscure error.
-    messages, tools, opens, kwargs = request
+    messages, tools, add_generation_prompt, kwargs = request
     are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not are_schemas:
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
@@ -333,10 +338,10 @@ def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: S
         "messages": messages,
         "tools": tools,
         "documents": None,
-        "add_generation_prompt": opens,
+        "add_generation_prompt": add_generation_prompt,
     }
     try:
-        template = compiled(_choose_template(setup["templates"], tools))
+        template = compile_template(_choose_template(setup["templates"], tools))
         text = template.render(**{**setup["special"], **kwargs, **values})
     except _Refused as error:
         return [None, str(error)]
@@ -365,10 +370,10 @@ def main() -> None:
     _lower_limit(resource.RLIMIT_CORE, 0)
     _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
     setup = json.loads(sys.stdin.readline())
-    environment = _template_environment(datetime.fromisoformat(setup["now"]))
+    environment = _make_environment(datetime.fromisoformat(setup["now"]))
     templates: dict[str, Any] = {}
 
-    def compiled(text: str) -> Any:
+    def compile_template(text: str) -> Any:
         if text not in templates:
             templates[text] = environment.from_string(text)
         return templates[text]
@@ -381,7 +386,7 @@ def main() -> None:
             usage = resource.getrusage(resource.RUSAGE_SELF)
             used_seconds = int(usage.ru_utime + usage.ru_stime)
             _lower_limit(resource.RLIMIT_CPU, used_seconds + 1 + CPU_SECONDS)
-            answers.append(_render(compiled, setup, request))
+            answers.append(_render_request(compile_template, setup, request))
 
         sys.stdout.write(json.dumps(answers) + "\n")
         sys.stdout.flush()

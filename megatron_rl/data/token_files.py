@@ -37,7 +37,7 @@ import psutil
 
 from megatron_rl import durable
 from megatron_rl.data.records import DataPath, Record, data_files, load_records
-from megatron_rl.data.template_renderer import renderer_of
+from megatron_rl.data.template_renderer import get_renderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,12 +52,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedData:
     """Data set of N records with its tokens.
 
     Example:
         >>> row = numpy.array([5, 6], numpy.int32)
-        >>> Encoded([Record({"prompt": "1+1="}, "a.jsonl:1")], ["1+1="], ([row],)).digest()
+        >>> EncodedData([Record({"prompt": "1+1="}, "a.jsonl:1")], ["1+1="], ([row],)).digest()
         '90b0b6267a070b41'
     """
 
@@ -97,17 +97,17 @@ class _LazyRows(Sequence[Any]):
 
     def __init__(self, count: int, read: Callable[[int], Any]) -> None:
         self._count = count
-        self._read = read
+        self._read_row = read
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return [self._read(index) for index in range(*row.indices(self._count))]
+            return [self._read_row(index) for index in range(*row.indices(self._count))]
         if not -self._count <= row < self._count:
             raise IndexError(row)
-        return self._read(row % self._count)
+        return self._read_row(row % self._count)
 
 
 class _CannotStore(Exception):
@@ -123,14 +123,14 @@ class TokenFiles:
     warn: Callable[[str], None]
     """Function that is called with the warning about a file that could not be stored or was damaged."""
 
-    def encoded(
+    def load_or_encode(
         self,
         path: DataPath,
         setting: str,
         tokenizer: PreTrainedTokenizerBase,
         inputs: Sequence[Any],
-        encode: Callable[[Sequence[Record]], Encoded],
-    ) -> Encoded:
+        encode: Callable[[Sequence[Record]], EncodedData],
+    ) -> EncodedData:
         """Return the tokenised data set at ``path`` from its file of tokens, or encode it and write the file.
 
         ``inputs`` are all inputs of ``encode`` other than records and tokenizer; they identify the file.
@@ -141,17 +141,17 @@ class TokenFiles:
         if self.folder is None or fast_tokenizer is None:
             return encode(load_records(path, setting=setting))
 
-        file = self.folder / f"{_identity(path, setting, tokenizer, inputs)[:32]}.arrow"
+        file = self.folder / f"{_content_digest(path, setting, tokenizer, inputs)[:32]}.arrow"
         encoded = None
         reason = f"the process that locked {file} first has not written it"
         try:
             self.folder.mkdir(exist_ok=True)
             with _exclusive_lock(file.with_suffix(".lock")) as was_locked:
-                stored = self._read_valid(file, setting, was_locked)
+                stored = self._read_if_intact(file, setting, was_locked)
                 if stored is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
-                    _write(file, encoded)
-                    stored = _read(file)
+                    _write_token_file(file, encoded)
+                    stored = _read_token_file(file)
             if stored is not None:
                 return stored
         except (OSError, _CannotStore) as error:
@@ -163,7 +163,7 @@ class TokenFiles:
         self.warn(f"warning: {setting}: every process tokenises the data for itself: {reason}")
         return encoded
 
-    def _read_valid(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
+    def _read_if_intact(self, file: Path, setting: str, was_locked: bool) -> EncodedData | None:
         """Read a file of tokens; return None if it is absent or damaged, and remove a damaged file.
 
         ``was_locked``: whether another process had the lock. That process has written the file or verified
@@ -175,7 +175,7 @@ class TokenFiles:
 
         damage = None if was_locked else _find_damage(file)
         if damage is None:
-            stored = _read(file)
+            stored = _read_token_file(file)
             if stored is not None:
                 return stored
             damage = "cannot be read"
@@ -185,11 +185,19 @@ class TokenFiles:
         return None
 
 
-def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Any]) -> str:
-    """Return the digest of everything that determines a data set's tokens, by which its file is named."""
+def _content_digest(
+    path: DataPath,
+    setting: str,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Sequence[Any],
+) -> str:
+    """Return the digest of everything that determines a data set's tokens, by which its file is named.
+
+    ``inputs`` are the settings that the encoding depends on, besides the files and the tokenizer.
+    """
     fast_tokenizer: Any = tokenizer.backend_tokenizer
     # A template that writes the date renders different prompts at another time.
-    renderer = renderer_of(tokenizer)
+    renderer = get_renderer(tokenizer)
     clock = None
     if renderer is not None and renderer.has_clock:
         clock = renderer.now.isoformat()
@@ -244,7 +252,7 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
 # Files
 
 
-def _write(file: Path, encoded: Encoded) -> None:
+def _write_token_file(file: Path, encoded: EncodedData) -> None:
     """Write a data set and its digest to a token file.
 
     Raises OSError, or _CannotStore for values that JSON cannot encode.
@@ -260,10 +268,11 @@ def _write(file: Path, encoded: Encoded) -> None:
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
     # Ragged rows are offsets and values. Offsets have 64 bits, for data sets of more than 2**31 tokens.
-    for number, rows in enumerate(encoded.tokens):
-        ends = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
+    for column_index, rows in enumerate(encoded.tokens):
+        offsets = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
-        columns[f"tokens {number}"] = pyarrow.LargeListArray.from_arrays(pyarrow.array(ends), values)
+        token_lists = pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), values)
+        columns[f"tokens {column_index}"] = token_lists
     batch = pyarrow.RecordBatch.from_pydict(columns)
     batch = batch.replace_schema_metadata({_REMARKS: json.dumps([*encoded.remarks])})
 
@@ -272,21 +281,21 @@ def _write(file: Path, encoded: Encoded) -> None:
             writer.write_batch(batch)
 
     # Without locks, or with locks that work only within a host, several processes may write the same file, so
-    # each uses a temporary name with its host and process id.
-    _remove_unfinished(file)
-    temporary = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
+    # each writes a temporary file whose name has its host and process id.
+    _remove_abandoned_files(file)
+    temporary_file = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
     try:
-        durable.replace_file(temporary, write_batch)
-        digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
+        durable.replace_file(temporary_file, write_batch)
+        digest = durable.compute_digests(temporary_file.parent, [temporary_file.name])[temporary_file.name]
 
         # Rename the digest first: a kill between the two renames leaves at most an older file that does not
         # match its digest, and the next run writes it again.
-        digest_file = temporary.with_name(f"{temporary.name}.digest")
+        digest_file = temporary_file.with_name(f"{temporary_file.name}.digest")
         durable.write_text(digest_file, f"{file.name} {digest}\n")
         os.replace(digest_file, _digest_file(file))
-        os.replace(temporary, file)
+        os.replace(temporary_file, file)
     except OSError:
-        temporary.with_name(temporary.name + ".part").unlink(missing_ok=True)
+        temporary_file.with_name(temporary_file.name + ".part").unlink(missing_ok=True)
         raise
 
 
@@ -295,14 +304,14 @@ def _host_prefix(file: Path) -> str:
     return f"{file.name}.{socket.gethostname()}."
 
 
-def _remove_unfinished(file: Path) -> None:
-    """Remove the temporary files that killed processes of this host left behind."""
+def _remove_abandoned_files(file: Path) -> None:
+    """Remove the temporary_file files that killed processes of this host left behind."""
     prefix = _host_prefix(file)
-    for temporary in file.parent.glob(f"{prefix}[0-9]*"):
-        process_id = temporary.name.removeprefix(prefix).partition(".")[0]
+    for temporary_file in file.parent.glob(f"{prefix}[0-9]*"):
+        process_id = temporary_file.name.removeprefix(prefix).partition(".")[0]
         is_alive = process_id.isdigit() and psutil.pid_exists(int(process_id))
         if not is_alive:
-            temporary.unlink(missing_ok=True)
+            temporary_file.unlink(missing_ok=True)
 
 
 def _digest_file(file: Path) -> Path:
@@ -320,7 +329,7 @@ def _find_damage(file: Path) -> str | None:
     if name != file.name:
         return f"has the digest of {name}"
 
-    lines = durable.damages(file.parent, {file.name: digest}, [file.name])
+    lines = durable.find_damages(file.parent, {file.name: digest}, [file.name])
     if not lines:
         return None
     return lines[0].removeprefix(f"{file.name} ")
@@ -337,7 +346,7 @@ def _restorable_json(record: Record) -> str:
     raise _CannotStore(f"{record.where} has values that JSON cannot encode")
 
 
-def _read(file: Path) -> Encoded | None:
+def _read_token_file(file: Path) -> EncodedData | None:
     """Read the data set in a token file, mapped into memory; return None for a file in another format."""
     import pyarrow
 
@@ -356,7 +365,7 @@ def _read(file: Path) -> Encoded | None:
 
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     count = batch.num_rows
-    return Encoded(
+    return EncodedData(
         _LazyRows(count, record_at),
         _LazyRows(count, lambda row: texts[row].as_py()),
         tokens,

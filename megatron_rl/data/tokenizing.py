@@ -35,16 +35,16 @@ from megatron_rl.data.chat_format import (
     named_end_ids,
     template_tokens,
     text_prefix,
-    turn_end_mismatch,
+    unnamed_turn_end_warning,
     with_prefix,
 )
 from megatron_rl.data.messages import no_tokens_error, require_prompt, uses_chat_template
 from megatron_rl.data.records import Record
-from megatron_rl.data.rendered_text import rendered_prompts
+from megatron_rl.data.rendered_text import render_prompts
 from megatron_rl.data.template_renderer import (
     TIME_ATTRIBUTE,
     TemplateRenderer,
-    renderer_of,
+    get_renderer,
 )
 from megatron_rl.errors import UserError, UserErrors, first_line, missing_file
 from megatron_rl.progress import count_progress
@@ -121,11 +121,11 @@ def end_token_ids(
 
 
 def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
-    """Return the `ConversationText` of the tokenizer's chat template, or None if it has no template.
+    """Build a renderer for the tokenizer's chat template, or return None if it has no template.
 
     ``ends`` are the ids of the tokens that end responses.
     """
-    renderer = renderer_of(tokenizer)
+    renderer = get_renderer(tokenizer)
     if renderer is None:
         return None
     return ConversationText(renderer, [tokenizer.convert_ids_to_tokens(token) for token in ends])
@@ -141,23 +141,23 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of `turn_end_mismatch` for a tokenizer and its model, or None."""
+    """Return the warning of `unnamed_turn_end_warning` for a tokenizer and its model, or None."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
-    return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
+    return unnamed_turn_end_warning(template_turn_end(tokenizer), ends, texts, str(model_path))
 
 
 def template_marks(tokenizer: Any) -> set[str]:
     """Return the added tokens that the chat template writes around messages."""
-    return template_tokens(renderer_of(tokenizer), added_tokens(tokenizer).values())
+    return template_tokens(get_renderer(tokenizer), added_tokens(tokenizer).values())
 
 
-def as_warning(problem: UserError) -> str:
-    """Return a warning as a line for the console."""
+def format_warning(warning: UserError) -> str:
+    """Format a warning, which has the fields of an error, as a line for the console."""
     details = ""
-    if problem.got is not None:
-        details = f" ({problem.got})"
-    return f"warning: {problem.message}{details}; {problem.fix}"
+    if warning.got is not None:
+        details = f" ({warning.got})"
+    return f"warning: {warning.message}{details}; {warning.fix}"
 
 
 # Sampling parameters
@@ -168,10 +168,11 @@ def stop_tokens_and_texts(
     stop: Sequence[str],
     setting: str,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ids of stop texts that are one token, and the stop texts of several tokens.
+    """Split the stop texts ``stop`` into ids, for texts of one token, and texts of several tokens.
 
-    Raises UserError for a text that no response can contain. Raises it, too, for a text of several tokens if
-    the tokenizer has no decoder from the library `tokenizers`.
+    ``setting`` is their configuration key, for errors. Raises UserError for a text that no response can
+    contain. Raises it, too, for a text of several tokens if the tokenizer has no decoder from the library
+    `tokenizers`.
     """
     unknown_token: Any = tokenizer.unk_token
     ids: list[int] = []
@@ -258,13 +259,13 @@ def sampling_by_task(
     return default_parameters, parameters_by_task
 
 
-def scheduled(
+def apply_schedules(
     sampling: SamplingParameters,
     temperature: ScheduledValue,
     top_p: ScheduledValue,
     step: int | None = None,
 ) -> SamplingParameters:
-    """Return sampling parameters with the temperature and top-p of ``step``, which counts from 1.
+    """Replace the temperature and top-p of sampling parameters by those of ``step``, which counts from 1.
 
     ``temperature`` and ``top_p`` are values of the configuration; ``step`` None is any step after the last
     change.
@@ -288,16 +289,20 @@ def _sampling_parameters(
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     setting: str,
-    auto: AutoLimitConfig,
+    auto_limit: AutoLimitConfig,
 ) -> SamplingParameters:
-    """Convert the settings ``values`` to sampling parameters; ``setting`` is their section, for errors."""
+    """Convert the settings ``values`` to sampling parameters, with the last values of changing settings.
+
+    ``ends`` are the ids of the tokens that always end a response, and ``setting`` is the section of the
+    values, for errors.
+    """
     stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
 
     # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
-    constant = SamplingParameters(
+    parameters = SamplingParameters(
         top_k=int(values["top_k"]),
-        max_response_tokens=largest_limit(values["max_response_tokens"], auto),
+        max_response_tokens=largest_limit(values["max_response_tokens"], auto_limit),
         stop_token_ids=stop_token_ids,
         min_p=float(values["min_p"]),
         logit_bias=logit_biases(tokenizer, values, setting),
@@ -308,7 +313,7 @@ def _sampling_parameters(
         stop_texts=stop_texts,
         no_repeat_ngram_size=int(values["no_repeat_ngram_size"]),
     )
-    return scheduled(constant, values["temperature"], values["top_p"])
+    return apply_schedules(parameters, values["temperature"], values["top_p"])
 
 
 # Prompts and texts as tokens
@@ -329,18 +334,21 @@ class PromptEncoder:
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
         """Renderer of the tokenizer's chat template, or None for a tokenizer without a template."""
-        return renderer_of(self.tokenizer)
+        return get_renderer(self.tokenizer)
 
-    def texts(self, records: Sequence[Record]) -> list[str]:
-        """Return the prompts as text; raises UserError as `rendered_prompts` does."""
+    def render_texts(self, records: Sequence[Record]) -> list[str]:
+        """Return the prompts as text; raises UserError as `render_prompts` does."""
         for record in records:
             require_prompt(record, self.data, self.setting)
 
-        return rendered_prompts(records, self.data, self.setting, self.renderer)
+        return render_prompts(records, self.data, self.setting, self.renderer)
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
-        """Return the text and the tokens (int32) of each record's prompt, in order; see `encode_texts`."""
-        texts = self.texts(records)
+        """Return the text and the tokens (int32) of each record's prompt, in order.
+
+        ``limit`` is the length limit in tokens: see `encode_texts` for prompts far over it.
+        """
+        texts = self.render_texts(records)
         tokens = encode_texts(self.tokenizer, texts, limit)
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
@@ -358,7 +366,7 @@ def encode_texts(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     limit: int,
-    chunk: int = 1024,
+    batch_size: int = 1024,
 ) -> list[numpy.ndarray]:
     """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
 
@@ -366,8 +374,8 @@ def encode_texts(
     tokens, is tokenised.
     """
     rows: list[numpy.ndarray] = []
-    for start in range(0, len(texts), chunk):
-        batch = [_truncate(tokenizer, text, limit) for text in texts[start : start + chunk]]
+    for start in range(0, len(texts), batch_size):
+        batch = [_truncate_text(tokenizer, text, limit) for text in texts[start : start + batch_size]]
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
         rows.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         count_progress("pieces of data")
@@ -378,24 +386,24 @@ def encode_pieces(
     tokenizer: Any,
     rows: Sequence[Sequence[str]],
     limit: int,
-    chunk: int = 256,
+    batch_size: int = 256,
 ) -> list[list[numpy.ndarray] | None]:
     """Tokenise the complete text of each row, and return the tokens (int32) of each of its pieces.
 
-    The result is None for a row in which a token spans two pieces, for a text that `encode_texts` would
-    truncate, and for every row if the tokenizer has no offsets.
+    A row has the consecutive pieces of one text, such as a prompt and the turns after it. The result is None
+    for a row in which a token spans two pieces, for a text that `encode_texts` would truncate, and for every
+    row if the tokenizer has no offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
 
     results: list[list[numpy.ndarray] | None] = []
-    for start in range(0, len(rows), chunk):
+    for start in range(0, len(rows), batch_size):
         # Skip texts that `encode_texts` would truncate: their offsets would not fit the pieces.
-        batch = rows[start : start + chunk]
+        batch = rows[start : start + batch_size]
         texts = ["".join(pieces) for pieces in batch]
-        indices = [
-            index for index, text in enumerate(texts) if len(text) <= max(_SEGMENT, counting_limit(limit))
-        ]
+        max_characters = max(_SEGMENT, counting_limit(limit))
+        indices = [index for index, text in enumerate(texts) if len(text) <= max_characters]
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
         if indices:
             encoded = tokenizer(
@@ -444,7 +452,7 @@ class LengthReport:
     """Counts of items over a length limit.
 
     Example:
-        >>> LengthReport(100, 0, 512, 300, ()).line()
+        >>> LengthReport(100, 0, 512, 300, ()).describe()
         '100 prompts, none over the limit of 512 tokens (longest 300)'
     """
 
@@ -459,15 +467,15 @@ class LengthReport:
     examples: tuple[str, ...]
     """Location and length of the first items over the limit."""
 
-    def line(self, kind: str = "prompts") -> str:
+    def describe(self, item_name: str = "prompts") -> str:
         """Describe the counts as one sentence for the console and the log."""
-        maximum = _shown_length(self.longest, self.limit)
+        maximum = _format_length(self.longest, self.limit)
         if not self.over_long:
-            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
+            return f"{self.total} {item_name}, none over the limit of {self.limit} tokens (longest {maximum})"
 
         first = ", ".join(self.examples)
         return (
-            f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
+            f"dropped {self.over_long} of {self.total} {item_name}: longer than {self.limit} tokens "
             f"(longest {maximum}); first: {first}"
         )
 
@@ -481,7 +489,7 @@ def counting_limit(limit: int) -> int:
     return 2 * limit + 1024
 
 
-def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
+def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     """Return the text or, if it is far over ``limit`` tokens, a beginning that is over the limit, too.
 
     The tokens of its segments are counted, since a token may have any number of characters.
@@ -499,7 +507,7 @@ def _truncate(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     return text
 
 
-def _shown_length(length: int, limit: int) -> str:
+def _format_length(length: int, limit: int) -> str:
     """Format a number of tokens for messages: exact, or as "N or more" for a text that was truncated."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
@@ -532,8 +540,8 @@ def drop_over_long(
             f"{len(over_long)} of {len(lengths)} items of {setting} are longer than the limit",
             where=f"{records[first].where} ({setting})",
             expected=f"at most {limit} tokens",
-            got=f"{_shown_length(lengths[first], limit)} tokens there; "
-            f"the longest has {_shown_length(maximum, limit)}",
+            got=f"{_format_length(lengths[first], limit)} tokens there; "
+            f"the longest has {_format_length(maximum, limit)}",
             fix=fix,
         )
 
@@ -541,6 +549,6 @@ def drop_over_long(
     dropped = set(over_long)
     remaining = [index for index in range(len(lengths)) if index not in dropped]
     examples = tuple(
-        f"{records[index].where} ({_shown_length(lengths[index], limit)} tokens)" for index in over_long[:3]
+        f"{records[index].where} ({_format_length(lengths[index], limit)} tokens)" for index in over_long[:3]
     )
     return remaining, LengthReport(len(lengths), len(over_long), limit, maximum, examples)

@@ -32,11 +32,11 @@ def compile_for_any_shape() -> None:
     setattr(jit, "jit_fuser", compile_function)
 
     # Do not replace activation functions, since Megatron tests `activation_func == quick_gelu`, for example.
-    recompiled: dict[int, Any] = {}
+    compiled_functions: dict[int, Any] = {}
     for module in _ACTIVATION_MODULES:
         for value in vars(module).values():
             if _original_function(value) is not None:
-                recompiled[id(value)] = value
+                compiled_functions[id(value)] = value
 
     def recompile_attributes(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
@@ -48,9 +48,9 @@ def compile_for_any_shape() -> None:
             # Compile a function that several modules imported only once.
             function = _original_function(value)
             if function is not None:
-                if id(value) not in recompiled:
-                    recompiled[id(value)] = compile_function(function)
-                setattr(owner, name, recompiled[id(value)])
+                if id(value) not in compiled_functions:
+                    compiled_functions[id(value)] = compile_function(function)
+                setattr(owner, name, compiled_functions[id(value)])
             elif inspect.isclass(value) and value.__module__ == getattr(owner, "__name__", None):
                 recompile_attributes(value)
 

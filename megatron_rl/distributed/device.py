@@ -70,7 +70,7 @@ def simulate() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def simulated() -> bool:
+def is_simulated() -> bool:
     """Return whether this is a simulated rank, whose tensors have no values to read."""
     return _simulated
 
@@ -84,7 +84,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def name() -> str:
+def product_name() -> str:
     """Return the product name of this rank's device, or "host" without an accelerator."""
     if _ON_HOST:
         return "host"
@@ -114,7 +114,7 @@ def capability() -> int:
     return 10 * major + minor
 
 
-def toolkit() -> int | None:
+def toolkit_version() -> int | None:
     """Return the major version of CUDA that torch is built for, or None without an accelerator."""
     version = torch.version.cuda
     if _ON_HOST or version is None:
@@ -167,18 +167,18 @@ def synchronize() -> None:
 
     torch's own call would initialize device 0 on every rank before `initialize` selects a device.
     """
-    if _in_use():
+    if _is_accelerator_initialized():
         torch.cuda.synchronize()
 
 
-def _in_use() -> bool:
+def _is_accelerator_initialized() -> bool:
     """Return whether this process has initialized an accelerator."""
     return not _ON_HOST and torch.cuda.is_initialized()
 
 
 def empty_cache() -> None:
     """Return cached, unused device memory to the driver."""
-    if _in_use():
+    if _is_accelerator_initialized():
         torch.cuda.empty_cache()
 
 
@@ -222,13 +222,13 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
     else:
         # PyTorch reuses this memory only after the copy below has ended.
         staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        for tensor, view in zip(tensors, _views(staging, tensors, offsets), strict=True):
+        for tensor, view in zip(tensors, _slice_views(staging, tensors, offsets), strict=True):
             view.copy_(tensor)
     buffer.copy_(staging, non_blocking=True)
-    return _views(buffer, tensors, offsets)
+    return _slice_views(buffer, tensors, offsets)
 
 
-def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+def _slice_views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """Return views of a byte buffer at ``offsets``, with the dtypes and shapes of ``tensors``."""
     views = []
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -240,8 +240,8 @@ def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) ->
 def peak_memory(reset: bool = False) -> int:
     """Return the peak of bytes allocated on the device since the last reset; ``reset`` starts a new peak.
 
-    Memory that vLLM's sleep mode released is not counted: see `set_unbacked`. On the host the peak is the
-    largest resident set size of the process, which cannot be reset.
+    Memory that vLLM's sleep mode released is not counted: see `set_unbacked_bytes`. On the host the peak is
+    the largest resident set size of the process, which cannot be reset.
     """
     global _earlier_peak
     if _ON_HOST:
@@ -249,7 +249,7 @@ def peak_memory(reset: bool = False) -> int:
 
         # Linux reports the size in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if not _in_use():
+    if not _is_accelerator_initialized():
         return 0
 
     peak = max(_earlier_peak, torch.cuda.max_memory_allocated() - _unbacked_bytes)
@@ -282,7 +282,7 @@ def read_memory(*, restart: bool = False) -> MemoryReading | None:
     ``restart`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The call
     does not wait for the device, since PyTorch's allocator counts on the host.
     """
-    if not _in_use():
+    if not _is_accelerator_initialized():
         return None
     if restart:
         _restart_peak()
@@ -303,13 +303,13 @@ def _restart_peak() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes without physical memory, such as those of a sleeping engine.
+def set_unbacked_bytes(size: int) -> None:
+    """Set the number of bytes that are allocated without physical memory, as by a sleeping engine.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
     global _unbacked_bytes
-    if _in_use():
+    if _is_accelerator_initialized():
         # Store the peak computed with the previous number: it is unknown when PyTorch's peak was reached.
         _restart_peak()
     _unbacked_bytes = size
@@ -388,7 +388,7 @@ def use_deterministic_kernels() -> None:
     _deterministic = True
 
 
-def deterministic() -> bool:
+def is_deterministic() -> bool:
     """Return whether this process is restricted to kernels with the same bits in every run."""
     return _deterministic
 
@@ -409,7 +409,7 @@ def collective_timeout() -> timedelta | None:
     return _collective_timeout
 
 
-def flight_record() -> bytes:
+def dump_flight_record() -> bytes:
     """Return the last collectives of this process in the format of PyTorch's flight recorder."""
     # NCCL has a separate recorder.
     function_name = "_dump_nccl_trace"

@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Metrics
-from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.types import token_index
 
 _FIRST_MESSAGE_BYTES = 1024
@@ -124,14 +123,14 @@ class ReplicaGroup:
         """
         start = time.perf_counter()
         counts_by_rank = self._gather_counts(shard)
-        received = []
+        received_shards = []
         for rank, counts in zip(self.ranks, counts_by_rank, strict=True):
             if counts[_NUM_ROWS]:
-                received.append(self._broadcast_shard(shard, rank, counts))
+                received_shards.append(self._broadcast_shard(shard, rank, counts))
 
         gathered = shard
-        if received:
-            gathered = _merge_in_row_order(received)
+        if received_shards:
+            gathered = _merge_in_row_order(received_shards)
         self._gather_stats.seconds += time.perf_counter() - start
         return gathered
 
@@ -220,19 +219,19 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     items = _concatenate([shard.items for shard in shards])
 
     # Tokens are grouped by rows (`lengths`), and items by tokens (their counts).
-    order = rows.argsort()
+    row_order = rows.argsort()
     lengths = torch.cat([shard.lengths for shard in shards])
-    token_order = token_index(lengths, order)
+    token_order = token_index(lengths, row_order)
     sorted_items: dict[str, Tensor] = {}
     for name, tensor in items.items():
         item_order = token_index(tokens[name], token_order)
         sorted_items[name] = tensor[item_order]
 
     return RowShard(
-        rows=rows[order],
-        lengths=lengths[order],
+        rows=rows[row_order],
+        lengths=lengths[row_order],
         tokens={name: tensor[token_order] for name, tensor in tokens.items()},
-        values={name: tensor[order] for name, tensor in values.items()},
+        values={name: tensor[row_order] for name, tensor in values.items()},
         items=sorted_items,
     )
 
@@ -263,6 +262,7 @@ def host_metrics(metrics: Metrics) -> Metrics:
         if isinstance(scalar, Tensor):
             scalars[index] = next(values)
 
+    # The scalars are in the order of the metrics: two for each sum, then one for each maximum.
     floats = iter(scalars)
     return Metrics(
         {name: (next(floats), next(floats)) for name in metrics.sums},
@@ -411,7 +411,7 @@ def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
     return values
 
 
-def rank_in(group: Any = None) -> int:
+def rank_in_world_or_span(group: Any = None) -> int:
     """Return this process's global rank, or its rank in the span if ``group`` is a span across jobs.
 
     See `join_span`. None means the world.

@@ -101,7 +101,7 @@ class ParallelGroups:
     def __init__(self, layout: ParallelLayout) -> None:
         self.layout = layout.checked()
         self.rank = device.rank()
-        self.member = self.rank in layout.ranks
+        self.is_member = self.rank in layout.ranks
 
         # Creating a group is collective over the world, so every rank creates all groups, in this order.
         self._groups: dict[str, Any] = {}
@@ -219,8 +219,8 @@ def leave_span(group: Any) -> None:
     dist.destroy_process_group(group)
 
 
-def memberships() -> list[tuple[int, ...]]:
-    """Return the ranks of each existing group that includes this rank; the default group comes first.
+def groups_of_this_rank() -> list[tuple[int, ...]]:
+    """Return the ranks of each existing process group that has this rank; the default group comes first.
 
     They determine this rank's number of connections, since gloo connects every pair of ranks in a group.
     """

@@ -34,7 +34,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_single_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     if is_single_host and not has_agent_store:
-        return store_of_one_host(int(os.environ["MASTER_PORT"]), timeout)
+        return open_single_host_store(int(os.environ["MASTER_PORT"]), timeout)
 
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -46,7 +46,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(prefix, store)
 
 
-def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
+def open_single_host_store(port: int, timeout: timedelta) -> dist.Store:
     """Return a store for the ranks of one host, which other hosts cannot reach.
 
     By default torch's TCPStore listens on every network interface; this one only listens on the loopback

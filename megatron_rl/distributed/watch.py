@@ -41,9 +41,9 @@ _ABORT_KEY = "hangs"
 _watch: Watch | None = None
 
 
-def last_calls(thread: int | None) -> str:
-    """Return the names of the innermost calls of the thread with identifier ``thread``, outermost first."""
-    frame = sys._current_frames().get(thread or 0)
+def last_calls(thread_id: int | None) -> str:
+    """Return the names of the innermost calls of a thread, by its identifier, outermost first."""
+    frame = sys._current_frames().get(thread_id or 0)
     if frame is None:
         return "an unknown call"
 
@@ -69,14 +69,14 @@ class Report:
     """Rank, phase, work and innermost calls, for the abort message."""
 
     @classmethod
-    def read(cls, text: str) -> Report:
-        """Parse a report from the text of `write`."""
+    def from_text(cls, text: str) -> Report:
+        """Parse a report from the text of `to_text`."""
         # Split only three times, since the description may contain line breaks.
         beat, progress, waits, description = text.split("\n", 3)
         return cls(beat, progress, bool(waits), description)
 
-    def write(self) -> str:
-        """Return the report as text, which `read` parses."""
+    def to_text(self) -> str:
+        """Return the report as text, which `from_text` parses."""
         waits = ""
         if self.waits:
             waits = "waits"
@@ -87,17 +87,17 @@ class HangDetector:
     """Detector of a hang from the reports of all ranks, timed by the clock of the rank that reads them.
 
     ``limit``: seconds without progress of any rank after which the job counts as hanging.
-    ``ranks``: number of ranks.
+    ``rank_count``: number of ranks in the job.
     ``now``: current time (monotonic, seconds).
     """
 
-    def __init__(self, limit: float, ranks: int, now: float) -> None:
+    def __init__(self, limit: float, rank_count: int, now: float) -> None:
         self._limit = limit
-        self._last_report: list[Report | None] = [None] * ranks
-        self._last_progress = [now] * ranks
-        self._last_beat = [now] * ranks
+        self._last_report: list[Report | None] = [None] * rank_count
+        self._last_progress = [now] * rank_count
+        self._last_beat = [now] * rank_count
 
-    def update(self, now: float, rank: int, report: Report) -> None:
+    def record_report(self, now: float, rank: int, report: Report) -> None:
         """Record the report of a rank, read at time ``now``."""
         previous = self._last_report[rank]
         if previous is None or previous.progress != report.progress:
@@ -117,26 +117,27 @@ class HangDetector:
 
         # The stragglers block the other ranks: silent ranks, else ranks outside a collective, else all ranks.
         ranks = range(len(self._last_report))
-        silent = [rank for rank in ranks if self.is_silent(now, rank)]
-        busy = [rank for rank in ranks if rank not in silent and not self._is_waiting(rank)]
-        stragglers = silent or busy or list(ranks)
+        silent_ranks = [rank for rank in ranks if self.is_silent(now, rank)]
+        busy_ranks = [rank for rank in ranks if rank not in silent_ranks and not self._is_waiting(rank)]
+        stragglers = silent_ranks or busy_ranks or list(ranks)
 
         lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
         for rank in stragglers[:_MAX_RANKS_LISTED]:
             state = "is"
-            if rank in silent:
+            if rank in silent_ranks:
                 state = "stopped reporting, last seen"
+            # A report's text begins with "rank N in phase": insert the state of the rank.
             text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
             lines.append(f"  {text}")
         if len(stragglers) > _MAX_RANKS_LISTED:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
 
         # Describe one of the waiting ranks, with its collective.
-        waiting = [rank for rank in ranks if rank not in stragglers]
-        if waiting:
-            line = f"  waiting for them: {self._describe(waiting[0])}"
-            if len(waiting) > 1:
-                line += f" and {len(waiting) - 1} more"
+        waiting_ranks = [rank for rank in ranks if rank not in stragglers]
+        if waiting_ranks:
+            line = f"  waiting for them: {self._describe(waiting_ranks[0])}"
+            if len(waiting_ranks) > 1:
+                line += f" and {len(waiting_ranks) - 1} more"
             lines.append(line)
         return "\n".join(lines)
 
@@ -188,38 +189,38 @@ class Watch:
         self._store = store.clone()
 
         # Every rank must have reported once before any rank reads the reports.
-        self._report()
+        self._send_report()
         dist.barrier()
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        threading.Thread(target=self._watch_until_stopped, name="watch", daemon=True).start()
 
     def stop(self) -> None:
         """Stop reporting and checking."""
         self._stopped.set()
 
-    def _run(self) -> None:
+    def _watch_until_stopped(self) -> None:
         """Report and check until the watch stops or the job hangs; the main function of the thread."""
         detector = None
-        last_answer = time.monotonic()
+        last_store_answer = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
             # After a long gap this process itself was stopped, so its times of other ranks are invalid.
-            if detector is None or now - last_answer > self._limit / 2:
+            if detector is None or now - last_store_answer > self._limit / 2:
                 detector = HangDetector(self._limit, self._world_size, now)
 
             try:
-                self._report()
+                self._send_report()
                 if self._store.check([_ABORT_KEY]):
                     self._write_flight_record()
                     return
-                self._check(detector, now)
-                last_answer = now
+                self._abort_if_hanging(detector, now)
+                last_store_answer = now
             except RuntimeError as error:
                 # torch's stores raise RuntimeError if their host is unreachable.
-                if not self._stopped.is_set() and now - last_answer > self._limit:
+                if not self._stopped.is_set() and now - last_store_answer > self._limit:
                     self._abort(f"{self._describe()}: the job's store does not answer: {error}")
 
-    def _check(self, detector: HangDetector, now: float) -> None:
+    def _abort_if_hanging(self, detector: HangDetector, now: float) -> None:
         """Abort the job if it hangs and if this rank is the one that decides."""
         # Only rank 0 reads all reports; other ranks read only rank 0's, until rank 0 is silent.
         first_unread = 0
@@ -231,8 +232,8 @@ class Watch:
         self._read_reports(detector, now, range(first_unread, self._world_size))
 
         # The lowest rank that still reports decides.
-        reporting = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
-        if not reporting or reporting[0] != self._rank:
+        reporting_ranks = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
+        if not reporting_ranks or reporting_ranks[0] != self._rank:
             return
 
         message = detector.abort_message(now)
@@ -256,16 +257,16 @@ class Watch:
         # The abort message must appear even if the folder cannot be written.
         with contextlib.suppress(OSError):
             self._records.mkdir(parents=True, exist_ok=True)
-            (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
+            (self._records / f"rank_{self._rank}").write_bytes(device.dump_flight_record())
 
     def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
         """Update the detector from the reports of ``ranks`` in the job's store."""
         keys = [f"report {rank}" for rank in ranks]
         texts = self._store.multi_get(keys)
         for rank, text in zip(ranks, texts, strict=True):
-            detector.update(now, rank, Report.read(text.decode()))
+            detector.record_report(now, rank, Report.from_text(text.decode()))
 
-    def _report(self) -> None:
+    def _send_report(self) -> None:
         """Write the phase, the work done and the innermost calls of this rank's main thread to the store."""
         self._beats += 1
 
@@ -284,10 +285,10 @@ class Watch:
         text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
         progress = str(hash((description, work, *stack)))
         report = Report(str(self._beats), progress, waits, text)
-        self._store.set(f"report {self._rank}", report.write())
+        self._store.set(f"report {self._rank}", report.to_text())
 
 
-def join(
+def join_job(
     limit: float,
     describe: Callable[[], str],
     abort: Callable[[str], None] | None = None,
@@ -301,17 +302,17 @@ def join(
     device.initialize(limit, watched=True)
 
     # A simulated rank has no peers to wait for.
-    if not device.simulated():
-        _watch = Watch(limit, describe, abort or leave_process, records)
+    if not device.is_simulated():
+        _watch = Watch(limit, describe, abort or exit_immediately, records)
 
 
-def leave_process(message: str) -> None:
+def exit_immediately(message: str) -> None:
     """Print the message and end the process immediately, even if its threads are blocked."""
     os.write(2, f"\n{message}\n".encode())
     os._exit(1)
 
 
-def leave() -> None:
+def leave_job() -> None:
     """Leave the job after all ranks are done, and destroy the process groups. Collective over the world."""
     global _watch
     if not dist.is_initialized():

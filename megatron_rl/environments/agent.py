@@ -24,9 +24,9 @@ from typing import IO, Any, ClassVar
 
 from aiohttp import web
 
-from megatron_rl.contained.confinement import end_started_with
+from megatron_rl.contained.confinement import kill_processes_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
-from megatron_rl.launcher import LOOPBACK, without_proxy
+from megatron_rl.launcher import LOOPBACK, no_proxy_variables
 
 LARGEST_REQUEST = 2**23
 """Largest body of a request in bytes: 8 MiB, several times the text of the longest context."""
@@ -69,8 +69,8 @@ class Conversation:
         # Whether a request is in progress: the conversation of an episode has no parallel branches.
         self._is_busy = False
 
-    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate a request and return its chat completion; raises Refused."""
+    async def complete_chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Sample a turn for a request and return its chat completion; raises Refused for an invalid one."""
         _require_supported(request)
         messages = _normalize_messages(request.get("messages"))
 
@@ -83,23 +83,25 @@ class Conversation:
 
         self._is_busy = True
         try:
-            return await self._turn(request, messages)
+            return await self._sample_turn(request, messages)
         finally:
             self._is_busy = False
 
     def _require_continuation(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise Refused unless the messages and tools extend the history of the episode."""
-        length = len(self._history)
-        if messages[:length] != self._history or len(messages) == length:
+        history_length = len(self._history)
+        if messages[:history_length] != self._history or len(messages) == history_length:
             raise Refused(400, "history", "the messages do not extend the conversation of this episode")
-        if length == 0:
+        if history_length == 0:
             return
-        if any(message["role"] == "assistant" for message in messages[length:]):
+        if any(message["role"] == "assistant" for message in messages[history_length:]):
             raise Refused(400, "history", "an assistant message was added by the client")
         if tools != self._tools:
             raise Refused(400, "history", "the tools differ from the first request's")
 
-    async def _turn(self, request: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
+    async def _sample_turn(
+        self, request: Mapping[str, Any], messages: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """Send the new messages to the policy, sample its next turn and return it as a chat completion."""
         token_limit = request.get("max_completion_tokens") or request.get("max_tokens")
         try:
@@ -120,7 +122,7 @@ class Conversation:
         if message.tool_calls:
             answer["tool_calls"] = list(message.tool_calls)
         self._history = [*messages, *_normalize_messages([answer])]
-        self._last_completion = _completion(message, answer, bool(request.get("logprobs")))
+        self._last_completion = _make_completion(message, answer, bool(request.get("logprobs")))
         return self._last_completion
 
 
@@ -147,12 +149,12 @@ def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
     Clients send the same message in different forms: content as text or as a list of parts, empty fields
     present or absent, tool calls with further keys. Raises Refused for malformed messages.
     """
-    result = []
+    normalized_messages = []
     try:
         for message in messages:
             content = message.get("content") or ""
             if not isinstance(content, str):
-                content = "".join(piece["text"] for piece in content)
+                content = "".join(part["text"] for part in content)
 
             normalized = {"role": message["role"], "content": content}
             for key in ("tool_call_id", "name"):
@@ -163,21 +165,24 @@ def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
                     {"id": call["id"], "type": "function", "function": dict(call["function"])}
                     for call in message["tool_calls"]
                 ]
-            result.append(normalized)
+            normalized_messages.append(normalized)
     except (TypeError, KeyError, AttributeError, ValueError):
-        result = []
+        normalized_messages = []
 
-    if not result:
+    if not normalized_messages:
         raise Refused(400, "messages", "expected messages of role and text, one or more")
-    return result
+    return normalized_messages
 
 
-def _completion(
+def _make_completion(
     message: Message,
     answer: Mapping[str, Any],
     with_log_probs: bool,
 ) -> dict[str, Any]:
-    """Convert a turn of the policy to the body of a chat completion."""
+    """Convert a turn of the policy to the JSON body of a chat completion.
+
+    ``answer`` is the turn as an OpenAI message; ``with_log_probs`` adds the log-prob of each token.
+    """
     finish_reason = "stop"
     if message.tool_calls:
         finish_reason = "tool_calls"
@@ -215,16 +220,19 @@ def _completion(
 
 
 @asynccontextmanager
-async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
-    """Serve an episode on the loopback interface; yields the base URL and the API key of the episode."""
+async def serve_endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
+    """Serve the endpoint of an episode on the loopback interface during the block.
+
+    Yields the base URL and the API key, which is different for each episode.
+    """
     # Bypass proxies for the loopback address, in this process and in programs that inherit its environment.
-    os.environ.update(without_proxy(os.environ))
+    os.environ.update(no_proxy_variables(os.environ))
     conversation = Conversation(episode)
-    key = secrets.token_hex(16)
+    api_key = secrets.token_hex(16)
 
     async def handle(request: web.Request) -> web.Response:
         try:
-            return web.json_response(await _respond(conversation, key, request))
+            return web.json_response(await _respond(conversation, api_key, request))
         except Refused as error:
             details = {"message": str(error), "type": "invalid_request_error", "code": error.code}
             return web.json_response({"error": details}, status=error.status)
@@ -242,25 +250,28 @@ async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
         # Port 0: the kernel chooses a free port.
         await web.TCPSite(runner, LOOPBACK, 0).start()
         port = runner.addresses[0][1]
-        yield f"http://{LOOPBACK}:{port}/v1", key
+        yield f"http://{LOOPBACK}:{port}/v1", api_key
     finally:
         await runner.cleanup()
 
 
 async def _respond(
     conversation: Conversation,
-    key: str,
+    api_key: str,
     request: web.Request,
 ) -> dict[str, Any]:
-    """Return the JSON object that answers an HTTP request; raises Refused."""
-    if request.headers.get("Authorization") != f"Bearer {key}":
+    """Return the JSON object that answers an HTTP request; raises Refused for an invalid request.
+
+    ``api_key`` is the episode's key, which the request must have.
+    """
+    if request.headers.get("Authorization") != f"Bearer {api_key}":
         raise Refused(401, "key", "the key is not this episode's")
 
-    call = f"{request.method} {request.path_qs}"
-    if call == "GET /v1/models":
+    route = f"{request.method} {request.path_qs}"
+    if route == "GET /v1/models":
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-    if call != "POST /v1/chat/completions":
-        raise Refused(404, "path", f"{call} is not served")
+    if route != "POST /v1/chat/completions":
+        raise Refused(404, "path", f"{route} is not served")
 
     try:
         body = json.loads(await _read_body(request))
@@ -272,7 +283,7 @@ async def _respond(
         body = None
     if not isinstance(body, dict):
         raise Refused(400, "body", "expected a JSON object")
-    return await conversation.answer(body)
+    return await conversation.complete_chat(body)
 
 
 async def _read_body(request: web.Request) -> bytes:
@@ -281,19 +292,19 @@ async def _read_body(request: web.Request) -> bytes:
     aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error as if it
     were the connection's next request, which no real request can be before the body is complete.
     """
-    reading = asyncio.ensure_future(request.read())
+    read_task = asyncio.ensure_future(request.read())
     try:
-        while not reading.done():
-            await asyncio.wait([reading], timeout=_BODY_CHECK_SECONDS)
-            is_incomplete = not reading.done() and not request.content.is_eof()
+        while not read_task.done():
+            await asyncio.wait([read_task], timeout=_BODY_CHECK_SECONDS)
+            is_incomplete = not read_task.done() and not request.content.is_eof()
             if is_incomplete and request.protocol._messages:
                 # Close after the response: nothing further on the connection can be parsed.
                 request.protocol.close()
                 request.content.feed_eof()
                 raise web.RequestPayloadError("a chunk of the body is malformed")
-        return reading.result()
+        return read_task.result()
     finally:
-        reading.cancel()
+        read_task.cancel()
 
 
 @dataclass
@@ -326,7 +337,7 @@ class AgentEnvironment(Environment):
         """Run the agent as a client of ``base_url``; return its output, the argument of `judge`."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
-        return await _run(self.command, variables, json.dumps(task))
+        return await _run_program(self.command, variables, json.dumps(task))
 
     async def judge(self, episode: Episode, output: str) -> float | Mapping[str, float] | None:
         """Compute the reward of an episode from the agent's output; None leaves it to `reward.function`."""
@@ -334,7 +345,7 @@ class AgentEnvironment(Environment):
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
         """Open the endpoint, run the agent and compute the reward."""
-        async with endpoint(episode) as (base_url, api_key):
+        async with serve_endpoint(episode) as (base_url, api_key):
             try:
                 output = await self.lead(episode, base_url, api_key)
             except Exception:
@@ -351,8 +362,11 @@ class AgentEnvironment(Environment):
         return await self.judge(episode, output)
 
 
-async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
-    """Run a program with the task on standard input; return its standard output.
+async def _run_program(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
+    """Run a program with ``task`` on standard input; return its standard output.
+
+    ``variables`` are added to its environment, among them the episode's ``OPENAI_API_KEY``. Raises
+    RuntimeError for an exit status other than 0.
 
     Afterwards every process that it started is killed. These are identified by the episode's API key in their
     environment, even if they run in another session.
@@ -373,15 +387,15 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
             # First kill the program's session, then children that have left it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            end_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
+            kill_processes_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
             await process.wait()
 
         # Quote the end of standard error, where Python prints an exception.
         if process.returncode:
             size = os.fstat(stderr.fileno()).st_size
-            excerpt = _text(stderr, max(0, size - _EXCERPT_BYTES))
+            excerpt = _read_text(stderr, max(0, size - _EXCERPT_BYTES))
             raise RuntimeError(f"the agent ended with status {process.returncode}: {excerpt}")
-        return _text(stdout)
+        return _read_text(stdout)
 
 
 def _temporary_file() -> IO[bytes]:
@@ -393,7 +407,7 @@ def _temporary_file() -> IO[bytes]:
     return file
 
 
-def _text(file: IO[bytes], start: int = 0) -> str:
+def _read_text(file: IO[bytes], start: int = 0) -> str:
     """Return the content of a file from the byte ``start`` on as text."""
     file.seek(start)
     return file.read().decode(errors="replace")

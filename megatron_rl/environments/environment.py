@@ -228,10 +228,10 @@ class StepEnvironment(Environment):
             if not isinstance(result, tuple) or len(result) not in (3, 5):
                 raise WrongUse(f"expected (observation, reward, done) from step, got {result!r:.80}")
 
-            # Of Gym's five values, `terminated` or `truncated` ends the episode; `info` is ignored.
-            observation, reward, *ends = result
+            # `done`, or Gym's `terminated` or `truncated`, ends the episode; Gym's `info` is ignored.
+            observation, reward = result[:2]
             total += reward
-            if any(ends[:2]):
+            if any(result[2:4]):
                 return total
             observations = observation if isinstance(observation, list) else [observation]
             episode.observe(*observations)

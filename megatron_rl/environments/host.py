@@ -2,8 +2,8 @@
 
 An environment is user code. It may raise, hang, exhaust its process or send malformed messages, and in every
 case only its own episode may fail. `EnvironmentPool` therefore validates every message before use
-(`_event_of`), gives every turn a deadline, and replaces a lost process. The other episodes of a lost process
-are restarted.
+(`_parse_event`), gives every turn a deadline, and replaces a lost process. The other episodes of a lost
+process are restarted.
 
 In a process, each episode has a separate thread and event loop. So an environment may block, in async code or
 not, without delaying another environment.
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.config.setting import value_errors
-from megatron_rl.contained.confinement import allow_files, allow_processes, exceeded_limit
+from megatron_rl.contained.confinement import allow_files, allow_processes, describe_exceeded_limit
 from megatron_rl.contained.process import (
     INVALID_TEXT,
     INVALID_TEXT_MESSAGE,
@@ -35,7 +35,7 @@ from megatron_rl.contained.process import (
     LoadFailed,
     Requests,
     format_error,
-    kill_all,
+    kill_processes,
     load_callable,
     set_module_sources,
 )
@@ -219,15 +219,15 @@ class EnvironmentPool:
         self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
         # Processes must not outlive this object, even if it is not closed.
-        self._finalizer = weakref.finalize(self, kill_all, self._hosts)
+        self._finalizer = weakref.finalize(self, kill_processes, self._hosts)
 
         try:
-            unenforced = [self._start_process() for _ in range(config.workers)]
+            unenforced_limits = [self._start_process() for _ in range(config.workers)]
         except BaseException:
             self.close()
             raise
         # The limits are the same for all processes of a machine.
-        self.missing: tuple[str, ...] = tuple(unenforced[0])
+        self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
 
     def _start_process(self) -> list[str]:
         """Start a process and load the class in it; return descriptions of unenforced limits."""
@@ -254,29 +254,29 @@ class EnvironmentPool:
         self._hosts.append(_Host(process))
         return [str(item) for item in ready.get("missing", ())]
 
-    def reserve(self, count: int) -> int:
+    def reserve_numbers(self, count: int) -> int:
         """Reserve ``count`` consecutive new episode numbers and return the first."""
         first = self._next_number
         self._next_number += count
         return first
 
-    def start(self, number: int, values: Mapping[str, Any]) -> None:
+    def start_episode(self, number: int, values: Mapping[str, Any]) -> None:
         """Start the environment of an episode; ``values`` are the arguments of its `Episode`."""
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
-    def turn(self, number: int, text: str, *attributes: Any) -> None:
-        """Send a turn of the policy to the environment that awaits it.
+    def send_turn(self, number: int, text: str, *attributes: Any) -> None:
+        """Send a turn of the policy to the environment of episode ``number``, which awaits it.
 
         ``text`` and ``attributes`` are the arguments of `Message`.
         """
         self._send(number, TURN, text, *attributes)
 
-    def end(self, number: int) -> None:
-        """Reject the environment's request for a turn, because its sequence has no room."""
+    def reject_turn(self, number: int) -> None:
+        """Reject the request for a turn in episode ``number``: its sequence has no room for tokens."""
         self._send(number, END)
 
-    def forget(self, number: int) -> None:
-        """Cancel an episode, which may be running or waiting for a process."""
+    def cancel_episode(self, number: int) -> None:
+        """Cancel episode ``number``, which may be running or waiting for a process."""
         self._waiting = [episode for episode in self._waiting if episode.number != number]
         for host in self._hosts:
             if host.episodes.pop(number, None) is not None:
@@ -290,52 +290,51 @@ class EnvironmentPool:
                 host.process.send_request((kind, number, *values))
                 host.episodes[number].busy_since = time.monotonic()
 
-    def poll(self, seconds: float) -> list[Event]:
-        """Return the events of all environments, after a wait of at most ``seconds`` for the first event."""
+    def poll_events(self, seconds: float) -> list[Event]:
+        """Return the events of all environments; wait at most ``seconds`` for the first one."""
         events: list[Event] = []
 
         # Retry to replace lost processes while episodes wait for a process.
         while self._waiting and len(self._hosts) < self.config.workers:
-            num_hosts = len(self._hosts)
+            host_count = len(self._hosts)
             self._restart_process()
-            if len(self._hosts) == num_hosts:
+            if len(self._hosts) == host_count:
                 break
         if not self._hosts:
-            self._give_up(events)
+            self._fail_waiting_episodes(events)
             return events
-        self._dispatch()
+        self._assign_episodes()
 
         # Wait for messages until the next deadline at most.
         now = time.monotonic()
-        waits = [seconds]
+        remaining_seconds = [seconds]
         for host in self._hosts:
-            waits += [deadline - now for deadline in self._deadlines(host)]
-        wait_seconds = max(0.0, min(waits))
+            remaining_seconds += [deadline - now for deadline in self._deadlines(host)]
+        wait_seconds = max(0.0, min(remaining_seconds))
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
                 selector.register(host.process.replies, selectors.EVENT_READ, host)
-            ready = [key.data for key, _ in selector.select(wait_seconds)]
+            readable_hosts = [key.data for key, _ in selector.select(wait_seconds)]
 
-        for host in ready:
-            self._receive(host, events)
+        for host in readable_hosts:
+            self._receive_messages(host, events)
         # A process with a message is responsive, so check only the deadlines of the other processes.
         for host in list(self._hosts):
-            if host not in ready:
+            if host not in readable_hosts:
                 self._check_deadlines(host, events)
         return events
 
-    def _dispatch(self) -> None:
+    def _assign_episodes(self) -> None:
         """Assign each waiting episode to the process that runs the fewest episodes.
 
         An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
         """
         for episode in list(self._waiting):
-            available = [
-                host
-                for host in self._hosts
-                if not any(resident.runs_alone for resident in host.episodes.values())
-            ]
-            host = min(available, key=lambda host: len(host.episodes), default=None)
+            available_hosts: list[_Host] = []
+            for candidate in self._hosts:
+                if not any(resident.runs_alone for resident in candidate.episodes.values()):
+                    available_hosts.append(candidate)
+            host = min(available_hosts, key=lambda host: len(host.episodes), default=None)
             # An episode that waits for an empty process does not delay the episodes behind it.
             if host is None or (episode.runs_alone and host.episodes):
                 continue
@@ -355,9 +354,12 @@ class EnvironmentPool:
                 deadlines.append(episode.busy_since + self.config.turn_timeout)
         return deadlines
 
-    def _receive(self, host: _Host, events: list[Event]) -> None:
-        """Handle the messages of a process; replace it if it has ended or sent a malformed message."""
-        frames, is_open = host.process.frames()
+    def _receive_messages(self, host: _Host, events: list[Event]) -> None:
+        """Append the events in a process's messages to ``events``.
+
+        Replaces the process if it has ended or sent a malformed message.
+        """
+        frames, is_open = host.process.read_replies()
         for frame in frames:
             number = frame.get("episode")
             kind = frame.get("kind")
@@ -365,13 +367,13 @@ class EnvironmentPool:
                 host.closing.pop(number, None)
                 continue
             if kind == ALIVE and host.pinged is not None:
-                self._fail_late(host, events)
+                self._fail_late_episodes(host, events)
                 continue
             # Drop a message that was sent before the environment was cancelled.
             if number in host.closing:
                 continue
 
-            event = _event_of(frame, host.episodes)
+            event = _parse_event(frame, host.episodes)
             if event is None:
                 host.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
                 break
@@ -384,7 +386,7 @@ class EnvironmentPool:
             events.append(event)
 
         if not is_open or host.process.protocol_error is not None:
-            self._lose(host, events, CRASHED)
+            self._handle_lost_process(host, events, CRASHED)
 
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
         """Ping a process with a late environment; replace a process that does not respond.
@@ -394,12 +396,12 @@ class EnvironmentPool:
         now = time.monotonic()
         if host.pinged is not None:
             if now >= host.pinged + GRACE_SECONDS:
-                self._lose(host, events, TIMEOUT)
+                self._handle_lost_process(host, events, TIMEOUT)
         elif self._late_episodes(host):
             host.pinged = now
             host.process.send_request((PING, -1))
         elif any(now >= deadline for deadline in host.closing.values()):
-            self._replace(host, events)
+            self._replace_process(host, events)
 
     def _late_episodes(self, host: _Host) -> list[_OpenEpisode]:
         """Return the open episodes of a process whose environments have exceeded ``turn_timeout``."""
@@ -410,11 +412,11 @@ class EnvironmentPool:
             if episode.busy_since is not None and episode.busy_since <= latest_start
         ]
 
-    def _fail_late(self, host: _Host, events: list[Event]) -> None:
-        """Fail the late episodes of a process that has responded to a ping."""
+    def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
+        """Fail the episodes of a process that exceed ``turn_timeout`` although it has responded to a ping."""
         host.pinged = None
         for episode in self._late_episodes(host):
-            self.forget(episode.number)
+            self.cancel_episode(episode.number)
             events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
 
     def _timeout_message(self) -> str:
@@ -422,33 +424,33 @@ class EnvironmentPool:
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
-    def _lose(self, host: _Host, events: list[Event], reason: str) -> None:
+    def _handle_lost_process(self, host: _Host, events: list[Event], reason: str) -> None:
         """Replace a lost process and fail the episode that caused the loss.
 
         The cause is the only busy episode, or the episode with ``runs_alone``. If several episodes are busy,
         the cause is unknown, and each of them is restarted with ``runs_alone``.
         """
-        suspects = [episode for episode in host.episodes.values() if episode.busy_since is not None]
-        status = self._replace(host, events)
+        busy_episodes = [episode for episode in host.episodes.values() if episode.busy_since is not None]
+        status = self._replace_process(host, events)
 
         message = f"its process ended with status {status}"
-        limit = exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
+        limit_message = describe_exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
         elif host.process.protocol_error:
             message = host.process.protocol_error
-        elif limit:
-            message = limit
+        elif limit_message:
+            message = limit_message
 
-        for episode in suspects:
-            if episode.runs_alone or len(suspects) == 1:
-                # Undo the restart by `_replace`.
+        for episode in busy_episodes:
+            if episode.runs_alone or len(busy_episodes) == 1:
+                # Undo the restart by `_replace_process`.
                 self._waiting.remove(episode)
                 events.remove(EpisodeRestart(episode.number))
                 events.append(EpisodeEnd(episode.number, failure=reason, message=message))
             episode.runs_alone = True
 
-    def _replace(self, host: _Host, events: list[Event]) -> int:
+    def _replace_process(self, host: _Host, events: list[Event]) -> int:
         """Kill a lost process, start a replacement and restart its episodes; return its exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
@@ -481,7 +483,7 @@ class EnvironmentPool:
                 return
             time.sleep(wait_seconds)
 
-    def _give_up(self, events: list[Event]) -> None:
+    def _fail_waiting_episodes(self, events: list[Event]) -> None:
         """Fail the waiting episodes, for which no process could be started."""
         message = f"no process of {self.config.name} could be started again: {self._start_failure}"
         for episode in self._waiting:
@@ -502,7 +504,7 @@ def environment_errors(config: EnvironmentConfig) -> list[UserError]:
     return []
 
 
-def _event_of(
+def _parse_event(
     frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]
 ) -> TurnRequest | EpisodeEnd | None:
     """Validate a message of a process; return its event, or None if it is malformed or out of order."""
@@ -512,13 +514,13 @@ def _event_of(
 
     # An environment must not request a turn while it awaits one.
     if frame.get("kind") == TURN_REQUESTED and episodes[number].busy_since is not None:
-        return _turn_request(number, frame)
+        return _parse_turn_request(number, frame)
     if frame.get("kind") == ENDED:
-        return _episode_end(number, frame)
+        return _parse_episode_end(number, frame)
     return None
 
 
-def _turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
+def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
     """Validate an environment's request for a turn; return None if it is malformed.
 
     A request whose text is not valid Unicode ends the episode.
@@ -531,11 +533,11 @@ def _turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | Episod
         return None
 
     opening = None
-    values = frame.get("opening")
-    if values is not None:
-        if not _is_opening(values):
+    opening_values = frame.get("opening")
+    if opening_values is not None:
+        if not _is_opening(opening_values):
             return None
-        opening = Opening(values["messages"], values["tools"])
+        opening = Opening(opening_values["messages"], opening_values["tools"])
 
     limit = frame.get("limit")
     if not isinstance(limit, int) or limit <= 0:
@@ -543,7 +545,7 @@ def _turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | Episod
     return TurnRequest(number, messages, limit, opening)
 
 
-def _episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
+def _parse_episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     """Validate the message about the end of an episode; return None if it is malformed."""
     truncated = frame.get("truncated") is True
     # Without a reward the episode was truncated, or a reward function or model computes the reward.
@@ -582,23 +584,24 @@ def _is_message(value: Any) -> bool:
 # The process
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
+def serve(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
     """Load the environment's class, report that it is ready, and run every episode that the trainer starts.
 
-    ``unenforced`` are descriptions of limits that this machine's kernel does not enforce, for the trainer.
+    ``unenforced_limits`` are descriptions of limits that this machine's kernel does not enforce, which are
+    reported to the trainer.
     """
-    paths, class_path, settings, max_turns = requests.read()
-    set_module_sources(paths)
+    search_path, class_path, settings, max_turns = requests.read()
+    set_module_sources(search_path)
     threading.stack_size(_THREAD_STACK)
     try:
-        make_environment = make_factory(class_path, settings)
+        make_environment = make_environment_factory(class_path, settings)
     except UserError as error:
         requests.reply({"kind": READY, "errors": [detail.to_json() for detail in single_errors(error)]})
         return
     except BaseException as error:
         requests.refuse(error)
         return
-    requests.reply({"kind": READY, "missing": unenforced})
+    requests.reply({"kind": READY, "missing": unenforced_limits})
 
     environment_class: Any = make_environment.func
     own_files = LOOP_FILES + environment_class.own_files
@@ -624,54 +627,54 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
         elif kind == CANCEL:
             running.pop(number).cancel()
         elif kind == TURN:
-            running[number].answer(Message(*values))
+            running[number].deliver_turn(Message(*values))
         else:
-            running[number].answer(Truncated("no room is left"))
+            running[number].deliver_turn(Truncated("no room is left"))
 
 
-def make_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
+def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
     """Return a function that constructs an environment of a class from ``settings``.
 
     Raises UserError for a wrong class or wrong settings.
     """
-    cls = _environment_class(class_path)
+    environment_class = _load_environment_class(class_path)
 
     values = dict(settings)
-    if is_dataclass(cls):
-        parsed = parse_settings(cls, settings, CONFIG_KEY)
-        if errors := value_errors(parsed, CONFIG_KEY):
+    if is_dataclass(environment_class):
+        parsed_settings = parse_settings(environment_class, settings, CONFIG_KEY)
+        if errors := value_errors(parsed_settings, CONFIG_KEY):
             raise UserErrors(errors)
         # Pass only the explicit settings, so that each object gets the defaults of its class.
-        values = {name: getattr(parsed, name) for name in settings}
+        values = {name: getattr(parsed_settings, name) for name in settings}
 
     # Construct one environment now, so that wrong settings are an error before the first episode.
     try:
-        cls(**values)
+        environment_class(**values)
     except TypeError as error:
         raise UserError(
             f"{class_path} cannot be constructed from its settings",
             where=CONFIG_KEY,
-            expected=f"settings for {cls.__name__}{inspect.signature(cls)}",
+            expected=f"settings for {environment_class.__name__}{inspect.signature(environment_class)}",
             got=str(error),
             fix="correct the settings or the class",
         ) from None
-    return partial(cls, **values)
+    return partial(environment_class, **values)
 
 
-def _environment_class(class_path: str) -> type[Environment]:
+def _load_environment_class(class_path: str) -> type[Environment]:
     """Load a class of environments; raises UserError for any other object and for an invalid class."""
-    cls = load_callable(class_path)
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+    loaded_class = load_callable(class_path)
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, Environment)):
         raise UserError(
             f"{class_path} is not an environment",
             where=f"{CONFIG_KEY}.name",
             expected="a class derived from megatron_rl.Environment or megatron_rl.StepEnvironment",
-            got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
+            got=f"{type(loaded_class).__name__} {getattr(loaded_class, '__name__', '')}".strip(),
             fix="derive the class from one of them",
         )
 
     # A plain function would block its thread, and `generate` can only be awaited.
-    if not inspect.iscoroutinefunction(cls.run):
+    if not inspect.iscoroutinefunction(loaded_class.run):
         raise UserError(
             f"{class_path}.run is not async",
             where=f"{CONFIG_KEY}.name",
@@ -681,7 +684,7 @@ def _environment_class(class_path: str) -> type[Environment]:
         )
 
     for name in ("own_files", "own_processes"):
-        count = getattr(cls, name)
+        count = getattr(loaded_class, name)
         if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
             raise UserError(
                 f"{class_path}.{name} is not a valid count",
@@ -690,7 +693,7 @@ def _environment_class(class_path: str) -> type[Environment]:
                 got=f"{count!r:.80}",
                 fix="correct the class",
             )
-    return cls
+    return loaded_class
 
 
 class _EventLoops:
@@ -704,31 +707,32 @@ class _EventLoops:
         self._files = files
         self._own_files = own_files
         self._own_processes = own_processes
-        self._num_open = 0
+        self._open_count = 0
         self._lock = threading.Lock()
 
-    def open(self) -> asyncio.AbstractEventLoop:
+    def open_loop(self) -> asyncio.AbstractEventLoop:
         """Raise the limits for one more episode, and return its new event loop."""
         self._change_limits(1)
         return asyncio.new_event_loop()
 
-    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+    def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close the event loop of an episode, then lower the limits by its share."""
         loop.close()
         self._change_limits(-1)
 
-    def _change_limits(self, num_loops: int) -> None:
-        """Change the number of open loops by ``num_loops``, and set the limits for the new number."""
+    def _change_limits(self, loop_change: int) -> None:
+        """Change the number of open loops by ``loop_change``, 1 or -1, and set the limits accordingly."""
         with self._lock:
-            self._num_open += num_loops
-            allow_files(self._files + self._num_open * self._own_files)
-            allow_processes(self._num_open * self._own_processes)
+            self._open_count += loop_change
+            allow_files(self._files + self._open_count * self._own_files)
+            allow_processes(self._open_count * self._own_processes)
 
 
 class _RunningEpisode:
     """Running episode: its thread, its event loop, and the turn that it awaits.
 
-    The environment runs on the loop's thread. `answer` and `cancel` are called on the process's main thread.
+    The environment runs on the loop's thread. `deliver_turn` and `cancel` are called on the process's main
+    thread.
     """
 
     def __init__(
@@ -744,43 +748,43 @@ class _RunningEpisode:
         self._make_environment = make_environment
         self._turns_left = max_turns
         self._reply = reply
-        self._episode = Episode(**values, turns=self._turn)
+        self._episode = Episode(**values, turns=self._request_turn)
 
         self._loops = loops
-        self._loop = loops.open()
+        self._loop = loops.open_loop()
         self._task: asyncio.Task | None = None
         # Last requested turn: pending, received, or cancelled. None before the first request.
-        self._awaited: asyncio.Future | None = None
+        self._awaited_turn: asyncio.Future | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run_thread, daemon=True).start()
 
-    def answer(self, value: Message | Truncated) -> None:
+    def deliver_turn(self, turn: Message | Truncated) -> None:
         """Deliver the awaited turn to the environment, or raise Truncated there."""
 
         def deliver() -> None:
-            awaited = self._awaited
-            if awaited is None or awaited.done():
+            awaited_turn = self._awaited_turn
+            if awaited_turn is None or awaited_turn.done():
                 return
-            if isinstance(value, Truncated):
-                awaited.set_exception(value)
+            if isinstance(turn, Truncated):
+                awaited_turn.set_exception(turn)
             else:
-                awaited.set_result(value)
+                awaited_turn.set_result(turn)
 
-        self._call(deliver)
+        self._call_on_loop(deliver)
 
     def cancel(self) -> None:
         """Cancel the environment at its next await; its thread then sends `CLOSED`."""
         self._started.wait()
         task = self._task
         assert task is not None
-        self._call(task.cancel)
+        self._call_on_loop(task.cancel)
 
-    def _call(self, function: Callable[[], Any]) -> None:
+    def _call_on_loop(self, function: Callable[[], Any]) -> None:
         """Call a function on the thread of the episode's event loop, unless the episode has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
-    async def _turn(
+    async def _request_turn(
         self,
         observed: list[dict[str, str]],
         limit: int | None,
@@ -793,25 +797,25 @@ class _RunningEpisode:
         self._turns_left -= 1
 
         frame: dict[str, Any] = {"kind": TURN_REQUESTED, "messages": observed, "limit": limit}
-        if self._awaited is None and opening is not None:
+        if self._awaited_turn is None and opening is not None:
             frame["opening"] = opening._asdict()
         # Create the future before the request is sent, since the turn arrives on another thread.
-        self._awaited = self._loop.create_future()
+        self._awaited_turn = self._loop.create_future()
         self._send(frame)
-        return await self._awaited
+        return await self._awaited_turn
 
     def _require_order(self, observed: list[dict[str, str]], limit: int | None) -> None:
         """Raise WrongUse unless the environment may request a turn now."""
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
-        if self._awaited is None:
+        if self._awaited_turn is None:
             if observed:
                 raise WrongUse("a message was sent before the policy's first turn: the prompt comes first")
             return
 
-        if not self._awaited.done():
+        if not self._awaited_turn.done():
             raise WrongUse("generate() was called while another turn of the episode is awaited")
-        if self._awaited.cancelled():
+        if self._awaited_turn.cancelled():
             raise WrongUse("generate() was called after a turn that was cancelled")
         if not observed:
             raise WrongUse("generate() was called twice with nothing observed in between")
@@ -824,17 +828,17 @@ class _RunningEpisode:
         """Run the episode on its event loop: the main function of its thread."""
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_until_complete(self._run())
+            self._loop.run_until_complete(self._run_episode())
         finally:
             self._send({"kind": CLOSED})
-            self._loops.close(self._loop)
+            self._loops.close_loop(self._loop)
 
-    async def _run(self) -> None:
+    async def _run_episode(self) -> None:
         """Run the environment and send its reward or failure to the trainer; nothing if it is cancelled."""
         self._task = asyncio.current_task()
         self._started.set()
         try:
-            reward = await self._reward()
+            reward = await self._compute_reward()
             answer = {"kind": SCORED, "reward": None, "components": {}}
             if reward is not None:
                 answer = reward_frame(reward)
@@ -850,7 +854,7 @@ class _RunningEpisode:
         answer["result"] = answer.pop("kind")
         self._send({"kind": ENDED, "truncated": self._episode.truncated, **answer})
 
-    async def _reward(self) -> Any:
+    async def _compute_reward(self) -> Any:
         """Run the environment; return its reward, or None for a truncated episode."""
         try:
             return await self._make_environment().run(self._episode)

@@ -30,14 +30,14 @@ from megatron_rl.hf.files import (
     Shape,
     copy_tensors,
     copy_tokenizer,
-    shard_files,
+    divide_into_files,
     tensor_bytes,
     write_index,
 )
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
@@ -79,7 +79,7 @@ class _Piece:
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
-    form: FusedExperts | None = None
+    fused_experts: FusedExperts | None = None
     """Form of a tensor with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
@@ -94,10 +94,10 @@ class _Piece:
             offset=0,
             stride=strides,
         )
-        return boxes_of_experts([box], self.form)
+        return boxes_of_experts([box], self.fused_experts)
 
 
-def export(
+def export_model(
     model: Any,
     path: str | Path,
     source: str | Path | None = None,
@@ -120,31 +120,31 @@ def export(
     Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
-    hf_model = pretrained(model.hf_config)
+    hf_model = describe_model(model.hf_config)
     if dtype is None:
         first_parameter = next(iter(parameters.values()))
         dtype = first_parameter.dtype
 
-    # Dtype of each tensor in the files.
-    form = hf_model.family.fused_experts
-    multimodal = _multimodal_source(hf_model, source)
-    if multimodal is not None:
-        form = multimodal.export_form
-    shapes = stored_shapes(hf_model.tensor_shapes(), form)
+    # Shape and dtype of each tensor in the files.
+    fused_experts = hf_model.family.fused_experts
+    multimodal_source = _open_multimodal_source(hf_model, source)
+    if multimodal_source is not None:
+        fused_experts = multimodal_source.export_fused_experts
+    shapes = stored_shapes(hf_model.tensor_shapes(), fused_experts)
     dtypes = dict.fromkeys(shapes, dtype)
     for name in shapes:
         if name.endswith(FLOAT32_NAMES):
             dtypes[name] = torch.float32
 
     # Tensors that are copied from the source rather than sent by ranks.
-    files = shard_files(shapes, dtypes, file_bytes)
-    extra_tensors = _tensors_to_copy(hf_model, source)
+    files = divide_into_files(shapes, dtypes, file_bytes)
+    names_to_copy = _list_tensors_to_copy(hf_model, source)
     stored_names: dict[str, str] = {}
-    if multimodal is not None:
-        extra_tensors += multimodal.names_outside_language_model()
-        stored_names = {name: multimodal.stored_name(name) for name in shapes}
-    if extra_tensors and SINGLE in files:
-        # If `model.safetensors` exists, readers ignore the index, and thus the file of further tensors.
+    if multimodal_source is not None:
+        names_to_copy += multimodal_source.names_outside_language_model()
+        stored_names = {name: multimodal_source.export_name(name) for name in shapes}
+    if names_to_copy and SINGLE in files:
+        # If `model.safetensors` exists, readers ignore the index, and thus the file of copied tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
     content = _Content(
@@ -154,10 +154,10 @@ def export(
         parameters,
         boxes=source_boxes(model),
         stored_names=stored_names,
-        form=form,
+        fused_experts=fused_experts,
     )
-    finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
-    _write(model, Path(path), content, piece_bytes, finish)
+    write_other_files = partial(_write_other_files, model.hf_config, content, dtype, source, names_to_copy)
+    _write_checkpoint_folder(model, Path(path), content, piece_bytes, write_other_files)
 
 
 def export_adapters(
@@ -169,8 +169,8 @@ def export_adapters(
 ) -> None:
     """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
-    ``dropout`` is the adapters' dropout in training. Raises UserError as `export` does. Collective over the
-    model's ranks.
+    ``dropout`` is the adapters' dropout in training. Raises UserError as `export_model` does. Collective over
+    the model's ranks.
     """
     parameters = adapter_parameters(model)
     shapes: dict[str, Shape] = {}
@@ -189,10 +189,10 @@ def export_adapters(
         "lora_dropout": dropout,
     }
 
-    def finish(folder: Path) -> None:
+    def write_config(folder: Path) -> None:
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    _write(model, Path(path), content, PIECE_BYTES, finish)
+    _write_checkpoint_folder(model, Path(path), content, PIECE_BYTES, write_config)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class _Content:
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files; empty unless the checkpoint is multimodal."""
-    form: FusedExperts | None = None
+    fused_experts: FusedExperts | None = None
     """Form of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def stored_name(self, name: str) -> str:
@@ -219,38 +219,40 @@ class _Content:
         return self.stored_names.get(name, name)
 
 
-def _write(
+def _write_checkpoint_folder(
     model: Any,
     path: Path,
     content: _Content,
     piece_bytes: int,
-    finish: Callable[[Path], None],
+    write_other_files: Callable[[Path], None],
 ) -> None:
-    """Write tensors into a temporary folder, add its other files with ``finish`` and rename it to ``path``.
+    """Write tensors into a temporary folder, add the other files, and rename the folder to ``path``.
 
-    Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
+    ``write_other_files`` is called with the temporary folder, on the first rank, after all ranks have written
+    their tensors. Raises UserError on all ranks if the folder cannot be written. Collective over the model's
+    ranks.
     """
     group = model.groups.all
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content, ranks, piece_bytes)
 
     # Only the first rank creates and renames the folder; the others wait and raise its errors.
-    temporary = path.with_name(path.name + ".incomplete")
+    temporary_folder = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
 
-    def prepare() -> None:
+    def create_folder() -> None:
         if is_first:
-            _prepare(path, temporary)
+            _create_temporary_folder(path, temporary_folder)
 
-    _run_or_raise(prepare, path, group)
+    _run_on_all_ranks(create_folder, path, group)
 
     # Send every piece to its writer. All ranks create the communicator, even if they have no messages in the
     # first step.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
-    writer = _Writer(content, temporary)
+    writer = _PieceWriter(content, temporary_folder)
     create_communicator(group)
-    _collect(
+    _collect_pieces(
         steps,
         sources,
         BoxIndex(content.boxes),
@@ -261,26 +263,25 @@ def _write(
 
     # Rename the folder only after the files of all ranks are on the disk.
     digests: dict[str, str] = {}
-    for digests_of_rank in _run_or_raise(writer.close, path, group):
-        digests |= digests_of_rank
+    for rank_digests in _run_on_all_ranks(writer.close, path, group):
+        digests |= rank_digests
 
-    def publish() -> None:
+    def publish_folder() -> None:
         if is_first:
-            _publish(temporary, path, finish, digests)
+            _publish_folder(temporary_folder, path, write_other_files, digests)
 
-    _run_or_raise(publish, path, group)
+    _run_on_all_ranks(publish_folder, path, group)
 
 
-def _tensors_to_copy(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
+def _list_tensors_to_copy(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
     """Return the names of the tensors that are not trained, but copied from ``source``."""
-    has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
-    if source is None or not has_copied:
+    if source is None:
         return []
     names = open_checkpoint(source).names()
     return sorted(name for name in names if hf_model.is_copied(name))
 
 
-def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
+def _open_multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
     """Open ``source`` if it is multimodal and the export is to be multimodal; otherwise return None."""
     if source is None or hf_model.shape.scalar_head:
         return None
@@ -296,19 +297,20 @@ def _schedule_pieces(
     ranks: Sequence[int],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
-    """Return for each step the piece of each writer, by rank; ranks take turns as the writers of files."""
+    """Assign the files to ranks in turn; return for each step the piece that each rank writes, by rank."""
     queues: dict[int, list[_Piece]] = {}
     for index, (file, names) in enumerate(content.files.items()):
-        queue = queues.setdefault(ranks[index % len(ranks)], [])
+        writer = ranks[index % len(ranks)]
+        queue = queues.setdefault(writer, [])
         for name in names:
             queue += _split_tensor(content, file, name, piece_bytes)
 
     # Writers with fewer pieces have no piece in the last steps.
-    count = max(len(queue) for queue in queues.values())
-    steps: list[dict[int, _Piece]] = [{} for _ in range(count)]
-    for rank, queue in queues.items():
+    step_count = max(len(queue) for queue in queues.values())
+    steps: list[dict[int, _Piece]] = [{} for _ in range(step_count)]
+    for writer, queue in queues.items():
         for step, piece in zip(steps, queue, strict=False):
-            step[rank] = piece
+            step[writer] = piece
     return steps
 
 
@@ -323,44 +325,44 @@ def _split_tensor(
     dtype = content.dtypes[name]
 
     # A tensor is cut between rows, so that each piece is contiguous in the file.
-    row_bytes = tensor_bytes(shape[1:], dtype)
-    rows = max(1, piece_bytes // max(row_bytes, 1))
-
     row_shape = shape[1:]
-    for begin in range(0, shape[0], rows):
-        count = min(rows, shape[0] - begin)
-        row_start = (0,) * len(row_shape)
+    row_bytes = tensor_bytes(row_shape, dtype)
+    rows_per_piece = max(1, piece_bytes // max(row_bytes, 1))
+
+    row_origin = (0,) * len(row_shape)
+    for first_row in range(0, shape[0], rows_per_piece):
+        row_count = min(rows_per_piece, shape[0] - first_row)
         yield _Piece(
             file,
             name,
-            start=(begin, *row_start),
-            size=(count, *row_shape),
+            start=(first_row, *row_origin),
+            size=(row_count, *row_shape),
             dtype=dtype,
-            form=content.form,
+            fused_experts=content.fused_experts,
         )
 
 
-class _Writer:
-    """Writer of this rank's files of tensors, in the folder ``temporary``.
+class _PieceWriter:
+    """Writer of the tensor files that are assigned to this rank, in ``folder``.
 
     A write error is raised only by `close`: until then other ranks send pieces, and would wait forever for a
-    receiver that has left the loop.
+    writer that has left the loop.
     """
 
-    def __init__(self, content: _Content, temporary: Path) -> None:
+    def __init__(self, content: _Content, folder: Path) -> None:
         self._content = content
-        self._temporary = temporary
-        self._open: dict[str, SafetensorsWriter] = {}
+        self._folder = folder
+        self._open_files: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
 
     def write(self, piece: _Piece, values: Tensor) -> None:
-        """Append a piece to its file."""
+        """Append the ``values`` of a piece to its file; after an error do nothing."""
         if self._error is not None:
             return
 
         # A file is opened for its first piece; its header needs the shapes of all its tensors.
         try:
-            if piece.file not in self._open:
+            if piece.file not in self._open_files:
                 content = self._content
                 shapes: dict[str, Shape] = {}
                 dtypes: dict[str, torch.dtype] = {}
@@ -368,29 +370,29 @@ class _Writer:
                     stored_name = content.stored_name(name)
                     shapes[stored_name] = content.shapes[name]
                     dtypes[stored_name] = content.dtypes[name]
-                path = self._temporary / piece.file
-                self._open[piece.file] = SafetensorsWriter(path, shapes, dtypes)
-            self._open[piece.file].write(values)
+                path = self._folder / piece.file
+                self._open_files[piece.file] = SafetensorsWriter(path, shapes, dtypes)
+            self._open_files[piece.file].write(values)
         except OSError as error:
             self._error = error
 
     def close(self) -> dict[str, str]:
         """Close the files and return their digests by name; raise the first error of all writes."""
-        complete = self._error is None
+        is_complete = self._error is None
         digests: dict[str, str] = {}
-        for name, file in self._open.items():
-            digests[name] = file.close(complete)
+        for name, file in self._open_files.items():
+            digests[name] = file.close(is_complete)
         if self._error is not None:
             raise self._error
         return digests
 
 
-def _collect(
+def _collect_pieces(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
     local_boxes: BoxIndex,
     parameters: Mapping[str, Tensor],
-    writer: _Writer,
+    piece_writer: _PieceWriter,
     group: Any,
 ) -> None:
     """Send the regions of each piece to its writer, step by step, and write this rank's pieces.
@@ -406,51 +408,51 @@ def _collect(
             piece_bytes = tensor_bytes(piece.size, piece.dtype)
             max_piece_bytes = max(max_piece_bytes, piece_bytes)
 
-    for step, transfers in zip(steps, _transfers_by_step(steps, sources), strict=True):
-        target = step.get(rank)
-        values = None
-        target_boxes = BoxIndex(())
-        if target is not None:
-            target_boxes = BoxIndex(target.boxes(rank))
-            values = torch.empty(
-                target.size,
-                dtype=target.dtype,
+    for step, transfers in zip(steps, _schedule_transfers(steps, sources), strict=True):
+        piece = step.get(rank)
+        piece_values = None
+        piece_boxes = BoxIndex(())
+        if piece is not None:
+            piece_boxes = BoxIndex(piece.boxes(rank))
+            piece_values = torch.empty(
+                piece.size,
+                dtype=piece.dtype,
                 device=device.device(),
             )
 
         # Views to send from and to receive into, by peer. Regions that this rank has and writes are copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
-        for region, receiver, sender in transfers:
+        for region, writer, sender in transfers:
             source_view = None
             if sender == rank:
                 box = local_boxes.containing(region)[0]
                 source_view = view_of(parameters[box.storage], box)
 
-            if receiver == rank:
-                assert values is not None
-                (target_box,) = target_boxes.containing(region)
-                target_view = view_of(values, target_box)
+            if writer == rank:
+                assert piece_values is not None
+                (piece_box,) = piece_boxes.containing(region)
+                piece_view = view_of(piece_values, piece_box)
                 if source_view is not None:
-                    target_view.copy_(source_view)
+                    piece_view.copy_(source_view)
                 else:
-                    receives.setdefault(sender, []).append(((target_view,), region.dtype))
+                    receives.setdefault(sender, []).append(((piece_view,), region.dtype))
             elif source_view is not None:
-                sends.setdefault(receiver, []).append((source_view, region.dtype))
+                sends.setdefault(writer, []).append((source_view, region.dtype))
 
         # A slot has room for a piece in one message, and for the alignment of its regions.
         slot_bytes = 2 * max_piece_bytes + 4096
         exchange = Exchange(sends, receives, slot_bytes, group)
         exchange.run()
-        if target is not None and values is not None:
-            writer.write(target, values)
+        if piece is not None and piece_values is not None:
+            piece_writer.write(piece, piece_values)
 
 
-def _transfers_by_step(
+def _schedule_transfers(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
-    """Return the transfers of each export step as (region, writing rank, sending rank).
+    """Return the transfers of each export step, each as (region, writing rank, sending rank).
 
     ``steps`` map each writing rank to the piece that it writes. The ranks that hold a region take turns as
     its sender.
@@ -458,13 +460,13 @@ def _transfers_by_step(
     # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    steps_by_row: dict[str, list[tuple[int, int]]] = {}
+    piece_starts: dict[str, list[tuple[int, int]]] = {}
     for step_index, step in enumerate(steps):
         for writer, piece in step.items():
             dtypes[piece.name] = piece.dtype
             for box in piece.boxes(writer):
                 boxes.setdefault(writer, []).append(box)
-                steps_by_row.setdefault(box.name, []).append((box.start[0], step_index))
+                piece_starts.setdefault(box.name, []).append((box.start[0], step_index))
 
     destinations = []
     for writer, writer_boxes in boxes.items():
@@ -472,12 +474,13 @@ def _transfers_by_step(
 
     transfers: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for region_index, region in enumerate(compute_regions(sources, destinations)):
-        # The piece of a region is the last one that begins at or before its first row.
+        # The piece of a region is the last one that begins at or before its first row. `len(steps)` is above
+        # every step, so that a piece that begins at this row is included.
         (writer,) = region.receivers
-        starts = steps_by_row[region.name]
+        starts = piece_starts[region.name]
         last_start = (region.start[0], len(steps))
-        index = bisect_right(starts, last_start) - 1
-        step_index = starts[index][1]
+        piece_index = bisect_right(starts, last_start) - 1
+        _, step_index = starts[piece_index]
 
         # A writer that has the region itself sends no message.
         holders = region.holders
@@ -488,49 +491,49 @@ def _transfers_by_step(
     return transfers
 
 
-def _prepare(path: Path, temporary: Path) -> None:
-    """Create an empty ``temporary`` folder; raise FileExistsError unless ``path`` is new or empty."""
+def _create_temporary_folder(path: Path, temporary_folder: Path) -> None:
+    """Create an empty ``temporary_folder``; raise FileExistsError unless ``path`` is new or empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
 
     # Remove files of an export that was interrupted.
-    temporary.mkdir(parents=True, exist_ok=True)
-    for file in temporary.iterdir():
+    temporary_folder.mkdir(parents=True, exist_ok=True)
+    for file in temporary_folder.iterdir():
         file.unlink()
 
 
-def _publish(
-    temporary: Path,
+def _publish_folder(
+    temporary_folder: Path,
     path: Path,
-    finish: Callable[[Path], None],
+    write_other_files: Callable[[Path], None],
     digests: Mapping[str, str],
 ) -> None:
-    """Add the other files to the ``temporary`` folder with ``finish``, seal it, and rename it to ``path``.
+    """Call ``write_other_files`` on the temporary folder, seal the folder, and rename it to ``path``.
 
     ``digests`` are those of the tensor files, by file name.
     """
-    finish(temporary)
-    seal(temporary, digests)
+    write_other_files(temporary_folder)
+    seal(temporary_folder, digests)
 
-    # The folder is empty, since `_prepare` refuses any other folder.
+    # The folder is empty, since `_create_temporary_folder` refuses any other folder.
     if path.is_dir():
         path.rmdir()
-    os.replace(temporary, path)
+    os.replace(temporary_folder, path)
     # Sync the parent folder too: otherwise a power failure could undo the renaming.
     sync_folder(path.parent)
 
 
-def _finish(
+def _write_other_files(
     hf_config: Any,
     content: _Content,
     dtype: torch.dtype,
     source: str | Path | None,
-    extra_tensors: Sequence[str],
+    names_to_copy: Sequence[str],
     folder: Path,
 ) -> None:
-    """Write config.json, index and tokenizer files of a checkpoint into ``folder``, and ``extra_tensors``.
+    """Write all files of a checkpoint but those of trained tensors: config.json, index, tokenizer files.
 
-    The latter are the stored names of tensors to copy from ``source``.
+    The tensors with the stored names ``names_to_copy`` are copied from ``source``.
     """
     files: dict[str, Sequence[str]] = {}
     for file, names in content.files.items():
@@ -542,12 +545,13 @@ def _finish(
     else:
         _write_config(hf_config, dtype, folder)
 
+    # Size of all tensors, for the index.
     total_bytes = 0
     for name, shape in content.shapes.items():
         total_bytes += tensor_bytes(shape, content.dtypes[name])
-    if source is not None and extra_tensors:
-        total_bytes += copy_tensors(source, folder / FURTHER_FILE, extra_tensors, dtype)
-        files = {**files, FURTHER_FILE: extra_tensors}
+    if source is not None and names_to_copy:
+        total_bytes += copy_tensors(source, folder / FURTHER_FILE, names_to_copy, dtype)
+        files = {**files, FURTHER_FILE: names_to_copy}
 
     # More than one file needs an index.
     if len(files) > 1:
@@ -564,7 +568,7 @@ def _write_config(
     """Write the config.json of a text-only model into ``folder``, as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    model = pretrained(config)
+    model = describe_model(config)
     if not config.architectures:
         config.architectures = [model.family.architecture]
 
@@ -597,7 +601,7 @@ def _write_multimodal_config(
     (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def _run_or_raise(
+def _run_on_all_ranks(
     action: Callable[[], Any],
     path: Path,
     group: Any,
@@ -607,7 +611,7 @@ def _run_or_raise(
     Raises UserError on all ranks if one of them cannot write to ``path``. Collective over the group.
     """
 
-    def explain_os_error() -> Any:
+    def run_action() -> Any:
         try:
             return action()
         except OSError as error:
@@ -619,4 +623,4 @@ def _run_or_raise(
                 fix="name another directory, or free space and allow writing there",
             ) from error
 
-    return run_on_all_ranks_or_raise(explain_os_error, f"write {path}", group)
+    return run_on_all_ranks_or_raise(run_action, f"write {path}", group)

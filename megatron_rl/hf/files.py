@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_rl.durable import RunningDigest, require_file
+from megatron_rl.durable import RunningDigest, require_regular_file
 from megatron_rl.errors import UserError, unreadable_file
 from megatron_rl.hf.quantized import dequantize, dequantize_blocks, unpack_numbers
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
@@ -76,7 +76,9 @@ class CheckpointFiles:
 
     def __init__(self, path: str | Path, file: str | None = None) -> None:
         self.path = Path(path)
-        self._open: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
+
+        # Files with the tensors; None if the directory's index lists them.
         files: list[Path] | None
         if file is None:
             files = weight_files(self.path)
@@ -84,9 +86,9 @@ class CheckpointFiles:
             files = [self.path / file]
 
         # Stored name -> file.
-        self._file_of: dict[str, Path] = {}
-        for name, file_name in self._index(files).items():
-            self._file_of[name] = self.path / file_name
+        self._files: dict[str, Path] = {}
+        for name, file_name in self._read_file_names(files).items():
+            self._files[name] = self.path / file_name
 
         # A single file, such as adapters, is read without the folder's config.json.
         config: Mapping[str, Any] = {}
@@ -96,28 +98,34 @@ class CheckpointFiles:
         language_model = language_config(config)
 
         # Name in a checkpoint of the language model -> stored name.
-        self._stored_names: dict[str, str] = {name: name for name in self._file_of}
-        kind = multimodal_of(config)
-        self.is_multimodal = kind is not None
-        if kind is not None:
-            self._stored_names = language_model_names(self._file_of)
+        self._stored_names: dict[str, str] = {name: name for name in self._files}
+        multimodal = multimodal_of(config)
+        self.is_multimodal = multimodal is not None
+        if multimodal is not None:
+            self._stored_names = language_model_names(self._files)
 
-        # How experts are stored, here and in an export of a model that was read from here.
-        form: FusedExperts | None = None
+        # Form in which all experts of a layer are stored, here and in an export of this model.
+        fused_experts: FusedExperts | None = None
         family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
         if family is not None:
-            form = family.fused_experts
-        self.export_form = form
-        if kind is not None:
-            self.export_form = kind.fused_experts
+            fused_experts = family.fused_experts
+        self.export_fused_experts = fused_experts
+        if multimodal is not None:
+            self.export_fused_experts = multimodal.fused_experts
 
         # Name -> location in the stored tensors.
-        hidden = language_model.get("hidden_size")
+        hidden_size = language_model.get("hidden_size")
         self._locations: dict[str, TensorLocation] = {}
-        if isinstance(hidden, int):
-            self._locations = locate_tensors(self._stored_names, self._stored_shape, form, hidden)
+        if isinstance(hidden_size, int):
+            self._locations = locate_tensors(
+                self._stored_names,
+                self._read_stored_shape,
+                fused_experts,
+                hidden_size,
+            )
         else:
-            self._locations = {name: TensorLocation(stored) for name, stored in self._stored_names.items()}
+            for name, stored_name in self._stored_names.items():
+                self._locations[name] = TensorLocation(stored_name)
 
         # Name of a weight -> name of its scales, and of a second scale of the whole tensor.
         self._scales: dict[str, str] = {}
@@ -128,14 +136,14 @@ class CheckpointFiles:
             if self._quantization.has_tensor_scales:
                 self._tensor_scales = tensor_scales_by_weight(self._locations)
 
-    def _index(self, files: list[Path] | None) -> Mapping[str, str]:
+    def _read_file_names(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, from the directory's index if ``files`` is None."""
         if files is None:
             weight_map = read_index(self.path)
             absent_files: list[str] = []
-            for file in sorted(set(weight_map.values())):
-                if not (self.path / file).is_file():
-                    absent_files.append(file)
+            for file_name in sorted(set(weight_map.values())):
+                if not (self.path / file_name).is_file():
+                    absent_files.append(file_name)
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
@@ -159,20 +167,20 @@ class CheckpointFiles:
             )
 
         # Without an index, read the tensors' names from the headers of the files.
-        names: dict[str, str] = {}
-        for shard in files:
-            tensor_names = self._handle(shard).keys()
-            names |= dict.fromkeys(tensor_names, shard.name)
-        return names
+        file_names: dict[str, str] = {}
+        for file in files:
+            tensor_names = self._open_file(file).keys()
+            file_names |= dict.fromkeys(tensor_names, file.name)
+        return file_names
 
-    def _handle(self, file: Path) -> Any:
+    def _open_file(self, file: Path) -> Any:
         """Return the open safetensors file; raise UserError if it cannot be read."""
-        if file in self._open:
-            return self._open[file]
+        if file in self._open_files:
+            return self._open_files[file]
 
         try:
-            require_file(file)
-            self._open[file] = safe_open(file, framework="pt")
+            require_regular_file(file)
+            self._open_files[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise unreadable_file(
                 "a file of the checkpoint",
@@ -181,7 +189,7 @@ class CheckpointFiles:
                 expected="a complete safetensors file",
                 fix="download the file again",
             ) from error
-        return self._open[file]
+        return self._open_files[file]
 
     def names(self) -> set[str]:
         """Return the names of the model's tensors, without the scales of quantised tensors."""
@@ -194,17 +202,17 @@ class CheckpointFiles:
     def names_outside_language_model(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
         language_model = {location.name for location in self._locations.values()}
-        return sorted(set(self._file_of) - language_model)
+        return sorted(set(self._files) - language_model)
 
-    def stored_name(self, name: str) -> str:
-        """Return the name of a tensor in the files of an export.
+    def export_name(self, name: str) -> str:
+        """Return the name under which an export of this model stores a tensor.
 
-        This is the stored name, except for an expert that is stored in a tensor of all experts. An export
-        writes each expert under a separate name, unless the kind of multimodal checkpoint stores experts
-        transposed.
+        This is the stored name. One expert of a tensor with all experts has no stored name: the export
+        stores it as a separate tensor, whose name is built from both names.
         """
         location = self._locations.get(name)
         if location is None:
+            # The tensor with all experts of a layer, in an export that keeps it.
             return self._stored_names.get(name, name)
         if location.expert is None:
             return location.name
@@ -220,9 +228,10 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
-        location = self._location(name)
-        shape = location.shape(self._stored_shape(location.name))
+        location = self._locate(name)
+        shape = location.shape(self._read_stored_shape(location.name))
         if self._is_packed(name):
+            # A stored byte has two numbers.
             return (*shape[:-1], 2 * shape[-1])
         return shape
 
@@ -231,16 +240,16 @@ class CheckpointFiles:
         has_tensor_scales = self._quantization is not None and self._quantization.has_tensor_scales
         return has_tensor_scales and name in self._scales
 
-    def _location(self, name: str) -> TensorLocation:
+    def _locate(self, name: str) -> TensorLocation:
         """Return the location of a tensor in the stored tensors.
 
         ``name`` may also be the stored name of a tensor outside the language model.
         """
         return self._locations.get(name) or TensorLocation(name)
 
-    def _stored_shape(self, stored: str) -> Shape:
+    def _read_stored_shape(self, stored_name: str) -> Shape:
         """Return the shape of a tensor by its stored name."""
-        return tuple(self._slice_of(stored).get_shape())
+        return tuple(self._open_slice(stored_name).get_shape())
 
     def read(
         self,
@@ -252,15 +261,15 @@ class CheckpointFiles:
 
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
-        location = self._location(name)
+        location = self._locate(name)
         if location.blocks:
-            return self._read_blocks(location, start, size)
+            return self._read_mxfp4(location, start, size)
 
         if self._is_packed(name):
             return self._dequantize(name, self._read_packed(location.name, start, size), start)
 
-        box = _stored_box(location, start, size)
-        values = self._slice_of(location.name)[box]
+        slices = _stored_slices(location, start, size)
+        values = self._open_slice(location.name)[slices]
         if location.transposed:
             values = values.transpose(0, 1)
         # Apply the step here: safetensors has no slices with a step.
@@ -269,7 +278,7 @@ class CheckpointFiles:
             return values
         return self._dequantize(name, values, start)
 
-    def _read_blocks(
+    def _read_mxfp4(
         self,
         location: TensorLocation,
         start: Sequence[int],
@@ -277,25 +286,25 @@ class CheckpointFiles:
     ) -> Tensor:
         """Return the box of a matrix that is stored in mxfp4, as float32."""
         scales_name = location.name.removesuffix(BLOCKS) + SCALES
-        shape = self._stored_shape(location.name)
+        blocks_shape = self._read_stored_shape(location.name)
         scales_shape = None
-        if scales_name in self._file_of:
-            scales_shape = self._stored_shape(scales_name)
-        if not has_mxfp4_scales(shape, scales_shape):
-            raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
+        if scales_name in self._files:
+            scales_shape = self._read_stored_shape(scales_name)
+        if not has_mxfp4_scales(blocks_shape, scales_shape):
+            raise mxfp4_error(str(self._files[location.name]), location.name, blocks_shape, scales_shape)
 
         # Read the complete blocks that contain the columns: each block has one scale.
         first_row, first_column = start
         row_count, column_count = size
         first_block = first_column // MXFP4_BLOCK
         end_block = -(-(first_column + column_count) // MXFP4_BLOCK)
-        box = _stored_box(
+        slices = _stored_slices(
             location,
             (first_row, first_block),
             (row_count, end_block - first_block),
         )
-        blocks = self._slice_of(location.name)[box]
-        scales = self._slice_of(scales_name)[box]
+        blocks = self._open_slice(location.name)[slices]
+        scales = self._open_slice(scales_name)[slices]
 
         # Apply the step here: safetensors has no slices with a step.
         return dequantize_blocks(
@@ -307,21 +316,22 @@ class CheckpointFiles:
 
     def _read_packed(
         self,
-        stored: str,
+        stored_name: str,
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
         """Return the numbers in a box of a tensor with two of them in each byte, before any scale."""
         # Read the complete bytes that contain the columns.
-        *box_start, column = start
-        *box_size, columns = size
-        box: list[slice] = []
-        for begin, count in zip(box_start, box_size, strict=True):
-            box.append(slice(begin, begin + count))
-        box.append(slice(column // 2, -(-(column + columns) // 2)))
+        *other_starts, first_column = start
+        *other_sizes, column_count = size
+        slices: list[slice] = []
+        for begin, count in zip(other_starts, other_sizes, strict=True):
+            slices.append(slice(begin, begin + count))
+        end_byte = -(-(first_column + column_count) // 2)
+        slices.append(slice(first_column // 2, end_byte))
 
-        numbers = unpack_numbers(self._slice_of(stored)[tuple(box)])
-        return numbers.narrow(-1, column % 2, columns)
+        numbers = unpack_numbers(self._open_slice(stored_name)[tuple(slices)])
+        return numbers.narrow(-1, first_column % 2, column_count)
 
     def _dequantize(
         self,
@@ -331,60 +341,63 @@ class CheckpointFiles:
     ) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
         # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
-        stored = self._location(self._scales[name]).name
-        scales = self._handle(self._file_of[stored]).get_tensor(stored)
+        scales_name = self._locate(self._scales[name]).name
+        scales = self._open_file(self._files[scales_name]).get_tensor(scales_name)
         if self._is_packed(name):
-            scales = scales.float() * self._tensor_scale(name)
+            scales = scales.float() * self._read_tensor_scale(name)
 
         assert self._quantization is not None
         shape = self.shape(name)
         scales_shape = tuple(scales.shape)
-        block = self._quantization.block_of(shape, scales_shape)
+        block = self._quantization.scale_block(shape, scales_shape)
         if block is None:
-            file = str(self._file_of[stored])
-            raise scale_shape_error(file, stored, scales_shape, shape)
+            file = str(self._files[scales_name])
+            raise scale_shape_error(file, scales_name, scales_shape, shape)
         return dequantize(values, scales, start, block)
 
-    def _tensor_scale(self, name: str) -> Tensor:
+    def _read_tensor_scale(self, name: str) -> Tensor:
         """Return the second scale of a tensor in NVFP4, as one number."""
-        location = self._location(name)
+        location = self._locate(name)
         if name not in self._tensor_scales:
-            raise nvfp4_error(str(self._file_of[location.name]), name, self.shape(name), None)
+            raise nvfp4_error(str(self._files[location.name]), name, self.shape(name), None)
 
-        stored = self._location(self._tensor_scales[name]).name
-        scale = self._handle(self._file_of[stored]).get_tensor(stored)
+        scale_name = self._locate(self._tensor_scales[name]).name
+        scale = self._open_file(self._files[scale_name]).get_tensor(scale_name)
         if not is_one_number(tuple(scale.shape)):
-            raise nvfp4_error(str(self._file_of[stored]), name, self.shape(name), tuple(scale.shape))
+            raise nvfp4_error(str(self._files[scale_name]), name, self.shape(name), tuple(scale.shape))
         return scale.float().reshape(())
 
     def is_quantized(self, name: str) -> bool:
         """Return whether a tensor is stored as numbers of 8 or 4 bits with scales."""
-        return name in self._scales or self._location(name).blocks
+        return name in self._scales or self._locate(name).blocks
 
-    def _slice_of(self, stored: str) -> Any:
+    def _open_slice(self, stored_name: str) -> Any:
         """Return safetensors' lazy view of a stored tensor."""
-        return self._handle(self._file_of[stored]).get_slice(stored)
+        return self._open_file(self._files[stored_name]).get_slice(stored_name)
 
 
-def _stored_box(
+def _stored_slices(
     location: TensorLocation,
     start: Sequence[int],
     size: Sequence[int],
 ) -> tuple[int | slice, ...]:
     """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
-    box: list[slice] = []
+    slices: list[slice] = []
     for begin, count in zip(start, size, strict=True):
-        box.append(slice(begin, begin + count))
+        slices.append(slice(begin, begin + count))
     if location.expert is None:
-        return tuple(box)
+        return tuple(slices)
 
-    # Select one expert, which removes the dimension of experts, and the rows between first and last.
-    first = location.begin + start[0] * location.step
-    last = first + max(size[0] - 1, 0) * location.step
-    box[0] = slice(first, last + min(size[0], 1))
+    # Select one expert, which removes the dimension of experts, and all rows from the first to the last one
+    # of the box: the caller applies the step.
+    first_row = location.begin + start[0] * location.step
+    end_row = first_row
+    if size[0] > 0:
+        end_row = first_row + (size[0] - 1) * location.step + 1
+    slices[0] = slice(first_row, end_row)
     if location.transposed:
-        box.reverse()
-    return (location.expert, *box)
+        slices.reverse()
+    return (location.expert, *slices)
 
 
 class SafetensorsWriter:
@@ -412,14 +425,14 @@ class SafetensorsWriter:
             position = end
 
         # The format aligns the data to 8 bytes.
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
+        header_bytes = json.dumps(header).encode()
+        header_bytes += b" " * (-len(header_bytes) % 8)
 
         # Bytes that are still to be written.
         self._remaining = position
         self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
-        self._append(len(encoded).to_bytes(8, "little") + encoded)
+        self._append(len(header_bytes).to_bytes(8, "little") + header_bytes)
 
     def write(self, piece: Tensor) -> None:
         """Append the next elements, in the tensor's dtype and row-major order."""
@@ -436,7 +449,7 @@ class SafetensorsWriter:
     def close(self, complete: bool = True) -> str:
         """Flush the file to the disk, close it and return its digest.
 
-        Raises RuntimeError if it should be ``complete`` and elements are missing.
+        ``complete``: whether all elements should have been written; raises RuntimeError if some are missing.
         """
         with self._file:
             self._file.flush()
@@ -448,7 +461,7 @@ class SafetensorsWriter:
         return str(self._digest)
 
 
-def shard_files(
+def divide_into_files(
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, torch.dtype],
     max_bytes: int,
@@ -457,24 +470,24 @@ def shard_files(
 
     Returns the tensor names by file name.
     """
-    groups: list[list[str]] = [[]]
+    name_groups: list[list[str]] = [[]]
     group_bytes = 0
     for name, shape in shapes.items():
         size = tensor_bytes(shape, dtypes[name])
         # A group has at least one tensor, even if that exceeds the limit.
-        if groups[-1] and group_bytes + size > max_bytes:
-            groups.append([])
+        if name_groups[-1] and group_bytes + size > max_bytes:
+            name_groups.append([])
             group_bytes = 0
-        groups[-1].append(name)
+        name_groups[-1].append(name)
         group_bytes += size
 
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
+    if len(name_groups) == 1:
+        return {SINGLE: name_groups[0]}
 
     # Use the same file names as transformers' save_pretrained.
     files: dict[str, list[str]] = {}
-    for index, names in enumerate(groups, 1):
-        file = f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+    for index, names in enumerate(name_groups, 1):
+        file = f"model-{index:05d}-of-{len(name_groups):05d}.safetensors"
         files[file] = names
     return files
 
@@ -484,7 +497,10 @@ def write_index(
     files: Mapping[str, Sequence[str]],
     total_bytes: int,
 ) -> None:
-    """Write the index of a checkpoint directory of several files (file name to tensor names)."""
+    """Write the index of a checkpoint into the folder ``path``.
+
+    ``files`` are the tensor names by file name, ``total_bytes`` is the size of all tensors.
+    """
     # The format is that of transformers: tensor -> file.
     weight_map: dict[str, str] = {}
     for file, names in files.items():
@@ -496,7 +512,7 @@ def write_index(
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
+def read_checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     """Return the shapes of a model's tensors by Hugging Face name.
 
     ``path`` is the model's folder, which contains the tensors or a pointer to a Megatron checkpoint.
@@ -512,7 +528,7 @@ def copy_tensors(
     names: Sequence[str],
     dtype: torch.dtype,
 ) -> int:
-    """Copy tensors of a checkpoint directory into one file and return their size in bytes.
+    """Copy tensors of the checkpoint directory ``source`` into the file ``path``; return their size in bytes.
 
     Tensors keep their stored dtypes, except for quantised tensors, which are written in ``dtype``.
     """
@@ -538,7 +554,7 @@ def copy_tensors(
 
 
 def copy_tokenizer(source: str | Path, path: Path) -> None:
-    """Copy tokenizer, chat templates and generation settings from another checkpoint directory."""
+    """Copy tokenizer, chat templates and generation settings from the folder ``source`` to ``path``."""
     for name in tokenizer_files(Path(source)):
         # Chat templates may be in a subfolder.
         (path / name).parent.mkdir(exist_ok=True)

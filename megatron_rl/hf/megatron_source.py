@@ -38,9 +38,9 @@ _CACHED_CHUNKS = 16
 
 def read_pointed_checkpoint(path: str | Path) -> MegatronCheckpoint:
     """Return the metadata of the Megatron checkpoint that a model's folder points to."""
-    target = read_pointer(path)
-    assert target is not None, "the folder does not point to a Megatron checkpoint"
-    return read_checkpoint(target["checkpoint"], str(path))
+    pointer = read_pointer(path)
+    assert pointer is not None, "the folder does not point to a Megatron checkpoint"
+    return read_checkpoint(pointer["checkpoint"], str(path))
 
 
 class ChunkReader:
@@ -51,7 +51,10 @@ class ChunkReader:
         self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
 
     def load(self, chunk: Chunk) -> Tensor:
-        """Return a chunk from the cache, or read it; the least recently used one is dropped."""
+        """Return the values of a chunk, from the cache or else from its file.
+
+        The cache then drops the least recently used chunk if it is full.
+        """
         if chunk not in self._cache:
             with (self.path / chunk.file).open("rb") as file:
                 file.seek(chunk.offset)
@@ -66,9 +69,9 @@ class ChunkReader:
 
 
 class BucketReader(ChunkReader):
-    """Reader of ranges in a distributed optimizer's flat buffers.
+    """Reader of ranges of elements in a distributed optimizer's flat buffers.
 
-    ``buffers`` are the stored tensors by optimizer state and bucket.
+    ``buffers``: optimizer state, such as "exp_avg" -> bucket -> the stored tensor with its elements.
     """
 
     def __init__(
@@ -98,9 +101,9 @@ class BucketReader(ChunkReader):
         slices = []
         while position < end:
             chunk = chunks[index]
-            first = position - chunk.start[0]
-            last = end - chunk.start[0]
-            values = self.load(chunk)[first:last]
+            slice_start = position - chunk.start[0]
+            slice_end = end - chunk.start[0]
+            values = self.load(chunk)[slice_start:slice_end]
             slices.append(values)
             position += len(values)
             index += 1
@@ -129,7 +132,7 @@ class MegatronFiles:
             checkpoint = read_pointed_checkpoint(path)
         self.checkpoint = checkpoint
         self.path = self.checkpoint.path
-        self._locations, errors = self.checkpoint.parameters(model.shape)
+        self._locations, errors = self.checkpoint.locate_parameters(model.shape)
         errors += self.checkpoint.file_errors()
         if errors:
             raise UserErrors(errors)
@@ -138,7 +141,7 @@ class MegatronFiles:
         self._shapes = model.tensor_shapes()
         meta_tensors: dict[str, Tensor] = {}
         for name, location in self._locations.items():
-            meta_tensors[name] = torch.empty(self._shape(location), device="meta")
+            meta_tensors[name] = torch.empty(self._parameter_shape(location), device="meta")
         boxes = trace_import(meta_tensors, model, Shard(), 0)
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:
@@ -154,13 +157,13 @@ class MegatronFiles:
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
                 # Chunks with several layers are indexed under None, and considered for every layer.
-                entry = None
+                layer = None
                 if key in stacked_keys and chunk.size[0] == 1:
-                    entry = chunk.start[0]
-                self._chunks.setdefault((key, entry), []).append(chunk)
+                    layer = chunk.start[0]
+                self._chunks.setdefault((key, layer), []).append(chunk)
         self._reader = ChunkReader(self.path)
 
-    def _shape(self, location: Location) -> tuple[int, ...]:
+    def _parameter_shape(self, location: Location) -> tuple[int, ...]:
         """Return the shape of a parameter, without the leading dimensions over which it is stacked."""
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
@@ -187,11 +190,13 @@ class MegatronFiles:
                 continue
 
             # Coordinates of the overlap, counted from the start of the box.
-            corners = zip(overlap[0], box.start, strict=True)
-            box_start = [low - first for low, first in corners]
-            stored = self._read_stored(box, box_start, overlap[1])
+            overlap_start, overlap_size = overlap
+            start_in_box = []
+            for low, first in zip(overlap_start, box.start, strict=True):
+                start_in_box.append(low - first)
+            stored = self._read_stored(box, start_in_box, overlap_size)
 
-            # The first piece determines the dtype.
+            # The first box that is read determines the dtype.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
             _view_of_box(values, start, overlap).copy_(stored)
@@ -208,19 +213,21 @@ class MegatronFiles:
         """Return a part of a box, read from its stored tensor; ``start`` counts from the start of the box."""
         location = self._locations[box.storage]
 
-        # Coordinates of the box in the stored tensor.
-        offset = box.offset
-        origin = []
-        for stride in row_major_strides(self._shape(location)):
-            position, offset = divmod(offset, stride)
-            origin.append(position)
-        first_element = [low + first for low, first in zip(origin, start, strict=True)]
+        # Convert the box's offset to its coordinates in the parameter.
+        remaining_offset = box.offset
+        box_origin = []
+        for stride in row_major_strides(self._parameter_shape(location)):
+            coordinate, remaining_offset = divmod(remaining_offset, stride)
+            box_origin.append(coordinate)
+
+        # The stored tensor has further leading dimensions, of which the parameter is one index.
+        first_element = [low + first for low, first in zip(box_origin, start, strict=True)]
         begin = (*location.index, *first_element)
         counts = (1,) * len(location.index) + tuple(size)
 
         # Copy the intersection with each chunk.
         result: Tensor | None = None
-        for chunk in self._chunks_of(location.key, begin[0]):
+        for chunk in self._chunks_at(location.key, begin[0]):
             overlap = intersect((begin, counts), (chunk.start, chunk.size))
             if overlap is None:
                 continue
@@ -232,11 +239,11 @@ class MegatronFiles:
         assert result is not None, location
         return result.view(tuple(size))
 
-    def _chunks_of(self, key: str, entry: int) -> list[Chunk]:
-        """Return the chunks of a stored tensor that may contain index ``entry`` of its first dimension."""
-        single_entry = self._chunks.get((key, entry), [])
-        several_entries = self._chunks.get((key, None), [])
-        return single_entry + several_entries
+    def _chunks_at(self, key: str, index: int) -> list[Chunk]:
+        """Return the chunks of a stored tensor that may contain ``index`` of its first dimension."""
+        single_layer = self._chunks.get((key, index), [])
+        several_layers = self._chunks.get((key, None), [])
+        return single_layer + several_layers
 
 
 class BufferFiles(MegatronFiles):
@@ -261,7 +268,7 @@ class BufferFiles(MegatronFiles):
         self._flat: dict[str, FlatParameter] = {}
         by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
-            ranks = (parameter.tensor, parameter.expert, parameter.expert_tensor)
+            ranks = (parameter.tensor_rank, parameter.expert_rank, parameter.expert_tensor_rank)
             by_shard.setdefault(ranks, {})[parameter.name] = parameter
 
         # Trace the import of each shard to find the Hugging Face tensors in its parameters.
@@ -269,13 +276,13 @@ class BufferFiles(MegatronFiles):
         layout = writer_layout(checkpoint.arguments)
         boxes: list[TensorBox] = []
         for ranks, shard_parameters in by_shard.items():
-            tensor, expert, expert_tensor = ranks
+            tensor_rank, expert_rank, expert_tensor_rank = ranks
             shard = Shard(
-                tensor=tensor,
+                tensor=tensor_rank,
                 tensor_size=layout.tensor,
-                expert=expert,
+                expert=expert_rank,
                 expert_size=layout.expert,
-                expert_tensor=expert_tensor,
+                expert_tensor=expert_tensor_rank,
                 expert_tensor_size=layout.expert_tensor,
             )
 
@@ -306,9 +313,9 @@ class BufferFiles(MegatronFiles):
 
         It is stored in other buffers, in which each parameter is at the same position.
         """
-        source = copy(self)
-        source._state = state
-        return source
+        reader = copy(self)
+        reader._state = state
+        return reader
 
     def _read_stored(
         self,
@@ -321,13 +328,13 @@ class BufferFiles(MegatronFiles):
         if parameter is None:
             return super()._read_stored(box, start, size)
 
-        # Coordinates of the first element in the parameter.
+        # Coordinates of the first element in the parameter: those of the box, plus ``start``.
         parameter_strides = row_major_strides(parameter.shape)
-        offset = box.offset
+        remaining_offset = box.offset
         begin = []
         for stride, first in zip(parameter_strides, start, strict=True):
-            position, offset = divmod(offset, stride)
-            begin.append(position + first)
+            coordinate, remaining_offset = divmod(remaining_offset, stride)
+            begin.append(coordinate + first)
 
         # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
         row_elements = parameter_strides[0]
@@ -349,7 +356,7 @@ def _view_of_box(
     start: Sequence[int],
     box: Span,
 ) -> Tensor:
-    """Return the view of a ``box`` in ``values``, whose first element has the coordinates ``start``."""
+    """Return the view of a ``box`` in ``values``; ``start`` are the coordinates of their first element."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
         offset = box_start[dim] - start[dim]
@@ -362,14 +369,17 @@ def _load_tensor(
     chunk: Chunk,
     path: Path,
 ) -> Tensor:
-    """Deserialize a chunk; raise UserError unless the content is a tensor of the chunk's size."""
-    problem = None
+    """Deserialize the bytes of a chunk; raise UserError unless they are a tensor of the chunk's size.
+
+    ``path`` is the checkpoint's folder, for the error.
+    """
     try:
         # With weights_only forged bytes cannot run code.
         value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
         if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
             return value.detach().view(chunk.size)
-        problem = f"{type(value).__name__} of {getattr(value, 'shape', 'another size')}"
+        shape = getattr(value, "shape", "another size")
+        problem = f"{type(value).__name__} of {shape}"
     except Exception as error:  # damaged bytes may raise any exception
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
 

@@ -9,7 +9,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.hf.files import CheckpointFiles
-from megatron_rl.hf.weights import fingerprint
+from megatron_rl.hf.weights import compute_fingerprint
 from megatron_rl.megatron.lora import adapter_boxes, attach_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.shapes.lora import PEFT_PREFIX, PEFT_WEIGHTS
@@ -23,11 +23,14 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model, and load them from the PEFT folder ``config.path`` if it is set."""
-    initial = None
+    """Attach adapters to a model, with the weights in the PEFT folder ``config.path`` if that is set.
+
+    ``seed`` is the seed of the initial values otherwise.
+    """
+    initial_weights = None
     if config.path is not None:
-        initial = CheckpointFiles(config.path, PEFT_WEIGHTS)
-    attach_adapters(model, config, seed, trainable=trainable, initial=initial)
+        initial_weights = CheckpointFiles(config.path, PEFT_WEIGHTS)
+    attach_adapters(model, config, seed, trainable=trainable, initial=initial_weights)
 
 
 def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
@@ -41,7 +44,7 @@ def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
 
     def read_checksum() -> str | None:
         if is_reader:
-            return fingerprint(path, dtype)
+            return compute_fingerprint(path, dtype)
         return None
 
     # Collective, so every rank calls it; only the first rank has a result.

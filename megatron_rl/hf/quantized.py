@@ -19,13 +19,13 @@ def dequantize(
     values: Tensor,
     scales: Tensor,
     start: Sequence[int],
-    block: Sequence[int],
+    block_shape: Sequence[int],
 ) -> Tensor:
     """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
     ``values`` is the box that begins at ``start`` in the weight, which need not be the start of a block.
-    ``scales`` has one entry for each block of size ``block`` in the complete weight, and may lack the last
-    dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
+    ``scales`` has one entry for each block of shape ``block_shape`` in the complete weight, and may lack the
+    last dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
     trailing = (1,) * (values.dim() - scales.dim())
     scales = scales.float().reshape(scales.shape + trailing)
@@ -34,23 +34,23 @@ def dequantize(
         # A dimension with one block is broadcast.
         if scales.shape[dim] == 1:
             continue
-        blocks = torch.arange(begin, begin + count) // block[dim]
-        scales = scales.index_select(dim, blocks)
+        block_indices = torch.arange(begin, begin + count) // block_shape[dim]
+        scales = scales.index_select(dim, block_indices)
     return values.float().mul_(scales)
 
 
 def dequantize_blocks(
     blocks: Tensor,
     scales: Tensor,
-    begin: int,
-    count: int,
+    first_column: int,
+    column_count: int,
 ) -> Tensor:
     """Dequantise columns of rows in mxfp4 to float32: multiply each number by the power of two of its block.
 
     ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes. A byte of ``blocks`` contains two
-    neighbouring numbers, the first one in its lower half. ``begin`` is the first of ``count`` columns,
-    counted from the first block. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the
-    order in a byte is gpt-oss's.
+    neighbouring numbers, the first one in its lower half. The result has ``column_count`` columns, from
+    ``first_column`` of the given blocks on. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and
+    5.4.1; the order in a byte is gpt-oss's.
     """
     numbers = unpack_numbers(blocks)
 
@@ -58,9 +58,9 @@ def dequantize_blocks(
     exponents = scales.int() - _E8M0_BIAS
     powers = torch.ldexp(torch.ones(scales.shape), exponents)
     powers[scales == 255] = torch.nan
-    weights = (numbers * powers[..., None]).flatten(1)
-    assert weights.shape[1] % MXFP4_BLOCK == 0, weights.shape
-    return weights[:, begin : begin + count]
+    values = (numbers * powers[..., None]).flatten(1)
+    assert values.shape[1] % MXFP4_BLOCK == 0, values.shape
+    return values[:, first_column : first_column + column_count]
 
 
 def unpack_numbers(packed: Tensor) -> Tensor:
@@ -69,8 +69,8 @@ def unpack_numbers(packed: Tensor) -> Tensor:
     A byte contains two neighbouring numbers, the first one in its lower half, as in mxfp4 and NVFP4.
     """
     # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
-    negative = [-value for value in _E2M1]
-    values = torch.tensor([*_E2M1, *negative])
+    negative_values = [-value for value in _E2M1]
+    values = torch.tensor([*_E2M1, *negative_values])
     low_half = packed & 0xF
     high_half = packed >> 4
     halves = torch.stack((low_half, high_half), dim=-1)

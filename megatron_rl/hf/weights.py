@@ -21,7 +21,7 @@ from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.progress import count_progress
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
@@ -30,7 +30,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
 MAX_SAMPLED_TENSORS = 64
-"""Largest number of tensors of which `fingerprint` reads a row, so that it takes seconds for any model."""
+"""Largest number of tensors of which `compute_fingerprint` reads a row, so that it takes only seconds."""
 _COMPARED_ROWS = 8192
 """Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
 _MAX_NAMES_LISTED = 8
@@ -64,7 +64,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
             raise UserError(
                 f"two parameters of the model are called {global_name(model, storage)}",
                 where="model.weights",
-                expected="a different name of Megatron's for each parameter",
+                expected="a different name for each parameter in Megatron's model",
                 got=f"{first_storage} and {storage}",
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
@@ -75,7 +75,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
         meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
     return trace_import(
         meta_tensors,
-        pretrained(model.hf_config),
+        describe_model(model.hf_config),
         shard_of(model),
         device.rank(),
         storage_by_name,
@@ -90,7 +90,7 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     file. Raises UserError on all ranks if tensors are missing, unexpected or have a different shape.
     Collective over the model's ranks.
     """
-    if device.simulated():
+    if device.is_simulated():
         return
 
     def open_and_check() -> Checkpoint:
@@ -115,15 +115,15 @@ def fill_parameters(
     """
     groups = getattr(model, "groups", None)
     if groups is None:
-        _read(parameters, parameters.keys(), model, open_files())
+        _read_parameters(parameters, parameters.keys(), model, open_files())
         return
 
     # An error is raised on all ranks before the first broadcast, in which they would otherwise hang.
     sources = _assign_sources(parameters, groups)
-    assigned = _parameters_of_this_rank(sources)
+    assigned_names = _parameters_of_this_rank(sources)
 
     def read_assigned() -> None:
-        _read(parameters, assigned, model, open_files())
+        _read_parameters(parameters, assigned_names, model, open_files())
 
     run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
 
@@ -170,26 +170,26 @@ def _assign_sources(
     return sources
 
 
-def _read(
+def _read_parameters(
     parameters: Mapping[str, Tensor],
-    selected: Container[str],
+    selected_names: Container[str],
     model: Chunked,
     files: Checkpoint,
 ) -> None:
-    """Fill the ``selected`` of the ``parameters`` from a checkpoint's files, one box at a time.
+    """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time.
 
     ``parameters`` are those of `fill_parameters`.
     """
     boxes = source_boxes(model)
-    padded = vocabulary_names(pretrained(model.hf_config).shape)
+    padded_names = vocabulary_names(describe_model(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
             # No box fills the rows that pad the vocabulary.
-            if storage in selected and global_name(model, storage) in padded:
+            if storage in selected_names and global_name(model, storage) in padded_names:
                 parameter.zero_()
 
         for box in boxes:
-            if box.storage not in selected:
+            if box.storage not in selected_names:
                 continue
             # A policy's checkpoint has no scalar head: it keeps its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
@@ -201,13 +201,13 @@ def _read(
             count_progress("tensors read")
 
 
-def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
+def compute_fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     """Return a checksum over one row, converted to ``dtype``, of each of up to `MAX_SAMPLED_TENSORS` tensors.
 
     It does not depend on the format of the checkpoint or on its division into files.
     """
     files = open_checkpoint(path)
-    model = pretrained(read_hf_config(path))
+    model = describe_model(read_hf_config(path))
     names = sorted(files.names() & model.tensor_shapes().keys())
 
     # Sample every n-th tensor in the order of names, which does not depend on the format.
@@ -252,7 +252,7 @@ def require_finite(
 
 def check_tensors(files: Checkpoint, model: Chunked) -> None:
     """Raise UserError unless a checkpoint has exactly the tensors, with the shapes, that the model needs."""
-    hf_model = pretrained(model.hf_config)
+    hf_model = describe_model(model.hf_config)
     expected = hf_model.tensor_shapes()
     stored = files.names()
 
@@ -260,18 +260,18 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
-    absent_names = sorted(set(expected) - stored)
-    extra = stored - set(expected)
-    unexpected = sorted(name for name in extra if not hf_model.is_ignorable(name))
-    if absent_names or unexpected:
+    missing_names = sorted(set(expected) - stored)
+    extra_names = stored - set(expected)
+    unexpected_names = sorted(name for name in extra_names if not hf_model.is_ignorable(name))
+    if missing_names or unexpected_names:
         expected_line = None
-        if absent_names:
-            expected_line = f"missing: {join_names(absent_names, _MAX_NAMES_LISTED)}"
+        if missing_names:
+            expected_line = f"missing: {join_names(missing_names, _MAX_NAMES_LISTED)}"
         got_line = None
-        if unexpected:
-            got_line = f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}"
+        if unexpected_names:
+            got_line = f"unexpected: {join_names(unexpected_names, _MAX_NAMES_LISTED)}"
         fix = "use a checkpoint saved from this architecture and number of layers"
-        if absent_names == [OUTPUT]:
+        if missing_names == [OUTPUT]:
             fix = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
@@ -302,18 +302,18 @@ def _require_equal_head(files: Checkpoint) -> None:
         OUTPUT: files.shape(OUTPUT),
         EMBEDDING: files.shape(EMBEDDING),
     }
-    equal = shapes[OUTPUT] == shapes[EMBEDDING]
+    is_equal = shapes[OUTPUT] == shapes[EMBEDDING]
 
     # Compare blocks of rows up to the first difference.
-    rows, width = shapes[EMBEDDING]
-    first = 0
-    while equal and first < rows:
-        start = (first, 0)
-        size = (min(_COMPARED_ROWS, rows - first), width)
+    row_count, width = shapes[EMBEDDING]
+    first_row = 0
+    while is_equal and first_row < row_count:
+        start = (first_row, 0)
+        size = (min(_COMPARED_ROWS, row_count - first_row), width)
         head_rows = files.read(OUTPUT, start, size)
         embedding_rows = files.read(EMBEDDING, start, size)
-        equal = torch.equal(head_rows, embedding_rows)
-        first += _COMPARED_ROWS
+        is_equal = torch.equal(head_rows, embedding_rows)
+        first_row += _COMPARED_ROWS
 
-    if not equal:
+    if not is_equal:
         raise separate_head_error(files.path, shapes, "other values")

@@ -59,16 +59,18 @@ class RolloutPolicy:
         self.version = version
         # With a sync at every version the model is never newer than the engine, so no copy is needed.
         if self.every != 1 and self._model is not None:
-            self._copy = {name: weight.to(host(), copy=True) for name, weight in self._weights().items()}
+            self._copy = {
+                name: weight.to(host(), copy=True) for name, weight in self._trained_weights().items()
+            }
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """Put the copied weights into the model inside the block, and restore its newer ones afterwards."""
-        self._swap()
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     def weights_of(self, version: int, newest: int) -> AbstractContextManager[None]:
         """Return a context in which the model, at version ``newest``, has the weights of ``version``."""
@@ -77,15 +79,15 @@ class RolloutPolicy:
         return self.in_model()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         """Swap the copy with the model's weights, in place."""
         # One tensor at a time, so that the swap needs extra memory only for the largest weight.
-        for name, weight in self._weights().items():
+        for name, weight in self._trained_weights().items():
             copy = self._copy[name]
             self._copy[name] = weight.to(host(), copy=True)
             weight.copy_(copy)
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _trained_weights(self) -> dict[str, Tensor]:
         """Return the trained weights by name; with adapters these are the adapters and the buffers."""
         if self._model is None:
             return {}

@@ -195,18 +195,20 @@ class ServedWeights:
         self._served_version = self.version if newest else self.rollout_version
         while True:
             # One rank queries the servers and reads the clock, so that all ranks take the same branches.
-            states, timed_out = self._call_on_leader(lambda: (self._states(), time.monotonic() > deadline))
+            states, timed_out = self._call_on_leader(
+                lambda: (self._query_states(), time.monotonic() > deadline)
+            )
             unavailable: dict[Server, str] = {}
             foreign: list[Server] = []
             for server, state in zip(self._servers, states, strict=True):
                 if state.name == UNREACHABLE:
                     unavailable[server] = state.reason
                 if state.name in (FOREIGN, UNREACHABLE):
-                    self._leave(server)
+                    self._leave_group(server)
                 if state.name == FOREIGN:
                     foreign.append(server)
                 if state.name in (FOREIGN, OUTDATED):
-                    sync_metrics, failure = self._update(server)
+                    sync_metrics, failure = self._sync_server(server)
                     metrics += sync_metrics
                     if failure is not None:
                         unavailable[server] = failure
@@ -223,7 +225,7 @@ class ServedWeights:
                 self.rollout_policy.capture(self._served_version)
         available = [server for server in self._servers if server not in unavailable]
         if self._generator is not None:
-            self._generator.use(available, self._weights_name)
+            self._generator.use_servers(available, self._weights_name)
         yield metrics + Metrics.of({"rollout/servers": float(len(available))})
 
     def _report_changes(self, unavailable: dict[Server, str], foreign: list[Server]) -> None:
@@ -257,12 +259,12 @@ class ServedWeights:
             fix="start them again; a run that has ended resumes from its last checkpoint",
         )
 
-    def _states(self) -> list[_ServerState]:
+    def _query_states(self) -> list[_ServerState]:
         """Return the state of every server, queried concurrently."""
         with ThreadPoolExecutor(len(self._servers)) as executor:
-            return list(executor.map(self._state, self._servers))
+            return list(executor.map(self._query_state, self._servers))
 
-    def _state(self, server: Server) -> _ServerState:
+    def _query_state(self, server: Server) -> _ServerState:
         """Query the version of one server's weights and return the server's state."""
         try:
             weights = server.weights()
@@ -275,7 +277,7 @@ class ServedWeights:
             return _ServerState(OUTDATED)
         return _ServerState(FOREIGN)
 
-    def _update(self, server: Server) -> tuple[Metrics, str | None]:
+    def _sync_server(self, server: Server) -> tuple[Metrics, str | None]:
         """Sync a server to the served version; return the metrics, and the reason if it failed.
 
         Requests in flight at the server continue with the new weights. Raises WeightMismatchError if a
@@ -283,21 +285,21 @@ class ServedWeights:
         """
         start = time.perf_counter()
         metrics = None
-        address, failure = self._call_on_leader(lambda: self._prepare(server))
+        address, failure = self._call_on_leader(lambda: self._prepare_server(server))
         weights = self.rollout_policy.weights_of(self._served_version, self.version)
         with self._resident(), weights:
             # All ranks of the actor complete each action before any rank starts the next one.
             for action in (
                 partial(self._connect, address=address),
                 self._start_update,
-                self._transfer,
+                self._transfer_weights,
             ):
                 if failure is None:
                     metrics, failure = self._run_on_actor(server, action)
 
         # A failed action leaves the process group in an unknown state, so the next sync forms a new group.
         if failure is not None:
-            self._leave(server)
+            self._leave_group(server)
             return Metrics(), failure
         # Ranks without the actor have no metrics of the transfer.
         maxima: Mapping[str, float] = {}
@@ -321,12 +323,12 @@ class ServedWeights:
                 raise
             except RuntimeError as error:  # the process group is broken, or the server reported an error
                 failure = f"{type(error).__name__}: {error}"
-                self._leave(server)
+                self._leave_group(server)
 
         failures = [reason for reason in gather_objects(failure) if reason is not None]
         return result, failures[0] if failures else None
 
-    def _prepare(self, server: Server) -> tuple[dict[str, Any], str | None]:
+    def _prepare_server(self, server: Server) -> tuple[dict[str, Any], str | None]:
         """Pause a server; return the rendezvous of a new process group, and the reason if it failed.
 
         The rendezvous is empty for a server with a link, whose process group is used again.
@@ -351,7 +353,7 @@ class ServedWeights:
     def _connect(self, server: Server, address: dict[str, Any]) -> None:
         """Form the process group with a server's workers and build the plan, unless the server has a link.
 
-        ``address`` is the rendezvous that `_prepare` returned: address, port and number of workers.
+        ``address`` is the rendezvous that `_prepare_server` returned: address, port and number of workers.
         """
         if server in self._links:
             return
@@ -390,7 +392,7 @@ class ServedWeights:
         if self._is_leader:
             server.start_update(self._config.update_timeout)
 
-    def _transfer(self, server: Server) -> Metrics:
+    def _transfer_weights(self, server: Server) -> Metrics:
         """Move the weights, and resume the server with them; return the metrics of the sync."""
         # The server's call runs in a thread, since its workers receive while the actor's ranks send.
         timeout = self._config.update_timeout
@@ -407,7 +409,7 @@ class ServedWeights:
             server.finish_update(self._weights_name, timeout)
         return metrics
 
-    def _leave(self, server: Server) -> None:
+    def _leave_group(self, server: Server) -> None:
         """Leave the process group with a server on this rank, if it has one."""
         link = self._links.pop(server, None)
         if link is not None:

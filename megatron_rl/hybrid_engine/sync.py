@@ -21,7 +21,7 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     gather_objects,
-    rank_in,
+    rank_in_world_or_span,
     sum_over_ranks,
 )
 from megatron_rl.errors import UserError, unknown_choice
@@ -69,7 +69,7 @@ class WeightTransfer:
         self._target = target
         self._staging_bytes = staging_bytes
         self._group = group
-        self._rank = rank_in(group)
+        self._rank = rank_in_world_or_span(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
         self._compiled_for: Any = None
@@ -129,8 +129,8 @@ class WeightTransfer:
 
         # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
         create_communicator(self._group)
-        sources = gather_layout(source_boxes, _dtypes(source), self._group)
-        destinations = gather_layout(target_boxes, _dtypes(target), self._group)
+        sources = gather_layout(source_boxes, _storage_dtypes(source), self._group)
+        destinations = gather_layout(target_boxes, _storage_dtypes(target), self._group)
 
         # The plan prefers senders on the receiver's node; the ranks on one host form a node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
@@ -369,12 +369,12 @@ def _adapter_source(model: Any) -> WeightSource | None:
     return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
-def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
-    """Sum several counts by rank, and return the largest sum, which is that of the busiest rank."""
-    total = sum((Counter(count) for count in counts), Counter[int]())
+def _max_over_ranks(bytes_by_plan: Iterable[Mapping[int, int]]) -> float:
+    """Add up the bytes of several plans by rank; return the sum of the busiest rank."""
+    total = sum((Counter(rank_bytes) for rank_bytes in bytes_by_plan), Counter[int]())
     return float(max(total.values(), default=0))
 
 
-def _dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def _storage_dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Return the dtype of each storage by name."""
     return {name: tensor.dtype for name, tensor in storages.items()}

@@ -25,7 +25,7 @@ SCRIPT = "the training script's model"
 """Subject of errors about the script's model."""
 
 
-def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
+def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
     """Return a `ParallelModel` of a training script's chunks, which are wrapped in Megatron's DDP.
 
     The layout is that of Megatron's process-global groups, which must span the world. After the call the
@@ -33,14 +33,14 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     for a model that config.json does not describe, and for settings that RL cannot train with. Collective
     over the world.
     """
-    chunks = [_unwrap_chunk(chunk) for chunk in wrapped]
+    chunks = [_unwrap_chunk(chunk) for chunk in wrapped_chunks]
     config: Any = chunks[0].config
-    layout = ParallelLayout(tuple(range(dist.get_world_size())), **layout_of(wrapped))
+    layout = ParallelLayout(tuple(range(dist.get_world_size())), **parallel_sizes(wrapped_chunks))
     groups = ParallelGroups(layout)
-    _check_groups(groups)
+    _require_equal_groups(groups)
 
-    for chunk in wrapped:
-        _check_gradients(chunk)
+    for chunk in wrapped_chunks:
+        _require_unscaled_gradients(chunk)
         # Disable the checks of Megatron's own training loop: `Optimizer.step` raises for a norm that is not
         # finite.
         chunk.ddp_config.check_for_nan_in_grad = False
@@ -49,9 +49,9 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
     # The script's model must equal the spec that is derived here from the same config.json.
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
-    for stage, chunk in enumerate(chunks):
-        pre_process = groups.is_first_stage and stage == 0
-        post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
+    for virtual_stage, chunk in enumerate(chunks):
+        pre_process = groups.is_first_stage and virtual_stage == 0
+        post_process = groups.is_last_stage and virtual_stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
         # The seed has no effect: it is for a new scalar head, which a script's language model does not have.
@@ -63,16 +63,16 @@ def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
 
     # From here on the spec has the script's own config, since Megatron's layers and wrappers refer to it.
     spec = replace(spec, transformer_config=config)
-    if wrapped[0].ddp_config.overlap_grad_reduce:
+    if wrapped_chunks[0].ddp_config.overlap_grad_reduce:
         # Megatron's schedules take a list for interleaved chunks, a function for a single one.
-        no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped]
+        no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped_chunks]
         config.no_sync_func = no_sync_functions[0]
-        if len(wrapped) > 1:
+        if len(wrapped_chunks) > 1:
             config.no_sync_func = no_sync_functions
-    return ParallelModel(chunks, list(wrapped), groups, spec, fused)
+    return ParallelModel(chunks, list(wrapped_chunks), groups, spec, fused)
 
 
-def require_set_up(
+def require_megatron_setup(
     model: Any,
     optimizer: Any,
     scheduler: Any,
@@ -118,13 +118,13 @@ def _wrong_type(
     )
 
 
-def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
+def parallel_sizes(wrapped_chunks: Sequence[Any]) -> dict[str, Any]:
     """Return the parallel sizes of a training script's chunks, keyed by the fields of `ParallelLayout`."""
-    config: Any = wrapped[0].config
+    config: Any = wrapped_chunks[0].config
     return {
         "tensor": config.tensor_model_parallel_size,
         "pipeline": config.pipeline_model_parallel_size,
-        "virtual_pipeline": len(wrapped),
+        "virtual_pipeline": len(wrapped_chunks),
         "context": config.context_parallel_size,
         "expert": config.expert_model_parallel_size,
         "expert_tensor": config.expert_tensor_parallel_size,
@@ -143,7 +143,7 @@ def _unwrap_chunk(chunk: Any) -> Any:
     return chunk
 
 
-def _check_groups(groups: ParallelGroups) -> None:
+def _require_equal_groups(groups: ParallelGroups) -> None:
     """Raise UserError if one of Megatron's process-global groups has other ranks than the role's group."""
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
@@ -164,7 +164,7 @@ def _check_groups(groups: ParallelGroups) -> None:
             )
 
 
-def _check_gradients(chunk: Any) -> None:
+def _require_unscaled_gradients(chunk: Any) -> None:
     """Raise UserError if Megatron's DDP scales gradients: losses have global denominators already."""
     buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
     factors = {buffer.gradient_scaling_factor for buffer in buffers}

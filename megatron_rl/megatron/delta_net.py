@@ -91,24 +91,25 @@ class PackedDeltaNet(GatedDeltaNet):
         value_heads = self.num_value_heads // self.tp_size
         qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
-        qkv, gate, rates = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
+        qkv, gate, rates_and_decays = projected.split((qkv_width, gate_width, 2 * value_heads), dim=-1)
 
         # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
         outputs = []
-        for qkv_bucket, rates_bucket in zip(packed.fill(qkv), packed.fill(rates), strict=True):
-            outputs.append(self._compute_bucket(qkv_bucket, rates_bucket).flatten(0, 1))
-        output = packed.join(outputs)
+        buckets = zip(packed.fill_buckets(qkv), packed.fill_buckets(rates_and_decays), strict=True)
+        for bucket_qkv, bucket_rates_and_decays in buckets:
+            outputs.append(self._compute_bucket(bucket_qkv, bucket_rates_and_decays).flatten(0, 1))
+        output = packed.join_buckets(outputs)
 
         # The norm of each head comes before its gate.
         gate = gate.view_as(output)
         gated = self.out_norm(output) * functional.silu(gate.float())
         return self.out_proj(gated.to(hidden_states.dtype).flatten(1).unsqueeze(1))
 
-    def _compute_bucket(self, qkv: Tensor, rates: Tensor) -> Tensor:
+    def _compute_bucket(self, qkv: Tensor, rates_and_decays: Tensor) -> Tensor:
         """Compute a bucket's output [rows, longest, value heads, size].
 
-        ``qkv`` [rows, longest, width] are queries, keys and values before the convolution, ``rates``
-        [rows, longest, 2 value heads] the projections of learning rate and decay.
+        ``qkv`` [rows, longest, width] are queries, keys and values before the convolution,
+        ``rates_and_decays`` [rows, longest, 2 value heads] the projections of learning rate and decay.
         """
         # The convolution pads both ends; only its first ``length`` outputs are causal.
         length = qkv.shape[1]
@@ -124,22 +125,23 @@ class PackedDeltaNet(GatedDeltaNet):
 
         # Several value heads share a query and key head.
         repeats = self.num_value_heads // self.num_key_heads
-        query = _normalise(query).repeat_interleave(repeats, dim=2)
-        key = _normalise(key).repeat_interleave(repeats, dim=2)
+        query = _scale_to_unit_length(query).repeat_interleave(repeats, dim=2)
+        key = _scale_to_unit_length(key).repeat_interleave(repeats, dim=2)
 
-        # log_decay = -exp(A) softplus(decay + bias) < 0, as in Mamba 2; in float32 because of exp.
-        rate, decay = rates.float().chunk(2, dim=-1)
-        log_decay = -self.A_log.float().exp() * functional.softplus(decay + self.dt_bias.float())
+        # log_decay = -exp(A) softplus(decay_logits + bias) < 0, as in Mamba 2; in float32 because of exp.
+        rate_logits, decay_logits = rates_and_decays.float().chunk(2, dim=-1)
+        rate = rate_logits.sigmoid()
+        log_decay = -self.A_log.float().exp() * functional.softplus(decay_logits + self.dt_bias.float())
 
         kernel: Any = gated_delta_net.chunk_gated_delta_rule
         if kernel is None or device.on_host():
-            return chunked_delta_rule(query, key, value, log_decay, rate.sigmoid())
+            return chunked_delta_rule(query, key, value, log_decay, rate)
         output, _ = kernel(
             query.to(value.dtype),
             key.to(value.dtype),
             value,
             g=log_decay,
-            beta=rate.sigmoid(),
+            beta=rate,
             initial_state=None,
             output_final_state=False,
             use_qk_l2norm_in_kernel=False,
@@ -196,27 +198,27 @@ def chunked_delta_rule(
     """
     rows, length, heads, key_size = key.shape
     value_size = value.shape[-1]
-    chunk = min(CHUNK, length)
-    count = -(-length // chunk)
+    chunk_size = min(CHUNK, length)
+    chunk_count = -(-length // chunk_size)
 
     # [rows, heads, chunks, tokens of a chunk, size], and without size for rate and decay.
-    chunked = partial(_split_into_chunks, count=count, chunk=chunk)
-    query = chunked(query) * key_size**-0.5
-    key = chunked(key)
-    chunked_value = chunked(value)
-    rate = chunked(rate)
+    split = partial(_split_into_chunks, chunk_count=chunk_count, chunk_size=chunk_size)
+    query = split(query) * key_size**-0.5
+    key = split(key)
+    chunked_value = split(value)
+    rate = split(rate)
     # Logarithm of the decay from the start of the chunk to each token.
-    total = chunked(log_decay).cumsum(dim=-1)
+    log_decay_sums = split(log_decay).cumsum(dim=-1)
 
     # Decay between the tokens of a chunk. Later tokens are masked before exp, which would overflow for them.
-    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=key.device).tril()
-    log_differences = total[..., :, None] - total[..., None, :]
+    causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=key.device).tril()
+    log_differences = log_decay_sums[..., :, None] - log_decay_sums[..., None, :]
     decay = log_differences.masked_fill(~causal, -torch.inf).exp()
 
     # Every token's update depends on those of the earlier tokens of its chunk: solve for all of them at once,
     # up to the part that depends on the state at the start of the chunk.
     system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
-    start_decay = total.exp()[..., None]
+    start_decay = log_decay_sums.exp()[..., None]
     right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
     solution = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
     updates, corrections = solution.split((value_size, key_size), dim=-1)
@@ -224,13 +226,13 @@ def chunked_delta_rule(
     # Factors of each chunk's output and of its contribution to the state at its end.
     scores = decay * (query @ key.transpose(-1, -2))
     start_query = start_decay * query
-    end_key = (total[..., -1:] - total).exp()[..., None] * key
-    chunk_decay = total[..., -1].exp()[..., None, None]
+    end_key = (log_decay_sums[..., -1:] - log_decay_sums).exp()[..., None] * key
+    chunk_decay = log_decay_sums[..., -1].exp()[..., None, None]
 
     # Only the state passes from one chunk to the next.
     state = chunked_value.new_zeros(rows, heads, key_size, value_size)
     outputs = []
-    for index in range(count):
+    for index in range(chunk_count):
         update = updates[:, :, index] - corrections[:, :, index] @ state
         outputs.append(start_query[:, :, index] @ state + scores[:, :, index] @ update)
         state = chunk_decay[:, :, index] * state + end_key[:, :, index].transpose(-1, -2) @ update
@@ -241,18 +243,21 @@ def chunked_delta_rule(
 
 def _split_into_chunks(
     values: Tensor,
-    count: int,
-    chunk: int,
+    chunk_count: int,
+    chunk_size: int,
 ) -> Tensor:
-    """Return values [rows, length, heads, ...] as float32 [rows, heads, count, chunk, ...], zero-padded."""
-    padding = count * chunk - values.shape[1]
+    """Return values [rows, length, heads, ...] in float32, cut into chunks and zero-padded.
+
+    The result is [rows, heads, chunk_count, chunk_size, ...].
+    """
+    padding = chunk_count * chunk_size - values.shape[1]
     # `pad` takes (before, after) of the last dimension first; only the tokens, dimension 1, are padded.
     padded = functional.pad(values.float(), (0, 0) * (values.dim() - 2) + (0, padding))
-    return padded.transpose(1, 2).unflatten(2, (count, chunk))
+    return padded.transpose(1, 2).unflatten(2, (chunk_count, chunk_size))
 
 
-def _normalise(heads: Tensor) -> Tensor:
-    """Scale heads [..., size] to length 1, in float32."""
+def _scale_to_unit_length(heads: Tensor) -> Tensor:
+    """Scale each head's vector, heads [..., size], to Euclidean length 1, in float32."""
     heads = heads.float()
     squared_length = heads.square().sum(dim=-1, keepdim=True)
     return heads * (squared_length + NORM_EPSILON).rsqrt()

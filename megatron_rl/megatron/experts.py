@@ -45,7 +45,7 @@ def prepare_experts() -> None:
         return
 
     dispatcher: Any = token_dispatcher
-    dispatcher.maybe_move_tensor_to_cpu = host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
 
     # Experts receive uneven numbers of tokens, and the host's communication has no uneven collectives.
     regions: Any = mappings
@@ -115,12 +115,12 @@ def _reduce_scatter_uneven(
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
-def host_counts(
+def convert_host_counts(
     tensor: Any,
     as_numpy: bool = False,
     record_stream: bool = False,
 ) -> Any:
-    """Return a host tensor in the form that the token dispatcher expects: as NumPy array if ``as_numpy``.
+    """Return a host tensor in the form that the token dispatcher expects: a NumPy array if ``as_numpy``.
 
     It replaces Megatron's `maybe_move_tensor_to_cpu`, which converts device tensors only.
     """
@@ -153,14 +153,14 @@ class RoutedTokens:
     def __init__(
         self,
         replayed: Tensor | None,
-        real: int,
+        real_count: int,
         rows: TokenRows | None = None,
     ) -> None:
         self.replayed = replayed
         """[T, layers, k] experts that routers must select, -1 where the router decides; or None if it decides
         for all tokens."""
-        self.real = real
-        """Number of tokens without padding; padding comes after them."""
+        self.real_count = real_count
+        """Number of real tokens; padding comes after them."""
         self.rows = rows
         """Rows of the tokens for the routers' losses, or None if no router has a loss."""
         self.choices: dict[int, Tensor] = {}
@@ -212,7 +212,7 @@ class _RouterReplay:
             # Recomputation in the backward pass, where micro-batches have the order of the forward pass.
             tokens = self.pending_recompute.popleft()
         elif trains:
-            self._routing.count(self.layer, tokens, experts)
+            self._routing.count_choices(self.layer, tokens, experts)
             # A training pass without gradients is the forward pass of a recomputed layer.
             if not torch.is_grad_enabled():
                 self.pending_recompute.append(tokens)
@@ -255,27 +255,30 @@ class Routing:
         self._token_groups = token_groups
         self._routers: list[_RouterReplay] = []
 
-        routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+        routers = [module for module in modules if isinstance(module, TopKRouter)]
         for router in routers:
             assert router.layer_number is not None
             if router.config.moe_router_fusion:
-                router.register_forward_hook(partial(self._count_map, router.layer_number - 1))
+                router.register_forward_hook(partial(self._count_fused_loads, router.layer_number - 1))
                 continue
             replay: Any = _RouterReplay(router.layer_number - 1, self)
             router.router_replay = replay
             self._routers.append(replay)
             self._replace_losses(router, replay)
 
-    def begin(self, *, trains: bool) -> None:
+    def begin_pass(self, *, trains: bool) -> None:
         """Reset counts and pending recomputation before a pass, which has a backward pass if ``trains``."""
         self.trains = trains
         for router in self._routers:
             router.pending_recompute.clear()
-        target = device.device()
-        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target)
-        self._agreement = torch.zeros(2, dtype=torch.long, device=target)
+        target_device = device.device()
+        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target_device)
+        self._agreement = torch.zeros(2, dtype=torch.long, device=target_device)
         # Sum and number of the terms of each loss.
-        self._losses = {name: torch.zeros(2, dtype=torch.double, device=target) for name in LOSS_METRICS}
+        self._losses = {
+            name: torch.zeros(2, dtype=torch.double, device=target_device) for name in LOSS_METRICS
+        }
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
         """Replace the functions with which Megatron adds the losses of a router.
@@ -312,8 +315,8 @@ class Routing:
         if tokens is None:
             tokens = replay.pending_recompute[0]
         assert tokens.rows is not None
-        squares = logits[: tokens.real].float().logsumexp(dim=-1).square().sum()
-        self._count_loss("router/z_loss", squares, tokens.real)
+        squares = logits[: tokens.real_count].float().logsumexp(dim=-1).square().sum()
+        self._count_loss("router/z_loss", squares, tokens.real_count)
         loss = squares * (coefficient / tokens.rows.batch_tokens)
         return MoEAuxLossAutoScaler.apply(logits, loss)  # pyright: ignore[reportReturnType]
 
@@ -339,19 +342,21 @@ class Routing:
         assert tokens is not None and tokens.rows is not None
         rows = tokens.rows
 
-        # This rank's terms include the choices for tokens of the same rows on other ranks. Choices have no
-        # gradient, so the all-reduce needs no backward pass.
+        # The counts include the choices for tokens of the same rows on other ranks. Choices have no gradient,
+        # so the all-reduce needs no backward pass.
         counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
         counts.index_add_(0, rows.index, routing_map.float())
         for group in self._token_groups:
             dist.all_reduce(counts, group=group)
         lengths = rows.lengths.float()
-        fractions = counts * (self.experts / self.topk / lengths.square())[:, None]
+        expert_weights = counts * (self.experts / self.topk / lengths.square())[:, None]
 
-        terms = (scores.float() * fractions[rows.index])[: tokens.real].sum()
-        # The number of terms is in rows: each token counts 1 / length of its row.
-        self._count_loss("router/seq_aux_loss", terms, (1 / lengths)[rows.index][: tokens.real].sum())
-        loss = terms * (coefficient / rows.batch_rows)
+        weighted_scores = scores.float() * expert_weights[rows.index]
+        total = weighted_scores[: tokens.real_count].sum()
+        # The mean is over rows: each token counts 1 / length of its row.
+        row_count = (1 / lengths)[rows.index][: tokens.real_count].sum()
+        self._count_loss("router/seq_aux_loss", total, row_count)
+        loss = total * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
 
     def _count_loss(
@@ -365,7 +370,7 @@ class Routing:
         self._losses[name][1] += count
 
     @contextmanager
-    def forward(self, tokens: RoutedTokens) -> Iterator[None]:
+    def route_tokens(self, tokens: RoutedTokens) -> Iterator[None]:
         """Make the routers record or replay the routing of this micro-batch's ``tokens`` inside the block."""
         self.tokens = tokens
         try:
@@ -373,7 +378,7 @@ class Routing:
         finally:
             self.tokens = None
 
-    def count(
+    def count_choices(
         self,
         layer: int,
         tokens: RoutedTokens,
@@ -383,10 +388,10 @@ class Routing:
 
         Loads count the experts that process the tokens: the replayed experts where routing is replayed.
         """
-        experts = experts[: tokens.real]
+        experts = experts[: tokens.real_count]
         routed = experts
         if tokens.replayed is not None:
-            replayed = tokens.replayed[: tokens.real, layer].to(experts.dtype)
+            replayed = tokens.replayed[: tokens.real_count, layer].to(experts.dtype)
             recorded = replayed >= 0
             # The order of a token's k experts does not matter.
             matches = (replayed[:, :, None] == experts[:, None, :]).any(dim=-1)
@@ -396,7 +401,7 @@ class Routing:
         routed = routed.flatten()
         self._loads[layer].index_add_(0, routed, torch.ones_like(routed))
 
-    def _count_map(
+    def _count_fused_loads(
         self,
         layer: int,
         router: Any,
@@ -406,7 +411,7 @@ class Routing:
         """Count the loads of a fused router, whose second output [T, experts] marks the selected experts."""
         # Without a micro-batch this is the recomputation of a layer whose loads were counted already.
         if self.tokens is not None and self.trains:
-            self._loads[layer] += output[1][: self.tokens.real].sum(dim=0)
+            self._loads[layer] += output[1][: self.tokens.real_count].sum(dim=0)
 
     def metrics(self, group: Any) -> Metrics:
         """Return loads, agreement and losses of a training pass over all ranks of the ``group``.

@@ -83,7 +83,7 @@ def warn_of_unfused_attention() -> None:
     )
 
 
-def attention_backend_of_process() -> dict[str, str]:
+def earlier_attention_backend() -> dict[str, str]:
     """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
     Megatron writes the setting of the first model into environment variables of Transformer Engine, and
@@ -131,15 +131,15 @@ def _rejection_reasons(backends: Mapping[str, Any]) -> str:
     log.propagate = False
 
     try:
-        selection = importlib.import_module(f"{_ATTENTION}.utils")
-        settings = selection.AttentionLogging
+        te_utilities = importlib.import_module(f"{_ATTENTION}.utils")
+        logging_options = te_utilities.AttentionLogging
         log.addHandler(handler)
-        setting_before = settings._log_level
-        settings._log_level = logging.DEBUG
+        option_before = logging_options._log_level
+        logging_options._log_level = logging.DEBUG
         try:
-            selection.get_attention_backend(backends["attention_params"])
+            te_utilities.get_attention_backend(backends["attention_params"])
         finally:
-            settings._log_level = setting_before
+            logging_options._log_level = option_before
     except Exception as error:  # private functions of Transformer Engine: any version may change them
         messages.append(f"unavailable ({type(error).__name__}: {error})")
     finally:
@@ -213,7 +213,10 @@ class PackedRotaryEmbedding(nn.Module):
         config: Any,
         packed: PackedRows | None = None,
     ) -> int:
-        """Store the positions of the packed sequence; Megatron calls this before `forward`."""
+        """Store the positions of the packed sequence, and return its length on this rank.
+
+        Megatron calls this before `forward`.
+        """
         assert packed is not None, "packed rows are the only input format"
         self._positions = packed.positions
         return len(packed.positions)
@@ -263,10 +266,11 @@ class PackedAttention(nn.Module, RowAttention):
         self.half_precision = config.params_dtype in (torch.bfloat16, torch.float16)
 
         # Latent attention has keys with a rotary part, which are wider than values.
-        sizes: Any = config
-        self.head_sizes: tuple[int, int] = (sizes.kv_channels, sizes.kv_channels)
+        untyped_config: Any = config
+        self.head_sizes: tuple[int, int] = (untyped_config.kv_channels, untyped_config.kv_channels)
         if config.multi_latent_attention:
-            self.head_sizes = (sizes.qk_head_dim + sizes.qk_pos_emb_head_dim, sizes.v_head_dim)
+            key_size = untyped_config.qk_head_dim + untyped_config.qk_pos_emb_head_dim
+            self.head_sizes = (key_size, untyped_config.v_head_dim)
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
@@ -282,7 +286,8 @@ class PackedAttention(nn.Module, RowAttention):
             # Marked so that the gradient norm counts the heads of every rank.
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
-        # A frequency is a flag per layer, or N for full attention in every N-th layer.
+        # A frequency is a flag per layer, or N for full attention in every N-th layer; without a frequency
+        # every layer has the window.
         self.window = None
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
@@ -298,8 +303,8 @@ class PackedAttention(nn.Module, RowAttention):
         """Return whether PyTorch's variable-length kernel supports these heads on this device."""
         # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
-        plain = self.cap is None and self.softmax_offset is None
-        return device.on_accelerator() and self.half_precision and plain and has_kernel
+        has_plain_scores = self.cap is None and self.softmax_offset is None
+        return device.on_accelerator() and self.half_precision and has_plain_scores and has_kernel
 
     def forward(
         self,
@@ -324,17 +329,17 @@ class PackedAttention(nn.Module, RowAttention):
         # evenly.
         if key.shape[1] % self.context.size():
             key, value = _repeat_grouped_heads(query, key, value)
-        query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
+        query, key, value = (_shard_over_heads(self.context, heads) for heads in (query, key, value))
 
         if self.takes_boundaries and packed_seq_params.boundaries is not None:
             output = _attend_between_boundaries(
                 query, key, value, packed_seq_params.boundaries, self.scale, self.window
             )
         else:
-            output = self._attend(query, key, value, packed_seq_params)
-        return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
+            output = self._attend_by_bucket(query, key, value, packed_seq_params)
+        return _shard_over_tokens(self.context, output).flatten(1).unsqueeze(1)
 
-    def _attend(
+    def _attend_by_bucket(
         self,
         query: Tensor,
         key: Tensor,
@@ -342,11 +347,11 @@ class PackedAttention(nn.Module, RowAttention):
         packed_seq_params: PackedRows,
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
-        buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
+        buckets = zip(*map(packed_seq_params.fill_buckets, (query, key, value)), strict=True)
         attend = self._compute_bucket
         if self.softmax_offset is not None:
             attend = self._compute_bucket_with_sinks
-        return packed_seq_params.join([attend(*bucket) for bucket in buckets])
+        return packed_seq_params.join_buckets([attend(*bucket) for bucket in buckets])
 
     def _compute_bucket_with_sinks(
         self,
@@ -368,6 +373,7 @@ class PackedAttention(nn.Module, RowAttention):
         # Under context parallelism this rank has a shard of the heads.
         sinks = self.softmax_offset.chunk(self.context.size())[self.context.rank()].to(query.dtype)
         logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
+        # `pad` takes (before, after) of the last dimension first: this adds one position before the first.
         query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
         sink = key.new_zeros(key.shape[-1] + 1)
         sink[-1] = 1 / scale
@@ -378,7 +384,7 @@ class PackedAttention(nn.Module, RowAttention):
 
         # Drop the output of the sink's own query, the first one, and the padding of the values.
         length = query.shape[1]
-        output = self._compute_bucket(query, key, value, scale, sinks=1)
+        output = self._compute_bucket(query, key, value, scale, sink_count=1)
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
@@ -403,19 +409,19 @@ class PackedAttention(nn.Module, RowAttention):
         key: Tensor,
         value: Tensor,
         scale: float | None = None,
-        sinks: int = 0,
+        sink_count: int = 0,
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` replaces the layer's own. Every token's sliding window also contains the first ``sinks``
-        positions.
+        ``scale`` replaces the layer's own. Every token's sliding window also contains the first
+        ``sink_count`` positions.
         """
         if scale is None:
             scale = self.scale
-        grouped = self.cap is None and _takes_grouped_keys(query)
-        if not grouped:
+        takes_grouped_keys = self.cap is None and _takes_grouped_keys(query)
+        if not takes_grouped_keys:
             key, value = _repeat_grouped_heads(query, key, value)
-        rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        query_rows, key_rows, value_rows = (tensor.transpose(1, 2) for tensor in (query, key, value))
 
         # Without a window the kernel's own causal mask is enough.
         length = query.shape[1]
@@ -425,20 +431,26 @@ class PackedAttention(nn.Module, RowAttention):
             distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance <= self.window)
             # A sink attends only to itself, and every token attends to it.
-            mask[:, :sinks] |= distance[:, :sinks] >= 0
+            mask[:, :sink_count] |= distance[:, :sink_count] >= 0
 
         if self.cap is not None:
             output = _capped_attention(
-                rows[0],
-                rows[1],
-                rows[2],
+                query_rows,
+                key_rows,
+                value_rows,
                 mask,
                 scale,
                 self.cap,
             )
         else:
             output = functional.scaled_dot_product_attention(
-                *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                query_rows,
+                key_rows,
+                value_rows,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=takes_grouped_keys,
             )
         return output.transpose(1, 2).flatten(0, 1)
 
@@ -506,34 +518,34 @@ def _capped_attention(
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
 
 
-def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
+def _shard_over_heads(group: Any, heads: Tensor) -> Tensor:
     """Exchange [T / ranks, H, size] with all heads for [T, H / ranks, size] with all tokens.
 
     Collective over ``group``.
     """
-    ranks = group.size()
-    if ranks == 1:
+    rank_count = group.size()
+    if rank_count == 1:
         return heads
 
     # Rank r receives the r-th shard of the heads, of every rank's tokens.
-    tokens, count, size = heads.shape
-    shards = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
-    return all_to_all(group, shards).view(ranks * tokens, count // ranks, size)
+    tokens, head_count, size = heads.shape
+    shards = heads.view(tokens, rank_count, head_count // rank_count, size).transpose(0, 1).contiguous()
+    return all_to_all(group, shards).view(rank_count * tokens, head_count // rank_count, size)
 
 
-def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
+def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
     """Exchange [T, H / ranks, size] with all tokens for [T / ranks, H, size] with all heads.
 
     Collective over ``group``.
     """
-    ranks = group.size()
-    if ranks == 1:
-        return rows
+    rank_count = group.size()
+    if rank_count == 1:
+        return heads
 
     # Rank r receives the r-th shard of the tokens, of every rank's heads.
-    tokens, count, size = rows.shape
-    shards = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
-    return shards.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
+    tokens, local_head_count, size = heads.shape
+    shards = all_to_all(group, heads.view(rank_count, tokens // rank_count, local_head_count, size))
+    return shards.transpose(0, 1).reshape(tokens // rank_count, rank_count * local_head_count, size)
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
@@ -608,7 +620,7 @@ def transformer_engine_attention() -> type:
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
             if not self.divides_key_heads:
                 key, value = _repeat_grouped_heads(query, key, value)
-            query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
+            query, key, value = (_shard_over_heads(self.context, heads) for heads in (query, key, value))
 
             with _explain_missing_kernel():
                 output = super().forward(
@@ -622,13 +634,13 @@ def transformer_engine_attention() -> type:
                     num_splits=num_splits,
                 )
             output = output.view(len(query), query.shape[1], -1)
-            return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
+            return _shard_over_tokens(self.context, output).flatten(1).unsqueeze(1)
 
     return WholeRowAttention
 
 
 @contextmanager
-def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
+def allow_plain_output_layer(fused: bool) -> Iterator[None]:
     """Allow Megatron's plain output layer inside the block even with ``gradient_accumulation_fusion``.
 
     This has no effect unless the layers are Transformer Engine's (``fused``).
@@ -659,7 +671,7 @@ def block_spec(
     """
     # Replace the attention of Transformer Engine's layers, which expects rows in a different format.
     if use_transformer_engine:
-        block = _fused_block(config, vp_stage, pp_rank)
+        block = _fused_block_spec(config, vp_stage, pp_rank)
         attention: Any = PackedAttention
         if core_attention != "torch" and config.softmax_type == "vanilla":
             attention = transformer_engine_attention()
@@ -671,11 +683,11 @@ def block_spec(
     # Layers are counted over the whole model, since only some may have experts.
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(RmsNorm))
+    specs = [_plain_layer_spec(config, _has_experts(config, offset + index)) for index in range(count)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_untyped_norm(RmsNorm))
 
 
-def _fused_block(
+def _fused_block_spec(
     config: TransformerConfig,
     vp_stage: int | None,
     pp_rank: int,
@@ -693,15 +705,15 @@ def _fused_block(
     from megatron.core.extensions.transformer_engine import TENorm
 
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_norm(TENorm))
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_untyped_norm(TENorm))
 
 
-def _norm(module: Any) -> Any:
+def _untyped_norm(module: Any) -> Any:
     """Return a norm's class untyped: Megatron takes a class here, though it declares a spec or a module."""
     return module
 
 
-def _is_moe(config: TransformerConfig, layer: int) -> bool:
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
     """Return whether a layer, counted from 0 over the whole model, has experts."""
     if not config.num_moe_experts:
         return False
@@ -713,13 +725,13 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
     return layer % frequency == 0
 
 
-def _local_layer(config: TransformerConfig, moe: bool) -> Any:
+def _plain_layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
     """Return the spec of Megatron's plain layer with modules that take packed rows in any layout.
 
-    ``moe``: whether the layer has experts instead of a dense MLP.
+    ``has_experts``: whether the layer has experts instead of a dense MLP.
     """
     num_experts = None
-    if moe:
+    if has_experts:
         num_experts = config.num_moe_experts
     layer: Any = get_gpt_layer_local_spec(
         num_experts=num_experts,
@@ -808,28 +820,28 @@ def cap_scores(chunk: Any, cap: float) -> None:
         layer.self_attention.core_attention.cap = cap
 
 
-def scale_queries(chunk: Any, beta: float, positions: int) -> None:
-    """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / positions)).
+def scale_queries(chunk: Any, beta: float, original_length: int) -> None:
+    """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / original_length)).
 
-    ``positions`` is the context length of pretraining, before it was extended: within it the factor is 1.
-    Source: transformers, `get_llama_4_attn_scale` of ministral3. The order of factor and rotary angles does
-    not matter, since every element of a query has the same factor.
+    ``original_length`` is the context length of pretraining, before it was extended: within it queries
+    stay unchanged. The order of factor and rotary angles does not matter, since every element of a query has
+    the same factor. Source: transformers, `get_llama_4_attn_scale` of ministral3.
     """
     for layer in chunk.decoder.layers:
         core: nn.Module = layer.self_attention.core_attention
-        core.register_forward_pre_hook(partial(_scale_query, beta, positions), with_kwargs=True)
+        core.register_forward_pre_hook(partial(_scale_query, beta, original_length), with_kwargs=True)
 
 
 def _scale_query(
     beta: float,
-    positions: int,
+    original_length: int,
     module: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Scale the query of an attention module as `scale_queries` describes; a forward pre-hook."""
     query, *other_args = args
-    intervals = kwargs["packed_seq_params"].positions // positions
+    intervals = kwargs["packed_seq_params"].positions // original_length
     factors = 1 + beta * torch.log1p(intervals.float())
     # Only the first dimension, the tokens, is common to all attention modules.
     shape = (-1, *[1] * (query.dim() - 1))
@@ -839,7 +851,7 @@ def _scale_query(
 def prepare_local_rotation(
     layers: Iterable[Any], local_layers: tuple[int, ...], local_size: int, local_factor: float
 ) -> None:
-    """Make each of ``layers`` select its rotary angles, local or full, from those of `both_frequencies`.
+    """Make each of ``layers`` select its rotary angles, local or full, from those of `join_frequencies`.
 
     ``local_layers`` are the numbers of the layers with local angles, counted from 0 over the whole model.
     ``local_size`` is the number of local frequencies, and ``local_factor`` their factor of cos and sin; the
@@ -848,10 +860,10 @@ def prepare_local_rotation(
     for layer in layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local_layers
-        frequencies = slice(local_size, None)
+        frequency_range = slice(local_size, None)
         if is_local:
-            frequencies = slice(0, local_size)
-        hook = partial(_select_angles, frequencies)
+            frequency_range = slice(0, local_size)
+        hook = partial(_select_angles, frequency_range)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
 
         if is_local:
@@ -887,7 +899,7 @@ def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
     setattr(config, "yarn_rotary_scaling_factor", math.exp(10.0 * (factor - 1.0)))
 
 
-def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
+def join_frequencies(local: Tensor, full: Tensor) -> Tensor:
     """Concatenate the inverse frequencies of local and of full attention."""
     return torch.cat((local, full))
 
@@ -904,25 +916,25 @@ def _scale_output(
 
 
 def _select_angles(
-    frequencies: slice,
+    frequency_range: slice,
     module: Any,
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Replace both kinds of rotary angles by those of one kind of attention, a slice of ``frequencies``.
+    """Select the rotary angles of one kind of attention, local or full; a forward pre-hook of attention.
 
-    A forward pre-hook of attention.
+    ``frequency_range`` are the indices of this kind's frequencies in the result of `join_frequencies`.
     """
     # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
     if isinstance(angles, tuple):
         angles = angles[0]
     half = angles.shape[-1] // 2
-    selected = angles[..., :half][..., frequencies]
+    selected = angles[..., :half][..., frequency_range]
     return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
 
 
-def allow_without_transformer_engine() -> None:
+def clear_transformer_engine_flag() -> None:
     """Clear Megatron's HAVE_TE flag for latent attention without Transformer Engine. Idempotent."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention
@@ -979,13 +991,13 @@ def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor)
         if isinstance(attention.core_attention, RowAttention):
             # Megatron's fused kernel would derive positions from row boundaries.
             config.apply_rope_fusion = False
-            device = next(layer.parameters()).device
+            layer_device = next(layer.parameters()).device
             scaled = config.rope_type == "yarn"
-            attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
+            attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(layer_device), scaled)
         if attention.pg_collection.tp.size() == 1:
             continue
 
-        # Each down projection with the size of its latent, and of the rotary key that all heads share.
+        # Per down projection: the size of its latent, and the size of the rotary key that all heads share.
         projections = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
         if config.q_lora_rank is not None:
             projections.append((attention.linear_q_down_proj, config.q_lora_rank, 0))

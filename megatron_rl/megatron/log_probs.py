@@ -32,7 +32,7 @@ _MASKED = -1e30
 _LARGEST_EXPONENT = 60.0
 """Bound of the negative log-prob of the last bucket in its gradient: exp(60) is finite in float32."""
 _SELF_TEST_TOKENS = 150
-"""Number of positions in the problem on which `kernel_errors` compares the kernels with float64."""
+"""Number of positions in the problem on which `measure_kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
 """Vocabulary size of that problem; 10 more rows of the weight are padding."""
 
@@ -73,29 +73,29 @@ class Support(NamedTuple):
     def mask(
         self,
         span: slice,
-        columns: int,
-        start: int,
+        column_count: int,
+        first_token: int,
     ) -> Tensor:
-        """Return a mask [positions of ``span``, columns] bool that is True outside the support.
+        """Return a mask [positions of ``span``, column_count] bool that is True outside the support.
 
-        ``start`` is the token id of the first column.
+        ``first_token`` is the token id of the first column.
         """
         sizes = self.sizes[span]
         first = int(self.offsets[:-1][span][0])
         last = int(self.offsets[1:][span][-1])
-        tokens = self.tokens[first:last].long() - start
+        tokens = self.tokens[first:last].long() - first_token
 
         # Pass the output size, and collect tokens of other shards in an extra column: otherwise, as with a
         # boolean index, the number of selected tokens would be read from the device.
         positions = torch.repeat_interleave(
             torch.arange(len(sizes), device=sizes.device), sizes, output_size=last - first
         )
-        column = torch.where((tokens >= 0) & (tokens < columns), tokens, columns)
+        column = torch.where((tokens >= 0) & (tokens < column_count), tokens, column_count)
 
         # At a truncated position every column is outside, except for its tokens in this shard.
-        is_outside = (sizes > 0)[:, None].repeat(1, columns + 1)
-        is_outside.view(-1).index_fill_(0, positions * (columns + 1) + column, False)
-        return is_outside[:, :columns]
+        is_outside = (sizes > 0)[:, None].repeat(1, column_count + 1)
+        is_outside.view(-1).index_fill_(0, positions * (column_count + 1) + column, False)
+        return is_outside[:, :column_count]
 
 
 class TopTokens(NamedTuple):
@@ -125,7 +125,7 @@ class BucketGradients(NamedTuple):
     """[n, k + 1] gradients of the loss with respect to ``log_probs``."""
 
 
-def support_of(sizes: Tensor, tokens: Tensor) -> Support:
+def make_support(sizes: Tensor, tokens: Tensor) -> Support:
     """Return the support of positions with ``sizes`` [n] tokens each, from tensors on the host."""
     offsets = numpy.zeros(len(sizes) + 1, dtype=numpy.int64)
     numpy.cumsum(sizes.numpy(), out=offsets[1:])
@@ -160,13 +160,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             rules=rules,
             bucket_ids=bucket_ids,
         )
-        stats = _gather(stats, shard.group)
+        stats = _gather_shards(stats, shard.group)
         if bucket_ids is None:
-            log_normaliser, *outputs = _combine(stats)
+            log_normaliser, *outputs = _compute_outputs(stats)
         else:
-            log_normaliser, *outputs = _combine_buckets(stats, targets, bucket_ids)
+            log_normaliser, *outputs = _compute_bucket_outputs(stats, targets, bucket_ids)
 
-        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, outputs[1])
+        entropy = outputs[1]
+        ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
         ctx.bucket_ids = bucket_ids
         ctx.bucket_log_probs = None
         if bucket_ids is not None:
@@ -181,11 +182,12 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # The first arguments of `_compute_gradients`, in order; then the gradients of its first two outputs.
         tensors: Any = (*ctx.saved_tensors, *gradients[:2])
         buckets = None
         if ctx.bucket_ids is not None:
             buckets = BucketGradients(ctx.bucket_ids, ctx.bucket_log_probs, gradients[2])
-        hidden_gradient, weight_gradient = _gradients(
+        hidden_gradient, weight_gradient = _compute_gradients(
             *tensors,
             shard=ctx.shard,
             chunk=ctx.chunk,
@@ -203,7 +205,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return hidden_gradient, weight_gradient, *(None,) * 8
 
 
-def _gradients(
+def _compute_gradients(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -224,19 +226,20 @@ def _gradients(
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass; ``log_prob_gradient`` and
     ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs, as are those of
-    ``buckets``. A ``frozen`` weight has the gradient None.
+    ``buckets``. A ``frozen`` weight has the gradient None. About ``chunk`` * V / tp logits exist at a
+    time.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
     tokens, the weight's gradient would be off by 1 %.
     """
-    reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen)
+    reductions = reductions or choose_reductions(weight.dtype)
+    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk, frozen)
 
     # Every tile of rows adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
     hidden_sum = hidden_gradient
     if tile_rows < len(weight):
-        hidden_sum = _float32_sum(hidden_gradient)
+        hidden_sum = _make_sum_buffer(hidden_gradient)
     weight_gradient = None
     if not frozen:
         weight_gradient = torch.zeros_like(weight)
@@ -249,11 +252,11 @@ def _gradients(
             tile_gradient = weight_gradient[row_span]
         tile_sum = tile_gradient
         if tile_gradient is not None and tile_tokens < len(hidden):
-            tile_sum = _float32_sum(tile_gradient)
+            tile_sum = _make_sum_buffer(tile_gradient)
 
         for begin in range(0, len(hidden), tile_tokens):
             span = slice(begin, begin + tile_tokens)
-            logits, logit_slope = _logits_and_slope(
+            logits, logit_slope = _compute_logits_and_slope(
                 hidden[span], tile_weight, tile_shard, support, span, rules
             )
             inputs = SlopeInputs(
@@ -294,18 +297,19 @@ def _gradients(
 
 def _row_tiles(
     shard: VocabularyShard,
-    count: int,
-    size: int,
+    row_count: int,
+    tile_rows: int,
 ) -> Iterator[tuple[VocabularyShard, slice]]:
-    """Yield (shard, rows of the weight) for consecutive tiles of ``size`` of the weight's ``count`` rows.
+    """Yield (shard, rows of the weight) for consecutive tiles of the weight's ``row_count`` rows.
 
-    Each tile is described as a smaller shard, so that the code for shards can be used for tiles.
+    A tile has ``tile_rows`` rows; the last one may have fewer. Each tile is described as a smaller shard, so
+    that the code for shards can be used for tiles.
     """
-    for first_row in range(0, count, size):
-        yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + size)
+    for first_row in range(0, row_count, tile_rows):
+        yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + tile_rows)
 
 
-def _tile_size(
+def _choose_tile_size(
     hidden: Tensor,
     weight: Tensor,
     chunk: int,
@@ -324,7 +328,7 @@ def _tile_size(
     return tokens, min(len(weight), max(1, chunk * len(weight) // tokens))
 
 
-def _float32_sum(gradient: Tensor) -> Tensor:
+def _make_sum_buffer(gradient: Tensor) -> Tensor:
     """Return the tensor for a gradient's sum: float32 zeros for half precision, else ``gradient`` itself."""
     if gradient.dtype.itemsize >= 4:
         return gradient
@@ -340,7 +344,7 @@ def _add_product(
     if total.dtype == first.dtype:
         total.addmm_(first, second)
     else:
-        total.add_(_product(first, second))
+        total.add_(_multiply(first, second))
 
 
 def softmax_statistics(
@@ -360,8 +364,8 @@ def softmax_statistics(
     With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
     divided by the temperature are appended: [4 + k, n]. At most chunk * V / tp logits exist at a time.
     """
-    reductions = reductions or fitting_reductions(weight.dtype)
-    tile_tokens, tile_rows = _tile_size(hidden, weight, chunk, frozen=False)
+    reductions = reductions or choose_reductions(weight.dtype)
+    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk, frozen=False)
 
     stats_by_span = []
     for begin in range(0, len(hidden), tile_tokens):
@@ -371,20 +375,20 @@ def softmax_statistics(
             # No variable refers to the logits, so they are freed before the next tile's are allocated.
             if bucket_ids is None:
                 tile_stats = reductions.statistics(
-                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    _compute_logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                     targets[span] - tile_shard.start,
                     temperature[span],
                 )
             else:
                 tile_stats = _bucket_statistics(
                     reductions,
-                    _logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
+                    _compute_logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
                     targets[span] - tile_shard.start,
                     temperature[span],
                     bucket_ids[span] - tile_shard.start,
                 )
             stats_by_tile.append(tile_stats)
-        stats_by_span.append(_merge(torch.stack(stats_by_tile)))
+        stats_by_span.append(_merge_statistics(torch.stack(stats_by_tile)))
     return torch.cat(stats_by_span, dim=1)
 
 
@@ -476,15 +480,15 @@ def _bucket_statistics(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor,
-    ids: Tensor,
+    bucket_ids: Tensor,
 ) -> Tensor:
-    """Reduce a tile to the statistics of the columns outside ``ids`` [n, k] and the logits of ``ids``.
+    """Reduce a tile to the statistics of all columns but ``bucket_ids`` [n, k], and the logits of these.
 
     Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. Taking the columns out before
     the sum is exact where a difference of sums would lose all digits: the other tokens of a confident model
     have a probability below the rounding of 1.
     """
-    bucket_logits, _, in_tile = _take_columns(logits, ids)
+    bucket_logits, _, in_tile = _take_columns(logits, bucket_ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
     return torch.cat((reductions.statistics(logits, targets, temperature), bucket_logits.t()))
 
@@ -507,10 +511,12 @@ def _bucket_slope(
     inputs: SlopeInputs,
     buckets: BucketGradients,
 ) -> Tensor:
-    """Compute the loss's gradient as `tile_slope`, also through the log-probs of buckets.
+    """Compute the gradient of the loss with respect to a tile of logits, as `tile_slope`, with buckets.
 
-    The log-prob of a single token's bucket has the gradient [token] - p, that of the last bucket, with
-    probability r, ``[other] p / r - p``. Overwrites the logits.
+    The loss here also depends on the log-probs of the buckets. With p the probabilities of the tokens, the
+    log-prob of token t in a bucket of its own has the gradient ``1[j == t] - p_j`` at column j. That of the
+    last bucket, whose tokens have the probability r together, has ``1[j in the last bucket] p_j / r - p_j``.
+    Overwrites the logits.
     """
     # The logits that have a term of their own, before they are masked or overwritten.
     target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
@@ -566,12 +572,12 @@ def triton_reductions() -> Reductions:
     return Reductions(log_probs_triton.tile_statistics, log_probs_triton.tile_slope)
 
 
-def fitting_reductions(dtype: torch.dtype) -> Reductions:
+def choose_reductions(dtype: torch.dtype) -> Reductions:
     """Return the Triton kernels if they run and are correct on this machine, otherwise `TORCH`.
 
     ``dtype`` is the model's; the kernels do not support float64.
     """
-    if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
+    if device.on_host() or device.is_simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
     if dtype == torch.float64 or not kernels_work(dtype):
         return TORCH
@@ -585,7 +591,7 @@ def kernels_work(dtype: torch.dtype) -> bool:
     The test runs once per process and dtype, on a small problem.
     """
     try:
-        value_error, gradient_errors = kernel_errors(dtype)
+        value_error, gradient_errors = measure_kernel_errors(dtype)
     except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
         warnings.warn(f"the Triton kernels of log-probs do not run here: {first_line(error)}", stacklevel=2)
         return False
@@ -602,7 +608,9 @@ def kernels_work(dtype: torch.dtype) -> bool:
     return False
 
 
-def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> tuple[float, dict[str, float]]:
+def measure_kernel_errors(
+    dtype: torch.dtype, reductions: Reductions | None = None
+) -> tuple[float, dict[str, float]]:
     """Measure the errors of log-probs and their gradient against a dense softmax in float64.
 
     The forward and backward passes under test run on this machine's device in ``dtype``, with Triton's
@@ -622,17 +630,20 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     temperature = 0.5 + torch.rand(_SELF_TEST_TOKENS, generator=generator)
 
     # The passes under test, on this machine's device and in the model's dtype.
-    target_device = device.device()
+    tested_device = device.device()
     shard = VocabularyShard(0, _SELF_TEST_ROWS, None)
-    labels = (targets.to(target_device), temperature.to(target_device))
-    states = hidden.to(target_device, dtype)
-    rows = weight.to(target_device, dtype)
-    results = _combine(softmax_statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
+    targets_and_temperature = (targets.to(tested_device), temperature.to(tested_device))
+    tested_hidden = hidden.to(tested_device, dtype)
+    tested_weight = weight.to(tested_device, dtype)
+    stats = softmax_statistics(
+        tested_hidden, tested_weight, *targets_and_temperature, shard, 64, reductions=reductions
+    )
+    results = _compute_outputs(stats[None])
     log_normaliser, _, entropy = results
 
     # The same from dense logits of the rounded inputs, in float64 on the host.
-    dense_weight = rows[:_SELF_TEST_ROWS].double().cpu().requires_grad_()
-    logits = states.double().cpu() @ dense_weight.t() / temperature.double()[:, None]
+    dense_weight = tested_weight[:_SELF_TEST_ROWS].double().cpu().requires_grad_()
+    logits = tested_hidden.double().cpu() @ dense_weight.t() / temperature.double()[:, None]
     log_p = logits.log_softmax(1)
     log_probs = log_p.gather(1, targets[:, None])[:, 0]
     expected = (logits.logsumexp(1), log_probs, -(log_p.exp() * log_p).sum(1))
@@ -646,16 +657,16 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
     classes = {"certain": probability > 0.99, "rare": probability < 0.01}
     classes["other"] = ~(classes["certain"] | classes["rare"])
     gradient_errors = {}
-    for name, members in classes.items():
-        (reference,) = torch.autograd.grad(log_probs[members].sum(), dense_weight, retain_graph=True)
+    for name, in_class in classes.items():
+        (dense_gradient,) = torch.autograd.grad(log_probs[in_class].sum(), dense_weight, retain_graph=True)
 
         # The loss sums the log-probs of the class: their gradient is 1, the entropy's is 0.
-        log_prob_gradient = members.to(target_device, torch.float32)
-        entropy_gradient = torch.zeros(_SELF_TEST_TOKENS, device=target_device)
-        _, gradient = _gradients(
-            states,
-            rows,
-            *labels,
+        log_prob_gradient = in_class.to(tested_device, torch.float32)
+        entropy_gradient = torch.zeros(_SELF_TEST_TOKENS, device=tested_device)
+        _, gradient = _compute_gradients(
+            tested_hidden,
+            tested_weight,
+            *targets_and_temperature,
             log_normaliser,
             entropy,
             log_prob_gradient,
@@ -665,12 +676,12 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
             reductions=reductions,
         )
         assert gradient is not None
-        difference = gradient[:_SELF_TEST_ROWS].double().cpu() - reference
-        gradient_errors[name] = float(difference.norm() / reference.norm())
+        difference = gradient[:_SELF_TEST_ROWS].double().cpu() - dense_gradient
+        gradient_errors[name] = float(difference.norm() / dense_gradient.norm())
     return value_error, gradient_errors
 
 
-def _logits(
+def _compute_logits(
     hidden: Tensor,
     weight: Tensor,
     shard: VocabularyShard,
@@ -682,10 +693,10 @@ def _logits(
 
     ``hidden`` are the states of these positions, ``weight`` the rows of ``shard``.
     """
-    return _logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
+    return _compute_logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
 
 
-def _logits_and_slope(
+def _compute_logits_and_slope(
     hidden: Tensor,
     weight: Tensor,
     shard: VocabularyShard,
@@ -694,12 +705,12 @@ def _logits_and_slope(
     rules: Sequence[RowRules] | None,
     needs_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the logits as `_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
+    """Compute the logits as `_compute_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
 
     The slope covers rules and cap together; None stands for 1. Without rules it is always None, because the
     reductions then compute the slope of the cap from the logits themselves.
     """
-    logits = _product(hidden, weight.t())
+    logits = _multiply(hidden, weight.t())
     if shard.cap is not None:
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
 
@@ -721,7 +732,7 @@ def _logits_and_slope(
     return logits, slope
 
 
-def _product(first: Tensor, second: Tensor) -> Tensor:
+def _multiply(first: Tensor, second: Tensor) -> Tensor:
     """Return ``first @ second``, accumulated and stored in float32 at least."""
     if first.dtype in (torch.float32, torch.float64):
         return first @ second
@@ -730,7 +741,7 @@ def _product(first: Tensor, second: Tensor) -> Tensor:
     return torch.mm(first, second, out_dtype=torch.float32)
 
 
-def _gather(stats: Tensor, group: Any) -> Tensor:
+def _gather_shards(stats: Tensor, group: Any) -> Tensor:
     """Gather the tensors of all ranks, of equal shapes, into one [ranks, ...]. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
@@ -739,7 +750,7 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
     return gathered
 
 
-def _merge(stats: Tensor) -> Tensor:
+def _merge_statistics(stats: Tensor) -> Tensor:
     """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n].
 
     Logits of buckets may follow, [shards, 4 + k, n] and [4 + k, n].
@@ -756,38 +767,38 @@ def _merge(stats: Tensor) -> Tensor:
     return torch.cat((torch.stack((top, total, weighted)), stats[:, 3:].amax(dim=0)))
 
 
-def _combine(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _compute_outputs(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log normaliser, log-prob of the target and entropy, each [n], from all shards' statistics.
 
     With x = logit - top and Z = sum exp(x), the entropy is log Z - sum exp(x) x / Z.
     """
-    top, total, weighted, target = _merge(stats)
+    top, total, weighted, target = _merge_statistics(stats)
     log_sum = total.log()
     log_probs = target - top - log_sum
     entropy = log_sum - weighted / total
     return top + log_sum, log_probs, entropy
 
 
-def _combine_buckets(
+def _compute_bucket_outputs(
     stats: Tensor,
     targets: Tensor,
-    ids: Tensor,
+    bucket_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_combine`, and the log-probs of the buckets [n, k + 1].
+    """Return the results of `_compute_outputs`, and the log-probs of the buckets [n, k + 1].
 
     ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
-    ``ids`` [n, k]; the last bucket is that of all other tokens.
+    ``bucket_ids`` [n, k]; the last bucket is that of all other tokens.
     """
-    merged = _merge(stats)
-    other_stats = merged[:4]
-    bucket_logits = merged[4:].t()
+    merged_stats = _merge_statistics(stats)
+    other_stats = merged_stats[:4]
+    bucket_logits = merged_stats[4:].t()
 
     # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
-    is_target = ids == targets[:, None]
-    position = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
+    is_target = bucket_ids == targets[:, None]
+    target_bucket = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
     ones = torch.ones_like(bucket_logits[:, 0])
-    bucket_stats = tile_statistics(bucket_logits.clone(), position, ones)
-    log_normaliser, log_probs, entropy = _combine(torch.stack((other_stats, bucket_stats)))
+    bucket_stats = tile_statistics(bucket_logits.clone(), target_bucket, ones)
+    log_normaliser, log_probs, entropy = _compute_outputs(torch.stack((other_stats, bucket_stats)))
 
     log_others = other_stats[0] + other_stats[1].log()
     log_masses = torch.cat((bucket_logits, log_others[:, None]), dim=1)
@@ -809,21 +820,21 @@ def vocab_parallel_top_tokens(
     group.
     """
     local_count = min(top.tokens, len(weight))
-    values = hidden.new_empty(
+    top_logits = hidden.new_empty(
         (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
     )
     ids = torch.empty((len(hidden), local_count), dtype=torch.long, device=hidden.device)
     for begin in range(0, len(hidden), chunk):
         span = slice(begin, begin + chunk)
-        logits = _logits(hidden[span], weight, shard, support, span, rules)
+        logits = _compute_logits(hidden[span], weight, shard, support, span, rules)
         logits[:, max(top.vocabulary - shard.start, 0) :] = _MASKED
-        values[span], columns = logits.topk(local_count, dim=1)
+        top_logits[span], columns = logits.topk(local_count, dim=1)
         ids[span] = columns + shard.start
 
     # The most likely of all are among the most likely of each shard.
-    values = torch.cat(tuple(_gather(values, shard.group)), dim=1)
-    ids = torch.cat(tuple(_gather(ids, shard.group)), dim=1)
-    return ids.gather(1, values.topk(top.tokens, dim=1).indices)
+    top_logits = torch.cat(tuple(_gather_shards(top_logits, shard.group)), dim=1)
+    ids = torch.cat(tuple(_gather_shards(ids, shard.group)), dim=1)
+    return ids.gather(1, top_logits.topk(top.tokens, dim=1).indices)
 
 
 def vocab_parallel_log_probs(
@@ -843,24 +854,26 @@ def vocab_parallel_log_probs(
     With ``bucket_ids`` [n, k], distinct token ids or -1 for none, the log-probs of k + 1 buckets follow:
     of each of these tokens, and of all other tokens together, [n, k + 1] float32.
 
-    ``hidden`` [n, h] is the same on all ranks of the group, ``weight`` [V / tp, h] this rank's rows of the
-    output projection, ``targets`` [n] token ids; ``temperature`` [n] divides the logits. Gradients of
-    ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller whose
-    sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
-    without it they range over the vocabulary. ``rules`` change the logits before the temperature. Collective
-    over the tensor-parallel group. float64 inputs give float64 results.
+    ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
+    the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]
+    divides the logits. At most ``chunk`` * V / tp logits exist at a time.
+
+    Gradients of ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller
+    whose sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
+    without it they range over the vocabulary. ``rules`` change the logits before the temperature. float64
+    inputs give float64 results. Collective over the tensor-parallel group.
     """
-    precise = torch.promote_types(hidden.dtype, torch.float32)
+    result_dtype = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
         # An empty result that depends on both inputs keeps the graph connected, so that the pipeline's
         # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
         # ranks, so it must have their dtype.
-        zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(precise)
+        zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(result_dtype)
         if bucket_ids is None:
             return zero, zero
         return zero, zero, zero[:, None].expand(0, bucket_ids.shape[1] + 1)
 
-    temperature = temperature.to(precise)
+    temperature = temperature.to(result_dtype)
     return _VocabParallelLogProbs.apply(
         hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules, bucket_ids
     )

@@ -23,7 +23,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def _statistics(
+def _statistics_kernel(
     logits,
     targets,
     temperature,
@@ -70,7 +70,7 @@ def _statistics(
 
 
 @triton.jit
-def _slope(
+def _slope_kernel(
     logits,
     targets,
     temperature,
@@ -116,10 +116,10 @@ def tile_statistics(
     """Reduce logits [n, rows] float32 to [4, n] like `log_probs.tile_statistics`, without changing them."""
     tokens, rows = logits.shape
     stats = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
-    kernel: Any = _statistics
+    kernel: Any = _statistics_kernel
     kernel[(tokens,)](
         logits, targets, temperature, stats, tokens, rows, logits.stride(0),
-        BLOCK=_block(rows), MASKED=MASKED, num_warps=8,
+        BLOCK=_block_size(rows), MASKED=MASKED, num_warps=8,
     )  # fmt: skip
     return stats
 
@@ -131,9 +131,9 @@ def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
     """
     tokens, rows = logits.shape
     slope = torch.empty((tokens, rows), dtype=inputs.dtype, device=logits.device)
-    block = _block(rows)
+    block = _block_size(rows)
 
-    kernel: Any = _slope
+    kernel: Any = _slope_kernel
     kernel[(tokens, triton.cdiv(rows, block))](
         logits, inputs.targets, inputs.temperature, inputs.log_normaliser, inputs.entropy,
         inputs.log_prob_gradient.contiguous(), inputs.entropy_gradient.contiguous(), slope,
@@ -143,6 +143,6 @@ def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
     return slope
 
 
-def _block(rows: int) -> int:
+def _block_size(rows: int) -> int:
     """Return the number of logits per block, which must be a power of two for Triton's ranges."""
     return min(BLOCK, int(triton.next_power_of_2(rows)))

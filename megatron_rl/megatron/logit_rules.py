@@ -29,12 +29,12 @@ class Penalties:
     """Penalties of one row, with the row's tokens, whose occurrences they count.
 
     Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
-    before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
+    tokens_before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
     """
 
     tokens: Tensor
     """[m] int64 token ids of the row."""
-    before: Tensor
+    tokens_before: Tensor
     """[count] int64 number of the row's tokens before each of its selected tokens."""
     prompt_tokens: int
     """Number of tokens before the response."""
@@ -45,22 +45,22 @@ class Penalties:
     frequency: float
     """Value that is subtracted for each occurrence in the response."""
 
-    def apply(
+    def apply_penalties(
         self,
         logits: Tensor,
-        items: slice,
-        start: int,
+        selection: slice,
+        first_token_id: int,
         slope: Tensor | None,
     ) -> None:
-        """Change the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+        """Change the logits [n, columns] of the row's selected tokens ``selection``, in place.
 
-        ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative
-        of the changed logits with respect to the original ones.
+        ``first_token_id`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the
+        derivative of the changed logits with respect to the original ones.
         """
-        before = self.before[items]
-        columns = self.tokens - start
+        tokens_before = self.tokens_before[selection]
+        columns = self.tokens - first_token_id
         if self.repetition != 1:
-            is_earlier = _count_occurrences(columns, before, logits) > 0
+            is_earlier = _count_occurrences(columns, tokens_before, logits) > 0
             factor = torch.full_like(logits, self.repetition)
             factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~is_earlier, 1.0)
             logits.mul_(factor)
@@ -68,26 +68,27 @@ class Penalties:
                 slope.mul_(factor)
 
         if self.presence != 0 or self.frequency != 0:
-            counts = _count_occurrences(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
+            response_columns = columns[self.prompt_tokens :]
+            counts = _count_occurrences(response_columns, tokens_before - self.prompt_tokens, logits)
             logits.sub_(counts.sign() * self.presence).sub_(counts.mul_(self.frequency))
 
 
-def _count_occurrences(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+def _count_occurrences(columns: Tensor, tokens_before: Tensor, logits: Tensor) -> Tensor:
     """Count for each selected position how often the token of each logit occurs earlier in the row.
 
     ``columns`` [m] are the columns of the row's m tokens in ``logits`` [n, V / tp]; a negative or too large
-    number is a token of another shard, which is not counted. ``before`` [n], ascending, is the number of the
-    row's tokens before each position. The result [n, V / tp] has the dtype of ``logits``.
+    number is a token of another shard, which is not counted. ``tokens_before`` [n], ascending, is the
+    number of the row's tokens before each position. The result [n, V / tp] has the dtype of ``logits``.
     """
-    # A token is counted at all positions after it. An extra row and an extra column collect tokens after the
-    # last position and tokens of other shards.
+    # A token is counted at all positions after it, from `first_counted` on. An extra row and an extra column
+    # collect tokens after the last position and tokens of other shards.
     rows, width = logits.shape
     index = torch.arange(len(columns), device=columns.device)
-    first = torch.searchsorted(before, index, right=True)
+    first_counted = torch.searchsorted(tokens_before, index, right=True)
     column = torch.where((columns >= 0) & (columns < width), columns, width)
 
     counts = logits.new_zeros(rows + 1, width + 1)
-    counts.index_put_((first, column), counts.new_ones(()), accumulate=True)
+    counts.index_put_((first_counted, column), counts.new_ones(()), accumulate=True)
     return counts[:rows, :width].cumsum(0)
 
 
@@ -96,48 +97,48 @@ class RepeatedNgrams:
     """Tokens that would repeat an n-gram of one row, for each of its selected positions.
 
     Example, for a row with 2 selected tokens, where the second must not be token 7:
-    ``RepeatedNgrams(items=[1], tokens=[7], offsets=[0, 0, 1])``.
+    ``RepeatedNgrams(selected_index=[1], tokens=[7], offsets=[0, 0, 1])``.
     """
 
-    items: Tensor
+    selected_index: Tensor
     """[p] int64, ascending: index of the selected token to which each entry of ``tokens`` is forbidden."""
     tokens: Tensor
     """[p] int64 ids of forbidden tokens; a selected token may have the same id several times."""
     offsets: numpy.ndarray
     """[count + 1] index of each selected token's first entry, on the host: slicing reads no device memory."""
 
-    def ban(self, logits: Tensor, items: slice, start: int) -> None:
-        """Ban the tokens from the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+    def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
+        """Ban tokens, in place, from the logits [n, columns] of the row's selected tokens in ``selection``.
 
-        ``start`` is the token id of the first column.
+        ``first_token_id`` is the token id of the first column.
         """
-        first, last = self.offsets[[items.start, items.stop]].tolist()
+        first, last = self.offsets[[selection.start, selection.stop]].tolist()
         if first == last:
             return
 
         # Columns of other shards get 0, as in `_add_bias`.
-        columns = self.tokens[first:last] - start
+        columns = self.tokens[first:last] - first_token_id
         is_here = (columns >= 0) & (columns < logits.shape[1])
         values = torch.where(is_here, BANNED, 0.0).to(logits.dtype)
-        index = (self.items[first:last] - items.start, columns.clamp(0, logits.shape[1] - 1))
-        logits.index_put_(index, values, accumulate=True)
+        rows = self.selected_index[first:last] - selection.start
+        logits.index_put_((rows, columns.clamp(0, logits.shape[1] - 1)), values, accumulate=True)
 
 
-def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
+def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size: int) -> RepeatedNgrams:
     """Return the tokens that are forbidden at the selected positions because they would repeat an n-gram.
 
-    ``tokens`` [m] are the tokens of one row, ``index`` [count] the ascending positions of its selected
-    tokens, and ``size`` is n, at least 2. A token is forbidden if it and the n - 1 tokens before the position
-    already occur earlier in the row.
+    ``tokens`` [m] are the tokens of one row, ``selected_positions`` [count] the ascending positions of its
+    selected tokens, and ``ngram_size`` is n, at least 2. A token is forbidden if it and the n - 1 tokens
+    before the position already occur earlier in the row.
     """
-    row = tokens.numpy()
-    positions = index.numpy()
-    if len(row) < size:
+    row_tokens = tokens.numpy()
+    positions = selected_positions.numpy()
+    if len(row_tokens) < ngram_size:
         no_pairs = torch.empty(0, dtype=torch.int64)
         return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
 
     # Window w is the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get the same id.
-    windows = numpy.lib.stride_tricks.sliding_window_view(row[:-1], size - 1)
+    windows = numpy.lib.stride_tricks.sliding_window_view(row_tokens[:-1], ngram_size - 1)
     _, window_ids = numpy.unique(windows, axis=0, return_inverse=True)
 
     # Sorted by id, then by position, the earlier equal windows of a window come directly before it.
@@ -148,7 +149,7 @@ def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
     sorted_index[sorted_windows] = numpy.arange(len(sorted_windows))
 
     # Pair the window before a selected token with each earlier equal window, whose next token is banned.
-    selected_windows = positions - (size - 1)
+    selected_windows = positions - (ngram_size - 1)
     has_window = selected_windows >= 0
     selected_indices = sorted_index[selected_windows[has_window]]
     counts = numpy.zeros(len(positions), numpy.int64)
@@ -156,13 +157,13 @@ def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
     offsets = numpy.concatenate(([0], counts.cumsum()))
 
     # One entry per pair: the index of its selected token, and the start of its earlier window.
-    pair_items = numpy.repeat(numpy.arange(len(positions)), counts)
-    first_indices = numpy.zeros(len(positions), numpy.int64)
-    first_indices[has_window] = selected_indices - num_earlier[selected_indices]
-    index_in_item = numpy.arange(offsets[-1]) - offsets[pair_items]
-    earlier_windows = sorted_windows[first_indices[pair_items] + index_in_item]
-    banned = row[earlier_windows + size - 1].astype(numpy.int64)
-    return RepeatedNgrams(torch.from_numpy(pair_items), torch.from_numpy(banned), offsets)
+    pair_selected_index = numpy.repeat(numpy.arange(len(positions)), counts)
+    first_pair_indices = numpy.zeros(len(positions), numpy.int64)
+    first_pair_indices[has_window] = selected_indices - num_earlier[selected_indices]
+    index_in_pairs = numpy.arange(offsets[-1]) - offsets[pair_selected_index]
+    earlier_windows = sorted_windows[first_pair_indices[pair_selected_index] + index_in_pairs]
+    banned = row_tokens[earlier_windows + ngram_size - 1].astype(numpy.int64)
+    return RepeatedNgrams(torch.from_numpy(pair_selected_index), torch.from_numpy(banned), offsets)
 
 
 @dataclass(frozen=True)
@@ -205,31 +206,34 @@ def build_row_rules(
     if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
 
+    # Index of each row's first selected token, and of the first one after the row.
     ends = lengths.cumsum(0)
-    bounds = torch.searchsorted(selected, torch.stack((ends - lengths, ends)))
-    tensors: dict[SamplingParameters, tuple[Tensor, Tensor, Tensor]] = {}
+    starts = ends - lengths
+    first_selected, end_selected = torch.searchsorted(selected, torch.stack((starts, ends)))
+
+    tensors_by_sampling: dict[SamplingParameters, tuple[Tensor, Tensor, Tensor]] = {}
     row_rules = []
     for row, rule in enumerate(rules):
-        first = int(bounds[0, row])
-        count = int(bounds[1, row]) - first
+        first = int(first_selected[row])
+        count = int(end_selected[row]) - first
         if rule is None or not rule.sampling.has_rules or not count:
             continue
 
         # Tensors that rows share are copied to the device once.
         sampling = rule.sampling
-        if sampling not in tensors:
-            tensors[sampling] = _rule_tensors(sampling)
+        if sampling not in tensors_by_sampling:
+            tensors_by_sampling[sampling] = _rule_tensors(sampling)
 
         # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
+        begin = int(starts[row])
         end = int(ends[row])
-        begin = end - int(lengths[row])
-        index = selected[first : first + count] - begin
-        no_stop = int((index < rule.prompt_tokens + sampling.min_response_tokens).sum())
+        positions_in_row = selected[first : first + count] - begin
+        no_stop = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
         penalties = None
         if sampling.has_penalties:
             penalties = Penalties(
                 tokens[begin:end],
-                index,
+                positions_in_row,
                 rule.prompt_tokens,
                 sampling.repetition_penalty,
                 sampling.presence_penalty,
@@ -237,8 +241,8 @@ def build_row_rules(
             )
         ngrams = None
         if sampling.no_repeat_ngram_size:
-            ngrams = repeated_ngrams(tokens[begin:end], index, sampling.no_repeat_ngram_size)
-        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties, ngrams))
+            ngrams = find_repeated_ngrams(tokens[begin:end], positions_in_row, sampling.no_repeat_ngram_size)
+        row_rules.append(RowRules(first, count, no_stop, *tensors_by_sampling[sampling], penalties, ngrams))
     return tuple(row_rules)
 
 
@@ -253,20 +257,20 @@ def token_temperatures(
     Where the temperature changes over the tokens of a turn, only values of sampled tokens have a meaning.
     """
     temperatures = temperature.clone()
-    for values, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
+    for row_temperatures, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
         if rule is None or not rule.sampling.temperature_tokens or not rule.turn_starts:
             continue
         # Index of each token in its turn, counted from the last start at or before the token.
         starts = torch.tensor(rule.turn_starts)
-        index = torch.arange(len(values))
+        index = torch.arange(len(row_temperatures))
         turn = torch.searchsorted(starts, index, right=True) - 1
-        position = index - starts[turn.clamp(min=0)]
+        position_in_turn = index - starts[turn.clamp(min=0)]
 
         # In float64, as engines compute it in Python.
         sampling = rule.sampling
-        fraction = (position.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
+        fraction = (position_in_turn.double() / sampling.temperature_tokens).clamp(0.0, 1.0)
         change = sampling.last_temperature - sampling.temperature
-        values.copy_(sampling.temperature + change * fraction)
+        row_temperatures.copy_(sampling.temperature + change * fraction)
     return temperatures
 
 
@@ -292,34 +296,36 @@ def scales_logits(rules: Sequence[RowRules]) -> bool:
 def apply_rules(
     rules: Sequence[RowRules],
     logits: Tensor,
-    begin: int,
-    start: int,
+    first_index: int,
+    first_token_id: int,
     slope: Tensor | None = None,
 ) -> None:
     """Apply the rules to the logits [n, columns] of n selected tokens of a micro-batch, in place.
 
-    ``begin`` is the index of the first of them among the micro-batch's selected tokens. ``start`` is the
-    token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of the changed logits
-    with respect to the original ones.
+    ``first_index`` is the index of the first of them among all selected tokens of the micro-batch.
+    ``first_token_id`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the
+    derivative of the changed logits with respect to the original ones.
     """
-    for row in rules:
-        first = max(row.first - begin, 0)
-        last = min(row.first + row.count - begin, len(logits))
-        if first >= last:
+    for row_rules in rules:
+        # The row's selected tokens have the logits from ``first`` up to ``end``.
+        first = max(row_rules.first - first_index, 0)
+        end = min(row_rules.first + row_rules.count - first_index, len(logits))
+        if first >= end:
             continue
-        _add_bias(logits[first:last], row.bias_ids - start, row.bias)
+        _add_bias(logits[first:end], row_rules.bias_ids - first_token_id, row_rules.bias)
 
-        last_no_stop = min(row.first + row.no_stop - begin, last)
-        if last_no_stop > first:
-            banned = torch.full_like(row.stop_ids, BANNED, dtype=torch.float32)
-            _add_bias(logits[first:last_no_stop], row.stop_ids - start, banned)
+        no_stop_end = min(row_rules.first + row_rules.no_stop - first_index, end)
+        if no_stop_end > first:
+            banned = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
+            _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, banned)
 
-        items = slice(first + begin - row.first, last + begin - row.first)
-        if row.ngrams is not None:
-            row.ngrams.ban(logits[first:last], items, start)
-        if row.penalties is not None:
-            row_slope = None if slope is None else slope[first:last]
-            row.penalties.apply(logits[first:last], items, start, row_slope)
+        # The same tokens, counted from the row's first selected one.
+        selection = slice(first + first_index - row_rules.first, end + first_index - row_rules.first)
+        if row_rules.ngrams is not None:
+            row_rules.ngrams.ban_tokens(logits[first:end], selection, first_token_id)
+        if row_rules.penalties is not None:
+            row_slope = None if slope is None else slope[first:end]
+            row_rules.penalties.apply_penalties(logits[first:end], selection, first_token_id, row_slope)
 
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:

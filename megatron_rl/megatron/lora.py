@@ -34,7 +34,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
     global_name,
@@ -43,7 +43,7 @@ from megatron_rl.megatron.parameter_mapping import (
     trace_import,
     weights_by_name,
 )
-from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, adapted
+from megatron_rl.shapes.lora import ADAPTER, ATTENTION, MLP, PEFT_PREFIX, make_adapted_model
 from megatron_rl.shapes.pretrained import LAYER
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -56,7 +56,7 @@ class Adapter(nn.Module):
     linear_qkv). Each kind has its own A.
     """
 
-    mask: Tensor
+    kind_mask: Tensor
     """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
@@ -67,13 +67,13 @@ class Adapter(nn.Module):
         self,
         weight: Tensor,
         rank: int,
-        mask: Tensor,
+        kind_mask: Tensor,
         scale: float,
         dropout: float,
     ) -> None:
         super().__init__()
         rows, inputs = weight.shape
-        kind_count = mask.shape[1]
+        kind_count = kind_mask.shape[1]
         options = {"dtype": weight.dtype, "device": weight.device}
         self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **options))
         self.B = nn.Parameter(torch.empty(rows, rank, **options))
@@ -83,63 +83,63 @@ class Adapter(nn.Module):
         """``trained`` or ``initial``: the values that `forward` uses."""
 
         # Not persistent: checkpoints and PEFT files contain only A and B.
-        self.register_buffer("mask", mask.to(**options), persistent=False)
+        self.register_buffer("kind_mask", kind_mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)
 
-        # `cut` and `cut_expert` set these.
-        self.columns = False
+        # `set_sharding` and `set_expert_sharding` set these.
+        self.by_columns = False
         """Whether the layer's weight is sharded by columns over ``group``, otherwise by rows."""
         self.sequence_parallel = False
-        self.expert = False
+        self.is_expert = False
         """Whether the layer is a routed expert's."""
         self.group: Any = None
         """Tensor-parallel group of the layer."""
 
-    def cut(
+    def set_sharding(
         self,
-        columns: bool,
+        by_columns: bool,
         group: Any,
         sequence_parallel: bool,
     ) -> None:
         """Set how the layer is sharded over a tensor-parallel group, and mark the factors for Megatron.
 
-        ``columns``: whether the layer's weight is sharded by columns, otherwise by rows. Of the marks,
+        ``by_columns``: whether the layer's weight is sharded by columns, otherwise by rows. Of the marks,
         ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``
         makes finalize_model_grads sum the partial gradients of the factor that every rank has.
         """
-        self.columns = columns
+        self.by_columns = by_columns
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size() > 1
-        shard, replicated = self._shard_and_replicated()
-        set_tensor_model_parallel_attributes(shard, True, int(columns), 1)
+        shard, replicated = self._sharded_and_replicated_factors()
+        set_tensor_model_parallel_attributes(shard, True, int(by_columns), 1)
         setattr(replicated, "sequence_parallel", self.sequence_parallel)
 
-    def cut_expert(self, columns: bool, group: Any) -> None:
+    def set_expert_sharding(self, by_columns: bool, group: Any) -> None:
         """Set how an expert's layer is sharded over its tensor-parallel group; mark the factors for Megatron.
 
         Tensor-parallel ranks may have different experts: the gradient norm must count a parameter on every
         rank (``tensor_model_parallel``), unless the rank is not the first of its expert's group (``shared``).
         """
-        self.columns = columns
+        self.by_columns = by_columns
         self.group = group
-        self.expert = True
-        shard, replicated = self._shard_and_replicated()
+        self.is_expert = True
+        shard, replicated = self._sharded_and_replicated_factors()
         for factor in (shard, replicated):
-            set_tensor_model_parallel_attributes(factor, True, int(columns), 1)
+            set_tensor_model_parallel_attributes(factor, True, int(by_columns), 1)
         setattr(replicated, "shared", group.rank() > 0)
 
-    def _shard_and_replicated(self) -> tuple[nn.Parameter, nn.Parameter]:
+    def _sharded_and_replicated_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Return the factor that is sharded over the group, and the factor that is replicated on it."""
-        if self.columns:
+        if self.by_columns:
             return self.A, self.B
         return self.B, self.A
 
-    def partial_gradient(self) -> Tensor | None:
+    def get_partial_gradient(self) -> Tensor | None:
         """Return the gradient to sum over an expert's tensor-parallel ranks, or None if it is complete."""
-        if not self.expert or self.group.size() == 1:
+        if not self.is_expert or self.group.size() == 1:
             return None
-        _, replicated = self._shard_and_replicated()
+        _, replicated = self._sharded_and_replicated_factors()
         return getattr(replicated, "main_grad", None)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
@@ -156,34 +156,34 @@ class Adapter(nn.Module):
             factor_b = self.initial_B
 
         if self.dropout and self.training:
-            hidden = self._drop(hidden)
-        low_rank = self._exchange(functional.linear(hidden, factor_a))
-        return functional.linear(low_rank, self._expand(factor_b)) * self.scale
+            hidden = self._apply_dropout(hidden)
+        low_rank = self._exchange_low_rank(functional.linear(hidden, factor_a))
+        return functional.linear(low_rank, self._expand_by_kind(factor_b)) * self.scale
 
-    def _drop(self, hidden: Tensor) -> Tensor:
+    def _apply_dropout(self, hidden: Tensor) -> Tensor:
         """Apply dropout to the adapter's input, or to this rank's shard of it."""
         # Ranks with different tokens or features need different random numbers, ranks with the same inputs
         # need equal random numbers.
-        separate_experts = self.expert and self.group.size() == 1
-        if self.columns or self.sequence_parallel or separate_experts:
+        separate_experts = self.is_expert and self.group.size() == 1
+        if self.by_columns or self.sequence_parallel or separate_experts:
             with device.tensor_parallel_generator():
                 return functional.dropout(hidden, self.dropout)
         return functional.dropout(hidden, self.dropout)
 
-    def _exchange(self, low_rank: Tensor) -> Tensor:
+    def _exchange_low_rank(self, low_rank: Tensor) -> Tensor:
         """Apply the tensor-parallel collective of the layer's input or output to A x.
 
         Collective over the layer's group.
         """
-        if self.expert:
+        if self.is_expert:
             # The dispatcher sends all tokens of an expert to each of the expert's ranks, and sums the outputs
             # of these ranks, both W x and B (A x). Each rank thus has a part of the replicated factor's
-            # gradient: see `partial_gradient`.
+            # gradient: see `get_partial_gradient`.
             return low_rank
 
-        if self.columns and self.sequence_parallel:
+        if self.by_columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
-        if self.columns:
+        if self.by_columns:
             return reduce_from_tensor_model_parallel_region(low_rank, group=self.group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low_rank, group=self.group)
@@ -191,17 +191,17 @@ class Adapter(nn.Module):
         # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
-    def _expand(self, factor_b: Tensor) -> Tensor:
+    def _expand_by_kind(self, factor_b: Tensor) -> Tensor:
         """Return B as [out, kinds x rank], block-sparse: a row is zero in the columns of other kinds."""
-        if self.mask.shape[1] == 1:
+        if self.kind_mask.shape[1] == 1:
             return factor_b
-        by_kind = self.mask[:, :, None] * factor_b[:, None, :]
+        by_kind = self.kind_mask[:, :, None] * factor_b[:, None, :]
         return by_kind.flatten(1)
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
+    def merged_weight(self, weight: Tensor) -> Tensor:
         """Compute this rank's shard of W + scale * B A in W's dtype, summed in float32."""
-        change = self._expand(self.B).float() @ self.A.float()
+        change = self._expand_by_kind(self.B).float() @ self.A.float()
         return (weight.float() + self.scale * change).to(weight.dtype)
 
 
@@ -282,8 +282,8 @@ def attach_adapters(
     adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
     on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
     """
-    model.adapters = adapted(
-        pretrained(model.hf_config),
+    model.adapters = make_adapted_model(
+        describe_model(model.hf_config),
         config.rank,
         config.alpha,
         config.targets,
@@ -310,21 +310,21 @@ def attach_adapters(
         adapter = Adapter(weight, config.rank, masks[mask_name], scale, config.dropout)
 
         # Megatron's RowParallelLinear layers, whose weights are sharded by columns.
-        columns = "linear_proj." in name or "linear_fc2." in name
+        by_columns = "linear_proj." in name or "linear_fc2." in name
         if is_expert_parameter(name):
-            adapter.cut_expert(columns, groups.expert_tensor)
+            adapter.set_expert_sharding(by_columns, groups.expert_tensor)
         else:
-            adapter.cut(columns, groups.tensor, settings.sequence_parallel)
+            adapter.set_sharding(by_columns, groups.tensor, settings.sequence_parallel)
         return adapter.requires_grad_(trainable)
 
     for layer_name, linear in _linear_layers(model, model.adapters.targets):
         name = f"{layer_name}.{ADAPTER}"
-        experts = getattr(linear, "num_gemms", None)
-        if experts is None:
+        expert_count = getattr(linear, "num_gemms", None)
+        if expert_count is None:
             linear.adapter = make_adapter(name, linear.weight)
         else:
             # Transformer Engine's grouped linear layer has the weights of all local experts.
-            weights = [getattr(linear, f"weight{number}") for number in range(experts)]
+            weights = [getattr(linear, f"weight{number}") for number in range(expert_count)]
             linear.adapter = nn.ModuleList(
                 make_adapter(f"{name}.{number}", weight) for number, weight in enumerate(weights)
             )
@@ -335,7 +335,7 @@ def attach_adapters(
         # Under recompute a layer has gradients only if an input requires one. A frozen embedding's output
         # does not, and all gradients would be zero, without an error.
         model.chunks[0].embedding.register_forward_hook(_require_gradient)
-    start_adapters(model, seed, initial)
+    initialise_adapters(model, seed, initial)
 
 
 @torch.no_grad()
@@ -345,11 +345,15 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
     Both models have adapters. The model's own frozen weights are freed. Call before it is wrapped in DDP.
     """
     for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
-        frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
+        frozen_base = {
+            name: value for name, value in base_chunk.named_parameters() if not value.requires_grad
+        }
         for name, parameter in chunk.named_parameters():
-            base = frozen.get(name)
-            if base is not None and not parameter.requires_grad and parameter.shape == base.shape:
-                parameter.data = base.data
+            base_parameter = frozen_base.get(name)
+            if base_parameter is None or parameter.requires_grad:
+                continue
+            if parameter.shape == base_parameter.shape:
+                parameter.data = base_parameter.data
 
 
 def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
@@ -359,7 +363,7 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
     return chunk.output_layer.weight
 
 
-def start_adapters(
+def initialise_adapters(
     model: ParallelModel,
     seed: int,
     initial: TensorSource | None = None,
@@ -386,9 +390,9 @@ def start_adapters(
             view.zero_()
         else:
             # Every rank draws the complete tensor and takes its slice, so values do not depend on the layout.
-            complete = _new_values(box.name, shapes[box.name], seed)
+            complete_tensor = _draw_initial_values(box.name, shapes[box.name], seed)
             ranges = zip(box.start, box.size, strict=True)
-            view.copy_(complete[tuple(slice(start, start + size) for start, size in ranges)])
+            view.copy_(complete_tensor[tuple(slice(start, start + size) for start, size in ranges)])
 
     for _, adapter in _adapters(model):
         adapter.initial_A = None
@@ -398,7 +402,7 @@ def start_adapters(
             adapter.initial_B = adapter.B.detach().clone()
 
 
-def _new_values(
+def _draw_initial_values(
     name: str,
     shape: tuple[int, ...],
     seed: int,
@@ -414,7 +418,7 @@ def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[t
     """Yield (name over the whole model, linear layer) for each layer that gets an adapter."""
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
-            for path, block, linear_names in _blocks(layer):
+            for path, block, linear_names in _adaptable_modules(layer):
                 for name in targets:
                     if name not in linear_names:
                         continue
@@ -425,7 +429,7 @@ def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[t
                     yield global_name(model, storage), linear
 
 
-def _blocks(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield (path in the layer, module, names of its linear layers) for attention, MLP and experts."""
     yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
 
@@ -528,11 +532,11 @@ def _adapted_weight_name(adapter_name: str) -> str:
 
 def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
-    return {
-        f"{name}.{factor}": parameter.data
-        for name, adapter in _adapters(model)
-        for factor, parameter in adapter.named_parameters()
-    }
+    parameters: dict[str, Tensor] = {}
+    for name, adapter in _adapters(model):
+        for factor, parameter in adapter.named_parameters():
+            parameters[f"{name}.{factor}"] = parameter.data
+    return parameters
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
@@ -545,7 +549,7 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, Adapter):
-                gradient = module.partial_gradient()
+                gradient = module.get_partial_gradient()
                 if gradient is not None:
                     gradients.append(gradient)
                     group = group or module.group
@@ -589,7 +593,7 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
         weight = _adapted_weight_name(name)
-        weights[weight] = adapter.merged(weights[weight])
+        weights[weight] = adapter.merged_weight(weights[weight])
     return weights
 
 
@@ -608,8 +612,8 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
         weight = weights[_adapted_weight_name(name)]
-        weight.copy_(adapter.merged(weight))
-    start_adapters(model, seed)
+        weight.copy_(adapter.merged_weight(weight))
+    initialise_adapters(model, seed)
 
 
 def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
@@ -617,8 +621,11 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
     The layers keep their forward hooks, which have no effect without an adapter.
     """
-    modules = [module for chunk in model.chunks for module in chunk.modules() if hasattr(module, ADAPTER)]
-    pairs: list[tuple[Any, Any]] = [(module, module.adapter) for module in modules]
+    pairs: list[tuple[Any, Any]] = []
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            if hasattr(module, ADAPTER):
+                pairs.append((module, module.adapter))
     for linear, _ in pairs:
         del linear.adapter
     model.adapters = None
@@ -643,7 +650,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
         chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
         parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
         base_weights.append((parameter, parameter.data))
-        parameter.data = adapter.merged(parameter.data)
+        parameter.data = adapter.merged_weight(parameter.data)
 
     pairs = remove_adapters(model)
     try:
@@ -657,7 +664,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 
 @contextmanager
-def initial_policy(model: Chunked) -> Iterator[None]:
+def use_initial_policy(model: Chunked) -> Iterator[None]:
     """Compute with the initial policy inside the block: the base with the adapters from before training."""
     for _, adapter in _adapters(model):
         adapter.state = "initial"
@@ -668,7 +675,7 @@ def initial_policy(model: Chunked) -> Iterator[None]:
             adapter.state = "trained"
 
 
-def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
+def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     """Return a chunk's trainable tensors for Megatron's distributed checkpoint, loadable in any layout.
 
     The experts of a layer are stacked into one tensor along its first dimension.
@@ -688,33 +695,33 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             continue
         tensor_rank = adapter.group.rank()
         tensor_size = adapter.group.size()
-        data_group = groups.expert_data if adapter.expert else groups.data_context
+        data_group = groups.expert_data if adapter.is_expert else groups.data_context
 
         for factor, parameter in adapter.named_parameters():
             name = global_name(model, f"{adapter_name}.{factor}")
-            key, expert_row = _checkpoint_key(model, name)
+            key, expert_offset = _checkpoint_key(model, name)
 
             # A sharded factor has the dimension that is sharded, counted after the dimension of experts. A
             # replicated factor has the rank's number among the replicas, of which Megatron saves number 0.
-            is_replicated = adapter.columns == (factor == "B")
-            tensor_cut: tuple[tuple[int, int, int], ...] = ()
+            is_replicated = adapter.by_columns == (factor == "B")
+            tensor_offset: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())
             if not is_replicated:
-                dimension = len(expert_row) + int(adapter.columns)
-                tensor_cut = ((dimension, tensor_rank, tensor_size),)
+                dimension = len(expert_offset) + int(adapter.by_columns)
+                tensor_offset = ((dimension, tensor_rank, tensor_size),)
                 replica = (0, 0, data_group.rank())
 
             entry: Any = ShardedTensor.from_rank_offsets(
                 key,
                 parameter,
-                *expert_row,
-                *tensor_cut,
+                *expert_offset,
+                *tensor_offset,
                 replica_id=replica,
-                prepend_axis_num=len(expert_row),
+                prepend_axis_num=len(expert_offset),
             )
             if factor == "B" and ".linear_fc1." in name and model.transformer_config.gated_linear_unit:
                 # A rank's rows are a shard of the gate and a shard of the up projection.
-                entry = apply_swiglu_sharded_factory(entry, expert_row)
+                entry = apply_swiglu_sharded_factory(entry, expert_offset)
             tensors[name] = entry
     return tensors
 
@@ -739,7 +746,7 @@ def load_adapters(
     chunk: Any,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Copy the loaded ``tensors`` of `sharded_adapters` into a chunk."""
+    """Copy the loaded ``tensors`` of `build_sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
     head = _scalar_head(model, chunk)
     if head is not None:

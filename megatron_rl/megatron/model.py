@@ -31,9 +31,9 @@ from megatron_rl.megatron.experts import Routing
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
-    attention_backend_of_process,
+    allow_plain_output_layer,
     block_spec,
-    output_layer_without_accumulation,
+    earlier_attention_backend,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (
@@ -44,7 +44,7 @@ from megatron_rl.megatron.log_probs import (
     vocab_parallel_top_tokens,
 )
 from megatron_rl.megatron.logit_rules import RowRules
-from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
+from megatron_rl.megatron.model_spec import ModelSpec, describe_model, model_spec, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
@@ -258,14 +258,15 @@ class ParallelModel:
         """
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
-        context = (self.groups.coordinates.context, self.groups.layout.context)
+        context_rank = self.groups.coordinates.context
+        context = self.groups.layout.context
         if self.gathers_rows:
             # Both forms: some mixers take rows gathered by length, attention may take boundaries.
-            rows = pack_rows(lengths, *context)
+            rows = pack_rows(lengths, context_rank, context)
             return replace(rows, boundaries=pack_for_transformer_engine(lengths))
         if self.takes_boundaries:
-            return pack_whole_rows(lengths, *context)
-        return pack_rows(lengths, *context)
+            return pack_whole_rows(lengths, context_rank, context)
+        return pack_rows(lengths, context_rank, context)
 
     def token_outputs(
         self,
@@ -383,7 +384,7 @@ def build_model(
     layout = groups.layout
     if head == "value":
         hf_config = with_scalar_head(hf_config)
-    shape = pretrained(hf_config).shape
+    shape = describe_model(hf_config).shape
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
 
@@ -401,7 +402,7 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**attention_backend_of_process(), **(overrides or {})}
+        explicit = {**earlier_attention_backend(), **(overrides or {})}
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)
@@ -428,13 +429,13 @@ def build_model(
 
     # Weights are random until a checkpoint is loaded; with the same seed replicas start with equal weights.
     chunks = []
-    with device.megatron_mode(), output_layer_without_accumulation(fused and provider is None):
+    with device.megatron_mode(), allow_plain_output_layer(fused and provider is None):
         device.seed_tensor_parallel(seed, groups.coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
             if provider is None:
                 chunk = _build_chunk(spec, groups, stage, fused, core_attention)
             else:
-                chunk = provider.build(spec, groups, stage, provider_config)
+                chunk = provider.build_chunk(spec, groups, stage, provider_config)
             finish_chunk(chunk, spec, seed)
             chunks.append(chunk.to(device.device()))
 

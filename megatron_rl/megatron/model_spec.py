@@ -21,7 +21,7 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.megatron.blocks import finish_blocks, prepare_blocks
 from megatron_rl.megatron.features import FEATURES
-from megatron_rl.megatron.layers import both_frequencies, set_rotary_factor
+from megatron_rl.megatron.layers import join_frequencies, set_rotary_factor
 from megatron_rl.megatron.norms import prepare_post_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
@@ -29,17 +29,17 @@ from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import (
     PretrainedModel,
-    describe,
     engine_config,
+    parse_pretrained,
     read_json,
     transformers_config,
 )
 from megatron_rl.shapes.quantized import quantization_keys
 
 
-def pretrained(hf_config: Any) -> PretrainedModel:
+def describe_model(hf_config: Any) -> PretrainedModel:
     """Return the description of a transformers config's model, from the table of model families."""
-    return describe(hf_config.to_dict())
+    return parse_pretrained(hf_config.to_dict())
 
 
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
@@ -80,7 +80,7 @@ def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
 def with_scalar_head(hf_config: Any) -> Any:
     """Return a copy of the config with a scalar head, under the architecture name of transformers."""
     config = copy.deepcopy(hf_config)
-    config.architectures = [pretrained(hf_config).family.scalar_architecture]
+    config.architectures = [describe_model(hf_config).family.scalar_architecture]
     config.num_labels = 1
     config.tie_word_embeddings = False
     return config
@@ -101,7 +101,7 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
-    frequencies, the result of `both_frequencies`, one tensor after the other."""
+    frequencies, the result of `join_frequencies`, one tensor after the other."""
     local_frequencies: int
     """Number of local frequencies, the first ones; 0 if local attention has no separate ones."""
     local_rotary_factor: float
@@ -109,7 +109,7 @@ class ModelSpec:
 
     @property
     def shares_heads(self) -> bool:
-        """Whether tensor-parallel ranks share key-value heads because there are fewer heads than ranks."""
+        """Return whether tensor-parallel ranks share key-value heads: there are fewer heads than ranks."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
@@ -145,7 +145,7 @@ def model_spec(
     Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
     and for a layout that does not divide the model.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     shape = model.shape
     for error in trainer_problems(shape, layout, overrides):
         raise error
@@ -166,13 +166,13 @@ def model_spec(
                 got=str(error),
             ) from error
 
-    frequencies, magnitude = rotary_frequencies(hf_config)
-    if magnitude != 1.0:
-        set_rotary_factor(transformer_config, magnitude)
+    inverse_frequencies, rotary_factor = rotary_frequencies(hf_config)
+    if rotary_factor != 1.0:
+        set_rotary_factor(transformer_config, rotary_factor)
     local_count = 0
-    local_magnitude = magnitude
+    local_rotary_factor = rotary_factor
     if "full_attention" in hf_config.rope_parameters:
-        local, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
+        local, local_rotary_factor = _rope_frequencies(hf_config, model, "sliding_attention")
         local_count = len(local)
 
     gpt_kwargs = {
@@ -189,9 +189,9 @@ def model_spec(
         gpt_kwargs,
         model,
         hf_config,
-        frequencies,
+        inverse_frequencies,
         local_count,
-        local_magnitude,
+        local_rotary_factor,
     )
 
 
@@ -201,16 +201,16 @@ def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     If local attention has separate frequencies, these come first, before those of full attention, and the
     factor is that of full attention.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
-        return _frequencies(hf_config, model, None)
+        return _rope_frequencies(hf_config, model, None)
 
-    local, _ = _frequencies(hf_config, model, "sliding_attention")
-    full, factor = _frequencies(hf_config, model, "full_attention")
-    return both_frequencies(local, full), factor
+    local, _ = _rope_frequencies(hf_config, model, "sliding_attention")
+    full, factor = _rope_frequencies(hf_config, model, "full_attention")
+    return join_frequencies(local, full), factor
 
 
-def _frequencies(
+def _rope_frequencies(
     hf_config: Any,
     model: PretrainedModel,
     layer_type: str | None,
@@ -237,15 +237,21 @@ def _frequencies(
 
 
 def _head_size(shape: ModelShape, layer_type: str | None) -> int:
-    """Return the size of a head in the layers of a type, such as ``sliding_attention``; None for all layers.
+    """Return the head size of the layers of one type; without a type, the model's general head size.
 
-    Layers of one type have heads of one size.
+    ``layer_type`` is transformers' name of the type, such as "sliding_attention". Layers of one type have
+    heads of one size.
     """
     if layer_type is not None:
         for layer in range(shape.layers):
             is_local = layer in shape.sliding_layers
-            if is_local == (layer_type == "sliding_attention") and shape.block(layer).mixer.key_size(shape):
-                return shape.block(layer).mixer.key_size(shape)
+            if is_local != (layer_type == "sliding_attention"):
+                continue
+
+            # Mixers without attention heads have the key size 0.
+            key_size = shape.block(layer).mixer.key_size(shape)
+            if key_size:
+                return key_size
     return shape.head_dim
 
 

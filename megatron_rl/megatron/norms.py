@@ -40,7 +40,7 @@ class AllHeadsNorm(nn.Module):
         self.eps = config.layernorm_epsilon
         self.group = group
         self.heads = heads
-        self.first = group.rank() * heads // ranks
+        self.first_head = group.rank() * heads // ranks
         self.local_heads = max(1, heads // ranks)
         # Number of ranks that have the same head: more than 1 if there are fewer heads than ranks.
         self.copies = ranks * self.local_heads // heads
@@ -60,7 +60,7 @@ class AllHeadsNorm(nn.Module):
             squares = mappings.copy_to_tensor_model_parallel_region(squares, self.group) / self.copies
 
         scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
-        weight = self.weight.view(self.heads, -1).narrow(0, self.first, self.local_heads)
+        weight = self.weight.view(self.heads, -1).narrow(0, self.first_head, self.local_heads)
         return (heads * scale * weight.to(heads.dtype)).to(hidden.dtype)
 
 

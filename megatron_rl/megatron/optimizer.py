@@ -39,11 +39,11 @@ def wrap_in_ddp(
     from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator its
     defaults (`shapes.accelerator`) fill in the others. Collective over the model's ranks.
     """
-    values: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
+    ddp_settings: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
 
     # Overlap the gather of weights only together with the reduction of gradients: Megatron gathers weights in
     # the forward pass only if gradients are reduced during the backward pass. A host has nothing to overlap.
-    overlaps_gather = distributed and values.get("overlap_grad_reduce", not device.on_host())
+    overlaps_gather = distributed and ddp_settings.get("overlap_grad_reduce", not device.on_host())
     if not device.on_host():
         role = AcceleratedRole(
             model.spec.model.shape,
@@ -52,9 +52,9 @@ def wrap_in_ddp(
             half_precision=model.transformer_config.params_dtype != torch.float32,
             distributed=overlaps_gather,
         )
-        values = accelerator_defaults(role, DDP, values)
-    values.setdefault("overlap_param_gather", overlaps_gather)
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
+        ddp_settings = accelerator_defaults(role, DDP, ddp_settings)
+    ddp_settings.setdefault("overlap_param_gather", overlaps_gather)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **ddp_settings)
 
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
@@ -68,7 +68,7 @@ def wrap_in_ddp(
         model.wrapped = [
             DistributedDataParallel(
                 model.transformer_config,
-                settings,
+                ddp_config,
                 chunk,
                 disable_bucketing=index > 0,
                 pg_collection=model.groups.megatron,
@@ -76,10 +76,13 @@ def wrap_in_ddp(
             for index, chunk in enumerate(model.chunks)
         ]
 
-    if settings.overlap_grad_reduce:
+    if ddp_config.overlap_grad_reduce:
         # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
-        no_sync: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
-        model.transformer_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        no_sync_functions: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
+        # Megatron's schedules take a list for interleaved chunks, a function for a single one.
+        model.transformer_config.no_sync_func = no_sync_functions[0]
+        if len(no_sync_functions) > 1:
+            model.transformer_config.no_sync_func = no_sync_functions
 
 
 class Optimizer:
@@ -99,14 +102,14 @@ class Optimizer:
         self.config = config
 
         # A constant schedule ends at the learning rate, not at Megatron's default of 0.
-        floor = config.minimum_learning_rate or 0.0
+        minimum_rate = config.minimum_learning_rate or 0.0
         if config.minimum_learning_rate is None and config.decay == "constant":
-            floor = config.learning_rate
+            minimum_rate = config.learning_rate
 
         spec = model.spec.transformer_config
         settings = MegatronOptimizerConfig(
             lr=config.learning_rate,
-            min_lr=floor,
+            min_lr=minimum_rate,
             weight_decay=config.weight_decay,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,
@@ -118,10 +121,10 @@ class Optimizer:
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
-        with model.scope(), _default_group(model.groups.all), _build_on_host(settings):
+        with model.scope(), _use_role_group(model.groups.all), _build_on_host(settings):
             self.megatron: Any = get_megatron_optimizer(
                 settings,
-                _chunks(model),
+                _wrapped_chunks(model),
                 use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
             )
@@ -129,8 +132,8 @@ class Optimizer:
         if hasattr(self.megatron, "chained_optimizers"):
             # If only experts train, the optimizer of dense weights is empty on all ranks, and Megatron cannot
             # save it.
-            self.megatron.chained_optimizers = self.parts
-        for optimizer in self.parts:
+            self.megatron.chained_optimizers = self.sub_optimizers
+        for optimizer in self.sub_optimizers:
             if optimizer.init_state_fn is None:
                 # SGD has no state, but Megatron calls the function when a checkpoint is loaded.
                 optimizer.init_state_fn = _no_initial_state
@@ -141,7 +144,7 @@ class Optimizer:
             self.megatron,
             init_lr=0.0,
             max_lr=config.learning_rate,
-            min_lr=floor,
+            min_lr=minimum_rate,
             lr_warmup_steps=config.warmup_steps,
             # Megatron requires more steps in total than in the warmup.
             lr_decay_steps=max(steps, config.warmup_steps + 1),
@@ -169,14 +172,14 @@ class Optimizer:
         return optimizer
 
     @property
-    def parts(self) -> list[Any]:
+    def sub_optimizers(self) -> list[Any]:
         """Return the Megatron optimizers inside this one, except for empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
     def zero_grad(self) -> None:
         """Clear gradient buffers before a mini-batch."""
-        for chunk in _chunks(self.model):
+        for chunk in _wrapped_chunks(self.model):
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
 
@@ -196,16 +199,16 @@ class Optimizer:
         # Read the rate of this step before the scheduler sets the next one.
         learning_rate = self.learning_rate
         with self.model.scope():
-            outcome: Any = self.megatron.step()
+            step_result: Any = self.megatron.step()
             # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
             # such as weight sync and checkpoints, need them now.
             if not has_next:
-                for wrapped in _chunks(self.model):
+                for wrapped in _wrapped_chunks(self.model):
                     if wrapped.use_forward_hook:
                         wrapped.start_param_sync(force_sync=True)
 
         # Raise rather than skip the step: the weights may already be wrong.
-        successful, norm, _ = outcome
+        successful, norm, _ = step_result
         norm = float(norm or 0.0)
         if not successful or not math.isfinite(norm):
             raise FloatingPointError(
@@ -224,39 +227,39 @@ class Optimizer:
 
 
 @contextmanager
-def _default_group(group: Any) -> Iterator[None]:
+def _use_role_group(group: Any) -> Iterator[None]:
     """Make collectives without a group use the role's group, instead of the world, inside the block.
 
     Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer. The ranks of
     other roles would not take part, and the job would hang.
     """
-    gather = dist.all_gather_object
-    size = dist.get_world_size
+    gather_in_world = dist.all_gather_object
+    size_of_world = dist.get_world_size
 
-    def role_gather(
+    def gather_in_role(
         gathered: list[Any],
         value: Any,
         group: Any = group,
     ) -> None:
-        gather(gathered, value, group=group)
+        gather_in_world(gathered, value, group=group)
 
-    def role_size(group: Any = group) -> int:
-        return size(group)
+    def size_of_role(group: Any = group) -> int:
+        return size_of_world(group)
 
-    dist.all_gather_object = role_gather
-    dist.get_world_size = role_size
+    dist.all_gather_object = gather_in_role
+    dist.get_world_size = size_of_role
     try:
         yield
     finally:
-        dist.all_gather_object = gather
-        dist.get_world_size = size
+        dist.all_gather_object = gather_in_world
+        dist.get_world_size = size_of_world
 
 
 def _no_initial_state(*_: Any) -> None:
     """Initialise no optimizer state: SGD has none."""
 
 
-def _chunks(model: ParallelModel) -> Any:
+def _wrapped_chunks(model: ParallelModel) -> Any:
     """Return the wrapped chunks as Any: the model does not declare the methods of Megatron's DDP."""
     return model.wrapped
 
@@ -280,7 +283,7 @@ class HostOptimizer(HybridDeviceOptimizer):
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
         """Return the groups of host and device, and Megatron's maps between parameters and copies."""
-        if device.simulated():
+        if device.is_simulated():
             # A simulation does not count the host's memory.
             return [], [], {}, {}, {}
 
@@ -318,17 +321,17 @@ def set_states(
 
     ``sub_optimizer`` is one of Megatron's distributed optimizers.
     """
-    current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+    current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):
         # Copy the values: Megatron would store the tensors themselves, which may be slices of larger tensors.
         for name, value in states.items():
-            current[name].copy_(value)
+            current_states[name].copy_(value)
         return
 
     # Call the class's method, because a restore replaces the instance's.
-    device_states = {name: value.to(current[name].device) for name, value in states.items()}
+    device_states = {name: value.to(current_states[name].device) for name, value in states.items()}
     type(sub_optimizer)._set_main_param_and_optimizer_states(
-        sub_optimizer, parameter, {**current, **device_states}
+        sub_optimizer, parameter, {**current_states, **device_states}
     )
 
 

@@ -62,19 +62,20 @@ def partition_rows(
 
     Every rank gets equally many micro-batches. Rows are first distributed over ranks by `row_work`. The
     number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
-    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. If the ranks' shares need
+    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. ``tokens_per_quadratic`` is
+    the row length at which attention costs as much as the linear layers. If the ranks' shares need
     more micro-batches than all rows packed together, the packed micro-batches are distributed instead. With
     few rows some micro-batches are empty.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
-    least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
-    count = -(-max(1, least_count) // multiple) * multiple
+    min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
+    count = -(-max(1, min_count) // multiple) * multiple
 
     # Balance rows over ranks, then pack each rank's share separately.
     shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []
     for share in shares:
-        bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
+        bins = _fit_into_bins([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
             return _pack_all_rows(
                 lengths,
@@ -83,69 +84,75 @@ def partition_rows(
                 count,
                 tokens_per_quadratic,
             )
-        microbatches.append([[share[index] for index in items] for items in bins])
+
+        # The bins have indices into the share: replace them by the indices of rows.
+        rows_of_bins = [[share[index] for index in bin_items] for bin_items in bins]
+        microbatches.append(rows_of_bins)
     return microbatches
 
 
 def _pack_all_rows(
     lengths: Sequence[int],
-    ranks: int,
+    rank_count: int,
     budget: int,
     count: int,
     tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
-    """Pack all rows into ``ranks * count`` micro-batches; balance the work of ``count`` of them per rank."""
-    bins = _fit(lengths, budget, ranks * count)
+    """Pack all rows into micro-batches, ``count`` per rank, and balance the work of the ranks.
+
+    ``budget`` is the largest number of tokens of a micro-batch.
+    """
+    bins = _fit_into_bins(lengths, budget, rank_count * count)
     assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
     work = row_work(lengths, tokens_per_quadratic)
     loads = [sum(work[row] for row in rows) for rows in bins]
-    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
-    totals = [0.0] * ranks
+    shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
+    totals = [0.0] * rank_count
 
     # The heaviest bin first, to the least loaded rank with fewer than ``count`` bins.
     for index in sorted(range(len(bins)), key=lambda index: (-loads[index], index)):
-        open_ranks = [rank for rank in range(ranks) if len(shares[rank]) < count]
+        open_ranks = [rank for rank in range(rank_count) if len(shares[rank]) < count]
         rank = min(open_ranks, key=lambda rank: totals[rank])
         shares[rank].append(bins[index])
         totals[rank] += loads[index]
     return shares
 
 
-def _fit(
+def _fit_into_bins(
     lengths: Sequence[int],
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Distribute rows over ``count`` bins within the budget: balanced if that fits, otherwise packed.
+    """Distribute rows over ``count`` bins of ``budget`` tokens: balanced if that fits, otherwise packed.
 
     Returns None if neither fits. A row over the budget fits if it is alone in its bin.
     """
     # Prefer balanced bins: with micro-batches of equal size no pipeline stage waits for another.
-    balanced = balance_work([float(length) for length in lengths], count)
-    if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
-        return balanced
+    balanced_bins = balance_work([float(length) for length in lengths], count)
+    if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced_bins):
+        return balanced_bins
 
-    bins = bin_packing(lengths, budget)
+    bins = pack_into_bins(lengths, budget)
     if len(bins) > count:
         return None
-    empty: list[list[int]] = [[] for _ in range(count - len(bins))]
-    return bins + empty
+    empty_bins: list[list[int]] = [[] for _ in range(count - len(bins))]
+    return bins + empty_bins
 
 
-def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_into_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Pack items into few bins of ``budget``; an item over the budget gets its own bin.
 
     Best fit decreasing (Johnson 1974) needs at most 11/9 of the fewest bins, plus 1. If that is more than the
     lower bound of `min_bins_bound`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with
     at most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
     """
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    largest_first = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, index of the bin), sorted
 
     # Each item goes into the fullest bin that has room for it.
-    for item in order:
+    for item in largest_first:
         position = bisect.bisect_left(room, (lengths[item], 0))
         if position == len(room):
             bins.append([item])
@@ -156,9 +163,9 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bisect.insort(room, (free - lengths[item], index))
 
     # Search for a packing with one bin less, until the lower bound is reached or the search fails.
-    if len(order) <= MAX_SEARCHED_ROWS:
+    if len(largest_first) <= MAX_SEARCHED_ROWS:
         lower_bound = min_bins_bound(lengths, budget)
-        items = [(item, min(lengths[item], budget)) for item in order]
+        items = [(item, min(lengths[item], budget)) for item in largest_first]
         while len(bins) > lower_bound:
             tighter = _search_packing(items, budget, len(bins) - 1)
             if tighter is None:
@@ -198,7 +205,7 @@ def _search_packing(
     room = [budget] * count
     steps = 0
 
-    def place(depth: int) -> bool:
+    def place_from(depth: int) -> bool:
         nonlocal steps
         if depth == len(items):
             return True
@@ -214,20 +221,21 @@ def _search_packing(
             # Undo the placement if the remaining items do not fit.
             bins[index].append(item)
             room[index] -= size
-            if place(depth + 1):
+            if place_from(depth + 1):
                 return True
             room[index] += size
             bins[index].pop()
         return False
 
-    return bins if place(0) else None
+    return bins if place_from(0) else None
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    `PackedAttention` uses ``buckets`` and ``restore`` on hosts; kernels of accelerators use ``boundaries``.
+    Kernels of accelerators use ``boundaries``. On hosts, `PackedAttention` gathers rows of similar length
+    into padded ``buckets`` of token positions, and returns to the packed order by the index ``restore``.
     The ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
     sequences ("thd").
 
@@ -249,19 +257,19 @@ class PackedRows(PackedSeqParams):
         """Return the number of tokens in the buckets, padding included."""
         return sum(bucket.numel() for bucket in self.buckets)
 
-    def fill(self, tokens: Tensor) -> tuple[Tensor, ...]:
+    def fill_buckets(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...].
 
         The gradients of padding must be zero.
         """
-        return _Fill.apply(tokens, self)
+        return _FillBuckets.apply(tokens, self)
 
-    def join(self, buckets: Sequence[Tensor]) -> Tensor:
+    def join_buckets(self, buckets: Sequence[Tensor]) -> Tensor:
         """Gather the tokens [T, ...] of buckets [rows * longest, ...], without their padding."""
-        return _Join.apply(self, *buckets)
+        return _JoinBuckets.apply(self, *buckets)
 
 
-class _Fill(torch.autograd.Function):
+class _FillBuckets(torch.autograd.Function):
     """Gather of tokens into buckets, whose backward pass is a gather too.
 
     Autograd would scatter-add the gradients, which is slow. Padding repeats tokens, but has no gradient, so
@@ -288,8 +296,11 @@ class _Fill(torch.autograd.Function):
         return flat.index_select(0, ctx.restore), None
 
 
-class _Join(torch.autograd.Function):
-    """Gather of tokens out of buckets; in the backward pass padding gets zero gradients."""
+class _JoinBuckets(torch.autograd.Function):
+    """Gather of the T tokens of a packed sequence from its buckets, without their padding.
+
+    It reverses `_FillBuckets`. In the backward pass padding gets zero gradients.
+    """
 
     @staticmethod
     def forward(
@@ -363,11 +374,12 @@ def pack_rows(
 
 
 def _bucket_size(length: int) -> int:
-    """Return the largest length in the bucket of rows of ``length`` tokens.
+    """Return the largest length of a row that shares a bucket with rows of ``length`` tokens.
 
-    It is 8, or one of four sizes between two powers of two.
+    The largest lengths are 8, then four between two powers of two: 10, 12, 14, 16, 20, 24, 28, 32, 40, …
     """
-    step = max(2, 1 << (length - 1).bit_length() >> 3)
+    next_power_of_two = 1 << (length - 1).bit_length()
+    step = max(2, next_power_of_two // 8)
     return max(8, -(-length // step) * step)
 
 

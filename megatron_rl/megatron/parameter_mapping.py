@@ -67,7 +67,7 @@ class _SourceRows:
     source: Source
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         """Return the number of rows that the source selects."""
         return self.source.shape[0]
 
@@ -75,14 +75,14 @@ class _SourceRows:
     def contiguous_rows(self) -> Tensor:
         """Return a view of all rows that the source selects, which must be contiguous in the tensor."""
         assert self.source.runs == 1, self.source
-        if len(self.tensor) == self.count:
+        if len(self.tensor) == self.row_count:
             return self.tensor
-        return self.tensor.narrow(0, self.source.first, self.count)
+        return self.tensor.narrow(0, self.source.first, self.row_count)
 
-    def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill ``target`` with consecutive rows of the source, from row ``begin`` of the source on."""
+    def copy_to(self, target: Tensor, first_row: int) -> None:
+        """Fill ``target`` with consecutive rows of the source, from its row ``first_row`` on."""
         position = 0
-        for row, rows in self.source.pieces(begin, len(target)):
+        for row, rows in self.source.row_ranges(first_row, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
             position += rows
 
@@ -91,8 +91,7 @@ CopyRule = Callable[[Tensor, Sequence[_SourceRows], _ParameterShard], None]
 """Function that fills this rank's shard of a Megatron parameter from Hugging Face tensors.
 
 Arguments: ``target``, the parameter on this rank; ``sources``, the rows of the Hugging Face tensors that
-belong
-to the complete parameter; ``shard``, the index and the number of its shards."""
+belong to the complete parameter; ``shard``, the index and the number of its shards."""
 
 
 def _copy_complete(
@@ -112,11 +111,11 @@ def _copy_rows(
 ) -> None:
     """Fill a parameter with this rank's shard of its only source's rows, or all if replicated."""
     (source,) = sources
-    if len(target) == source.count:
+    if len(target) == source.row_count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
         source.copy_to(target, 0)
         return
-    source.copy_to(target, shard.index * (source.count // shard.count))
+    source.copy_to(target, shard.index * (source.row_count // shard.count))
 
 
 def _copy_columns(
@@ -141,7 +140,7 @@ def _copy_sections(
     """
     position = 0
     for source in sources:
-        rows = source.count // shard.count
+        rows = source.row_count // shard.count
         source.copy_to(target.narrow(0, position, rows), shard.index * rows)
         position += rows
 
@@ -161,7 +160,7 @@ def _copy_query_key_value(
     target_begin = shard.index * rows
     # The query weight's number of groups, which is the number of key-value heads.
     groups = sources[0].source.heads
-    group_sizes = [source.count // groups for source in sources]
+    group_sizes = [source.row_count // groups for source in sources]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
@@ -181,7 +180,7 @@ def _copy_stacked(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a replicated parameter that concatenates its complete sources."""
+    """Copy complete source tensors, one below the other, into a parameter that every rank has in full."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
         target_slice.copy_(source.contiguous_rows)
 
@@ -197,7 +196,7 @@ def _copy_vocabulary(
     """
     (source,) = sources
     begin = shard.index * target.shape[0]
-    rows = min(source.count - begin, target.shape[0])
+    rows = min(source.row_count - begin, target.shape[0])
     if rows > 0:
         source.copy_to(target.narrow(0, 0, rows), begin)
 
@@ -238,18 +237,21 @@ def import_parameters(
     experts_per_rank = shape.experts // shard.expert_size
 
     # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
-    outer_table = [weight for first in (True, False) for weight in outer_weights(shape, first, True)]
-    outer = weights_by_name(outer_table)
+    outer_table: list[Weight] = []
+    for is_first_stage in (True, False):
+        outer_table += outer_weights(shape, is_first_stage, True)
+    outer_weights_by_name = weights_by_name(outer_table)
     layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
 
         # Embedding, final norm and output layer.
         if match is None:
-            if name not in outer:
-                raise _unknown_parameter_error(name, outer)
-            rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
-            _COPY_RULES[outer[name].cut](target, rows, dense_shard)
+            if name not in outer_weights_by_name:
+                raise _unknown_parameter_error(name, outer_weights_by_name)
+            weight = outer_weights_by_name[name]
+            source_rows = [_SourceRows(sources[source.name], source) for source in weight.sources]
+            _COPY_RULES[weight.cut](target, source_rows, dense_shard)
             continue
 
         # Build the table of a layer's weights once for all parameters of the layer.
@@ -257,9 +259,10 @@ def import_parameters(
         if layer not in layer_weights:
             layer_weights[layer] = weights_by_name(model.weights(layer))
         name_in_layer = name[match.end() :]
-        weight = layer_weights[layer].get(EXPERT.sub(r"\1{expert}", name_in_layer))
-        if weight is None:
+        weight_name = EXPERT.sub(r"\1{expert}", name_in_layer)
+        if weight_name not in layer_weights[layer]:
             raise _unknown_parameter_error(name, layer_weights[layer])
+        weight = layer_weights[layer][weight_name]
 
         # Parameter names number the experts of this rank, checkpoint names those of the whole model.
         expert = 0
@@ -268,14 +271,14 @@ def import_parameters(
             expert = shard.expert * experts_per_rank + int(expert_match.group(2))
 
         prefix = LAYER.format(layer=layer)
-        rows = []
+        source_rows = []
         for source in weight.sources:
             tensor_name = prefix + source.name.format(expert=expert)
-            rows.append(_SourceRows(sources[tensor_name], source))
+            source_rows.append(_SourceRows(sources[tensor_name], source))
         parameter_shard = dense_shard
         if weight.expert:
             parameter_shard = expert_shard
-        _COPY_RULES[weight.cut](target, rows, parameter_shard)
+        _COPY_RULES[weight.cut](target, source_rows, parameter_shard)
 
 
 def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
@@ -351,14 +354,16 @@ class _MetaTensors(Mapping[str, Tensor]):
 
 def vocabulary_names(shape: ModelShape) -> set[str]:
     """Return Megatron's names of the parameters with a row per token of the vocabulary, on any stage."""
-    weights = (weight for first in (True, False) for weight in outer_weights(shape, first, True))
+    weights: list[Weight] = []
+    for is_first_stage in (True, False):
+        weights += outer_weights(shape, is_first_stage, True)
     return {weight.name for weight in weights if weight.cut == "vocabulary"}
 
 
 def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     """Return a layer's weights by their names in Megatron's own layers and in Transformer Engine's."""
-    fused = {weight.fused: weight for weight in weights if weight.fused}
-    return fused | {weight.name: weight for weight in weights}
+    by_fused_name = {weight.fused: weight for weight in weights if weight.fused}
+    return by_fused_name | {weight.name: weight for weight in weights}
 
 
 def shard_of(model: Chunked) -> Shard:

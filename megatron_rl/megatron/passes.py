@@ -71,7 +71,7 @@ class OutOfMemory(RuntimeError):
 
 
 class _OtherRankFailed(RuntimeError):
-    """Exception that ends a pass on a rank where it succeeded, after the vote."""
+    """Exception that ends a pass on ranks where it succeeded, if it failed on any other rank."""
 
 
 class PassGuard:
@@ -98,7 +98,7 @@ class PassGuard:
         self._voted = False
         self._vote = torch.zeros(2, dtype=torch.int64)
 
-    def run(
+    def run_pass(
         self,
         compute: Callable[[int], Result],
         budget: int,
@@ -115,11 +115,11 @@ class PassGuard:
         """
         self._repeat_obstacle = repeat_obstacle(self.model, trains=clear is not None)
         if self._repeat_obstacle is not None:
-            result, _ = self._attempt(compute, budget)
+            result, _ = self._try_pass(compute, budget)
             return result
 
         generators = device.generator_states()
-        result, failed = self._attempt(compute, budget)
+        result, failed = self._try_pass(compute, budget)
         if not failed:
             return result
 
@@ -131,17 +131,17 @@ class PassGuard:
 
         self._discard_pass(clear)
         device.set_generator_states(generators)
-        result, failed = self._attempt(compute, smaller_budget)
+        result, failed = self._try_pass(compute, smaller_budget)
         if failed:
             self._raise_on_all_ranks(
                 f"it was repeated once already, after micro-batches of up to {microbatch_tokens:,} tokens"
             )
 
         self._maxima[SPLIT_PASSES] = self._maxima.get(SPLIT_PASSES, 0.0) + 1
-        self._record(SPLIT_TOKENS, smaller_budget)
+        self._record_maximum(SPLIT_TOKENS, smaller_budget)
         return result
 
-    def _attempt(self, compute: Callable[[int], Result], budget: int) -> tuple[Any, bool]:
+    def _try_pass(self, compute: Callable[[int], Result], budget: int) -> tuple[Any, bool]:
         """Return the result of a pass, and whether any rank ran out of memory."""
         self._budget = budget
         self._microbatch_tokens = 0
@@ -167,13 +167,13 @@ class PassGuard:
         self._exchange_votes(failed=True)
         return None, True
 
-    def begin(self, microbatch_tokens: int) -> None:
-        """Start to measure the memory of a pass; its largest micro-batch has ``microbatch_tokens`` tokens."""
+    def begin_microbatches(self, microbatch_tokens: int) -> None:
+        """Start to measure a pass's memory; its largest micro-batch has ``microbatch_tokens`` tokens."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
             self._reading = device.read_memory(restart=True)
 
-    def end(self) -> None:
+    def end_microbatches(self) -> None:
         """End the micro-batches of a pass on this rank, before its gradients are reduced.
 
         Records the memory that the pass used, and exchanges with the other ranks whether any of them ran out
@@ -201,11 +201,11 @@ class PassGuard:
         # Skip short micro-batches: their constant costs would be divided by few tokens.
         if begin is None or end is None or 2 * self._microbatch_tokens < self._budget:
             return
-        self._record(RESIDENT_BYTES, begin.allocated + begin.others)
-        self._record(BYTES_PER_TOKEN, max(0, end.peak - begin.allocated) / self._microbatch_tokens)
+        self._record_maximum(RESIDENT_BYTES, begin.allocated + begin.others)
+        self._record_maximum(BYTES_PER_TOKEN, max(0, end.peak - begin.allocated) / self._microbatch_tokens)
 
-    def _record(self, name: str, value: float) -> None:
-        """Record a value of a metric, of which the largest one since the last `metrics` is reported."""
+    def _record_maximum(self, name: str, value: float) -> None:
+        """Record a value of the metric ``name``; `metrics` reports the largest one since its last call."""
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
     def _exchange_votes(self, *, failed: bool) -> None:
@@ -254,7 +254,7 @@ def repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
 
     If ranks exchange tensors inside a pass, the peers of a failed rank wait for it in a collective forever.
     """
-    if device.simulated():
+    if device.is_simulated():
         return "a simulation has no memory"
 
     layout = model.groups.layout
@@ -285,7 +285,7 @@ def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     Only tensors that Python can reach are included; autograd's saved tensors are not.
     """
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
-    target = device.device().type
+    device_type = device.device().type
 
     # Tensors that share a storage count once.
     by_storage: dict[int, Tensor] = {}
@@ -297,7 +297,7 @@ def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
         # Tensors without a storage raise.
         with contextlib.suppress(RuntimeError):
             storage = value.untyped_storage()
-            if value.device.type == target and storage.nbytes():
+            if value.device.type == device_type and storage.nbytes():
                 by_storage.setdefault(storage.data_ptr(), value)
 
     sorted_tensors = sorted(by_storage.items(), key=lambda item: -item[1].untyped_storage().nbytes())

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_rl.check.model.megatron_lm import PROVIDER_ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.interop.megatron_lm.arguments import ABSENT
+from megatron_rl.interop.megatron_lm.arguments import UNSUPPORTED_ARGUMENTS
 from megatron_rl.megatron.layers import (
     PackedAttention,
     PackedRotaryEmbedding,
@@ -33,7 +33,7 @@ from megatron_rl.megatron.layers import (
 )
 from megatron_rl.megatron.model_spec import ModelSpec
 from megatron_rl.shapes.accelerator import CHANGED_FIELDS
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tensor",
@@ -74,7 +74,7 @@ _RANKS = {
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
 """Megatron's process-global lists of ranks -> the role's groups, by attribute of `ParallelGroups`."""
-_COMPARED_FIELDS = frozenset(ABSENT) | {
+_COMPARED_FIELDS = frozenset(UNSUPPORTED_ARGUMENTS) | {
     "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
     "yarn_rotary_scaling_factor",
     "virtual_pipeline_model_parallel_size", "moe_router_pre_softmax", "moe_router_score_function",
@@ -130,18 +130,18 @@ class Provider:
         # Absent unless the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
-            with global_groups(groups, stage):
+            with use_global_groups(groups, stage):
                 yield
             return
 
         global_vars._GLOBAL_ARGS = self.arguments
         try:
-            with global_groups(groups, stage):
+            with use_global_groups(groups, stage):
                 yield
         finally:
             global_vars._GLOBAL_ARGS = None
 
-    def build(
+    def build_chunk(
         self,
         spec: ModelSpec,
         groups: ParallelGroups,
@@ -159,6 +159,7 @@ class Provider:
         vp_stage = None
         if layout.virtual_pipeline > 1:
             vp_stage = stage
+        # In the order of `PROVIDER_ARGUMENTS`.
         values = (
             pre_process,
             post_process,
@@ -253,12 +254,12 @@ def check_chunk(
             )
 
     # Some of Megatron's layers have copies of the configuration: set each distinct one.
-    for config_copy in {id(config): config for config in _configs(chunk)}.values():
+    for config_copy in {id(config): config for config in _module_configs(chunk)}.values():
         for name in _TRAINER_FIELDS & vars(config_copy).keys():
             setattr(config_copy, name, getattr(spec.transformer_config, name))
 
 
-def _configs(chunk: Any) -> Iterator[Any]:
+def _module_configs(chunk: Any) -> Iterator[Any]:
     """Yield the TransformerConfig of each module of a chunk that has one."""
     for module in chunk.modules():
         if isinstance(getattr(module, "config", None), TransformerConfig):
@@ -277,7 +278,7 @@ def load_provider(
     """
     names = {}
     if names_path is not None:
-        names = load_path(names_path, "model.weights")
+        names = load_object(names_path, "model.weights")
     if not isinstance(names, Mapping):
         raise UserError(
             "model.weights is not a mapping of parameter names",
@@ -287,11 +288,11 @@ def load_provider(
             fix="make it a dict, or name another object",
         )
 
-    return Provider(path, load_path(path, "model.provider"), Namespace(**arguments), names)
+    return Provider(path, load_object(path, "model.provider"), Namespace(**arguments), names)
 
 
 @contextmanager
-def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
+def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
     """Set Megatron's process-global groups to a role's inside the block, for code that reads them."""
     state: Any = parallel_state
     virtual_pipeline = groups.layout.virtual_pipeline

@@ -63,7 +63,9 @@ class Residency:
             Use.READ: _OffloadedStorages(self._weight_storages),
             Use.STATE: _OffloadedStorages(self._state_storages),
             # Gradients are zero between mini-batches: nothing to copy.
-            Use.LEARN: _OffloadedStorages(lambda: _storages(_gradients(self.model)), copies=False),
+            Use.LEARN: _OffloadedStorages(
+                lambda: _device_storages(_gradient_buffers(self.model)), copies=False
+            ),
         }
 
     @contextmanager
@@ -73,7 +75,7 @@ class Residency:
         Blocks may nest.
         """
         self._uses.append(use)
-        self._move()
+        self._move_parts()
         base: AbstractContextManager[None] = nullcontext()
         try:
             if self.base is not None:
@@ -82,18 +84,18 @@ class Residency:
                 yield
         finally:
             self._uses.pop()
-            self._move()
+            self._move_parts()
 
     def offload_all(self) -> None:
         """Move all parts to host memory now, if this model is offloaded."""
-        self._move()
+        self._move_parts()
 
-    def _move(self) -> None:
+    def _move_parts(self) -> None:
         """Load the parts that the open blocks use, and offload the others."""
         if not self.offload:
             return
 
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         bytes_before = self._bytes
         use = max(self._uses, default=0)
         required = [storages for level, storages in self._levels.items() if level <= use]
@@ -108,29 +110,29 @@ class Residency:
 
         # Copies are asynchronous: device memory may be freed only when they are complete.
         device.synchronize()
-        freed = [storages.free() for storages in unused]
+        freed = [storages.free_device_memory() for storages in unused]
         if any(freed):
             # Freed storages stay in the allocator's cache until they are returned to the driver.
             device.empty_cache()
 
         # Load what is required, after the memory for it is free.
-        self._bytes += sum(storages.load() for storages in required)
+        self._bytes += sum(storages.load_to_device() for storages in required)
         if self._bytes > bytes_before:
             device.synchronize()
-        self._seconds += time.perf_counter() - started
+        self._seconds += time.perf_counter() - start_time
 
     def _weight_storages(self) -> dict[int, Any]:
         """Return the storages of the weights that are not shared with the base."""
         base_weights: set[int] = set()
         if self.base is not None:
-            base_weights = {_identity(value) for value in _weights(self.base.model)}
-        storages = _storages(_weights(self.model))
+            base_weights = {_storage_address(value) for value in _weights(self.base.model)}
+        storages = _device_storages(_weights(self.model))
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
         """Return the storages of optimizer states, except for weights that float32 main weights alias."""
-        weights = {_identity(value) for value in _weights(self.model)}
-        storages = _storages(_optimizer_states(self.optimizer))
+        weights = {_storage_address(value) for value in _weights(self.model)}
+        storages = _device_storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
@@ -188,7 +190,7 @@ class _OffloadedStorages:
 
             # If the storage has not changed since, the buffer already contains its values.
             if is_new or self.stale:
-                buffer.copy_(_bytes_of(storage), non_blocking=True)
+                buffer.copy_(_view_as_bytes(storage), non_blocking=True)
                 copied_bytes += size
 
         # Buffers of storages that no longer exist are dropped here.
@@ -196,45 +198,48 @@ class _OffloadedStorages:
         self.stale = False
         return copied_bytes
 
-    def free(self) -> bool:
+    def free_device_memory(self) -> bool:
         """Free the device memory of the offloaded storages; return whether there was any."""
         storages = [storage for storage, _ in self._offloaded.values() if storage.nbytes()]
         for storage in storages:
             storage.resize_(0)
         return bool(storages)
 
-    def load(self) -> int:
+    def load_to_device(self) -> int:
         """Start to refill the storages in place; return the bytes copied."""
         copied_bytes = 0
         for key, (storage, size) in self._offloaded.items():
             storage.resize_(size)
             if self._copies:
-                _bytes_of(storage).copy_(self._host[key], non_blocking=True)
+                _view_as_bytes(storage).copy_(self._host[key], non_blocking=True)
                 copied_bytes += size
             else:
-                _bytes_of(storage).zero_()
+                _view_as_bytes(storage).zero_()
         self._offloaded = {}
         return copied_bytes
 
 
-def _bytes_of(storage: Any) -> Tensor:
+def _view_as_bytes(storage: Any) -> Tensor:
     """Return a view of a storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _identity(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object, equal for all views and also for an empty storage."""
     return tensor.untyped_storage()._cdata
 
 
-def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the storages of the tensors on the device by `_identity`, except for empty ones and scalars."""
+def _device_storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
+    """Return the storages of the tensors on the device by their `_storage_address`.
+
+    Empty storages and those of scalars are left out.
+    """
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         on_device = tensor.device.type == device.device().type
         if on_device and tensor.numel() > 1 and storage.nbytes():
-            storages.setdefault(_identity(tensor), storage)
+            storages.setdefault(_storage_address(tensor), storage)
     return storages
 
 
@@ -250,14 +255,14 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is None:
         return
 
-    for megatron_optimizer in optimizer.parts:
+    for megatron_optimizer in optimizer.sub_optimizers:
         for group in megatron_optimizer.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in megatron_optimizer.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradients(model: Any) -> Iterator[Tensor]:
+def _gradient_buffers(model: Any) -> Iterator[Tensor]:
     """Yield the gradient buffers of Megatron's DDP; a chunk that is not wrapped has none."""
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):

@@ -25,14 +25,13 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
-from megatron_rl.megatron.log_probs import Support, TopTokens, support_of
+from megatron_rl.megatron.log_probs import Support, TopTokens, make_support
 from megatron_rl.megatron.logit_rules import RowRules, build_row_rules, token_temperatures
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition_rows
 from megatron_rl.megatron.passes import PassGuard, Result
-from megatron_rl.metrics import Metrics
-from megatron_rl.metrics import merge as merge_metrics
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.progress import count_progress
 from megatron_rl.types import LogitRules, token_index
 
@@ -95,9 +94,9 @@ def build_microbatches(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     has_loss: bool = False,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
@@ -105,11 +104,11 @@ def build_microbatches(
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
-    if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
-    tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from the
-    hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
-    ``unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch. With
-    ``has_loss`` the micro-batches of the last stage contain their rows of the batch, which the loss reads.
+    if sampling was truncated; ``experts`` if routers replay recorded choices. ``output_mask`` [N] bool marks
+    the tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from
+    the hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
+    ``rows_per_unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch.
+    With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for the loss.
     ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
     squared probabilities.
 
@@ -128,7 +127,7 @@ def build_microbatches(
     tokens_per_quadratic = 12.0 * model.transformer_config.hidden_size
 
     # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
-    unit_lengths = batch.lengths.view(-1, unit).sum(dim=1).tolist()
+    unit_lengths = batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
     shares = partition_rows(
         unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
     )
@@ -136,9 +135,12 @@ def build_microbatches(
     for units in shares[data_rank]:
         rows: list[int] = []
         for number in units:
-            rows += range(number * unit, (number + 1) * unit)
+            first_row = number * rows_per_unit
+            rows += range(first_row, first_row + rows_per_unit)
         micros.append(
-            _pack(model, batch, rows, select, from_previous_token, has_loss, top_tokens, squared_probs)
+            _pack_microbatch(
+                model, batch, rows, output_mask, from_previous_token, has_loss, top_tokens, squared_probs
+            )
         )
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
@@ -150,10 +152,10 @@ def build_microbatches(
     bucket_tokens = sum(packing.bucket_tokens for packing in packings)
     if bucket_tokens:
         padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
-    return _upload(micros), padding
+    return _upload_microbatches(micros), padding
 
 
-def _upload(micros: list[MicroBatch]) -> list[MicroBatch]:
+def _upload_microbatches(micros: list[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches with their tensors on the device, copied together in one upload."""
     tensors: dict[int, Tensor] = {}
 
@@ -184,11 +186,11 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return mapped
 
 
-def _pack(
+def _pack_microbatch(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
-    select: Tensor,
+    output_mask: Tensor,
     from_previous_token: bool,
     has_loss: bool,
     top_tokens: TopTokens | None = None,
@@ -206,12 +208,12 @@ def _pack(
     lengths = batch.lengths[row_index]
     positions = token_index(batch.lengths, row_index)
     tokens = batch.tokens[positions]
-    mask = select[positions].clone()
+    selected_mask = output_mask[positions].clone()
     if from_previous_token:
         first_tokens = lengths.cumsum(0) - lengths
-        mask[first_tokens] = False  # no hidden state predicts a row's first token
-    selected = mask.nonzero()[:, 0]
-    rules = _rules(batch, rows)
+        selected_mask[first_tokens] = False  # no hidden state predicts a row's first token
+    selected = selected_mask.nonzero()[:, 0]
+    rules = _select_rules(batch, rows)
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
     if rules is not None:
         temperature = token_temperatures(temperature, lengths, rules)
@@ -254,7 +256,7 @@ def _pack(
         selected=selected,
         targets=tokens[selected],
         temperature=temperature[selected],
-        support=_support(batch, positions[selected]),
+        support=_select_support(batch, positions[selected]),
         rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
         buckets=buckets,
         squared_probs=squared_probs,
@@ -279,7 +281,7 @@ def _routed_tokens(
         return None
 
     local = model.local_tokens(len(positions) + padding)
-    real = max(0, min(len(positions), local.stop) - local.start)
+    real_count = max(0, min(len(positions), local.stop) - local.start)
     token_rows = None
     if model.routing.has_losses:
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
@@ -293,23 +295,23 @@ def _routed_tokens(
         )
     experts = getattr(batch, "experts", None)
     if experts is None:
-        return RoutedTokens(None, real, token_rows)
+        return RoutedTokens(None, real_count, token_rows)
 
     # -1 lets the router choose, as it does for padding.
     replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
-    replayed[:real] = experts[positions[local]]
-    return RoutedTokens(replayed, real, token_rows)
+    replayed[:real_count] = experts[positions[local]]
+    return RoutedTokens(replayed, real_count, token_rows)
 
 
-def _support(batch: Any, positions: Tensor) -> Support | None:
+def _select_support(batch: Any, positions: Tensor) -> Support | None:
     """Return the supports of the tokens at ``positions``, or None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
-    return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
+    return make_support(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
-def _rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
+def _select_rules(batch: Any, rows: list[int]) -> list[LogitRules | None] | None:
     """Return the rules of the rows of a micro-batch, or None for a batch without rules."""
     rules = getattr(batch, "rules", None)
     if rules is None:
@@ -321,7 +323,7 @@ def forward_only(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     *,
     from_previous_token: bool = True,
     record_experts: bool = False,
@@ -347,7 +349,7 @@ def forward_only(
             model,
             batch,
             tokens,
-            select,
+            output_mask,
             from_previous_token,
             top_tokens=top_tokens,
             squared_probs=squared_probs,
@@ -355,7 +357,7 @@ def forward_only(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return micros, _run(model, micros, collect, forward_only=True, guard=guard)
+            return micros, _run_schedule(model, micros, collect, forward_only=True, guard=guard)
 
     micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record_experts:
@@ -371,14 +373,14 @@ def _run_guarded(
     compute: Callable[[int], Result],
     tokens_per_microbatch: int,
     batch: Any,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``, run by the guard if there is one (see `PassGuard.run`)."""
+    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard."""
     if guard is None:
         return compute(tokens_per_microbatch)
-    unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
-    return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
+    unit_tokens = max(batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist(), default=1)
+    return guard.run_pass(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
 def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
@@ -417,34 +419,37 @@ def forward_backward(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     guard: PassGuard | None = None,
     clear: Callable[[], None] | None = None,
 ) -> tuple[list[TokenScores], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
-    ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
-    global weights; for a batch with a teacher's most likely tokens it also gets ``bucket_log_probs``
-    [n, k + 1]. Gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``from_previous_token`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of
-    memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these
-    weights, and this rank's metrics; stages before the last have only the padding metrics. Collective over
-    the model's ranks.
+    ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
+    loss, which sums over the n tokens with weights of the whole mini-batch, and metrics. For a batch with a
+    teacher's most likely tokens it also gets ``bucket_log_probs`` [n, k + 1].
+    Gradients add up over micro-batches and data-parallel ranks without any scaling.
+    ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
+    runs out of memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return
+    with these weights, and this rank's metrics; stages before the last have only the padding metrics.
+    Collective over the model's ranks.
     """
 
     def compute(tokens: int) -> tuple[list[Any], Metrics]:
         micros, padding = build_microbatches(
-            model, batch, tokens, select, from_previous_token, unit, has_loss=True
+            model, batch, tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
         )
         for chunk in model.wrapped:
             chunk.train()
-        return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
+        loss_function = _make_loss_function(objective)
+        results = _run_schedule(model, micros, loss_function, forward_only=False, guard=guard)
+        return results, padding
 
-    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
+    results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -456,11 +461,11 @@ def forward_loss(
     model: ParallelModel,
     batch: Any,
     tokens_per_microbatch: int,
-    select: Tensor,
+    output_mask: Tensor,
     objective: Callable[..., tuple[Tensor, Metrics]],
     *,
     from_previous_token: bool = True,
-    unit: int = 1,
+    rows_per_unit: int = 1,
     guard: PassGuard | None = None,
 ) -> Metrics:
     """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
@@ -473,27 +478,28 @@ def forward_loss(
             model,
             batch,
             tokens,
-            select,
+            output_mask,
             from_previous_token,
-            unit,
+            rows_per_unit,
             has_loss=True,
         )
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
+            loss_function = _make_loss_function(objective)
+            return _run_schedule(model, micros, loss_function, forward_only=True, guard=guard)
 
-    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, unit)
+    results = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
-def _loss_function(
+def _make_loss_function(
     objective: Callable[..., tuple[Tensor, Metrics]],
 ) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
 
     def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
-        # Log-probs of a teacher's most likely tokens, which only a language model has.
+        # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
             *scalars, arguments["bucket_log_probs"] = outputs
@@ -508,7 +514,7 @@ def _loss_function(
     return loss_function
 
 
-def _run(
+def _run_schedule(
     model: ParallelModel,
     micros: Sequence[MicroBatch],
     loss_function: Callable[..., tuple[Tensor, Any]],
@@ -550,14 +556,14 @@ def _run(
         )
 
     if model.routing is not None:
-        model.routing.begin(trains=not forward_only)
+        model.routing.begin_pass(trains=not forward_only)
 
     virtual_pipeline = None
     if interleaved:
         virtual_pipeline = layout.virtual_pipeline
     run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
     if guard is not None:
-        guard.begin(max(micro.tokens for micro in micros))
+        guard.begin_microbatches(max(micro.tokens for micro in micros))
     with model.scope():
         results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
@@ -572,7 +578,7 @@ def _run(
         )
         # A training pass has ended already, before its gradients were reduced: see `_finalize_gradients`.
         if guard is not None and forward_only:
-            guard.end()
+            guard.end_microbatches()
         if model.adapters is not None and not forward_only:
             # This sum over the experts' tensor-parallel ranks is missing in Megatron. It may follow the
             # data-parallel reduction at the end of the schedule, because the order of sums does not matter.
@@ -647,7 +653,7 @@ def _finalize_gradients(
     them has run out of memory.
     """
     if guard is not None:
-        guard.end()
+        guard.end_microbatches()
 
     # The balancing biases of routers are updated over a process-global group, which is not initialised here.
     original = parallel_state.get_tensor_and_data_parallel_group
@@ -676,7 +682,7 @@ def _forward_step(
 
     route = nullcontext()
     if model.routing is not None and micro.routed is not None:
-        route = model.routing.forward(micro.routed)
+        route = model.routing.route_tokens(micro.routed)
     with route:
         output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]

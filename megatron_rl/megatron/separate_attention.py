@@ -41,7 +41,7 @@ class SeparateSelfAttention(SelfAttention):
         layer_config.kv_channels = head_dim
         layer_config.num_query_groups = kv_heads
         if keys_are_values:
-            narrow = _without_outputs(submodules.linear_qkv, kv_heads * head_dim)
+            narrow = _narrow_projection(submodules.linear_qkv, kv_heads * head_dim)
             submodules = replace(submodules, linear_qkv=narrow)
         super().__init__(layer_config, submodules, *args, **kwargs)
         self.kv_heads = kv_heads
@@ -95,20 +95,20 @@ class SeparateSelfAttention(SelfAttention):
         return query, key, value
 
 
-def separate_attention_spec(layer: Any, kind: Attention) -> Any:
-    """Return a layer's spec with the head size and the key-value heads of its own attention."""
+def separate_attention_spec(layer: Any, block: Attention) -> Any:
+    """Return a layer's spec with the head size and the key-value heads of ``block``, its own attention."""
     attention = layer.submodules.self_attention
     sizes = {
-        "head_dim": kind.head_dim,
-        "kv_heads": kind.kv_heads,
-        "keys_are_values": kind.keys_are_values,
-        "value_norm": kind.value_norm,
+        "head_dim": block.head_dim,
+        "kv_heads": block.kv_heads,
+        "keys_are_values": block.keys_are_values,
+        "value_norm": block.value_norm,
     }
     attention = replace(attention, module=SeparateSelfAttention, params={**(attention.params or {}), **sizes})
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
-def _without_outputs(linear: Any, count: int) -> type:
+def _narrow_projection(linear: Any, count: int) -> type:
     """Return a subclass of a projection with ``count`` fewer outputs than Megatron asks for."""
 
     def __init__(self: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:

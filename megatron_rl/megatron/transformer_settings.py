@@ -66,7 +66,7 @@ def transformer_settings(
         "init_method_std": config["initializer_range"],
         "params_dtype": dtype,
         # Megatron raises unless Transformer Engine's environment variable agrees with this field.
-        "deterministic_mode": device.deterministic(),
+        "deterministic_mode": device.is_deterministic(),
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "bias_activation_fusion": fused,

@@ -28,7 +28,7 @@ from megatron_rl.megatron.transformer_settings import (
     transformer_settings,
 )
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe, read_json
+from megatron_rl.shapes.pretrained import parse_pretrained, read_json
 
 _PACKAGES = (
     "", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer", ".distributed",
@@ -43,14 +43,15 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
-    ``roles`` has the format of the module's standard input, the result that of its standard output.
+    Each of ``roles`` is the JSON object of a role: its model, layout, dtype and settings of Megatron. The
+    keys of the result are ``<role>``, ``<role> optimizer`` and ``<role> ddp``.
     """
-    complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
-    model_configs, optimizer_config, ddp_config = _config_classes(complete)
+    needs_packages = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
+    model_configs, optimizer_config, ddp_config = _config_classes(needs_packages)
     reasons: dict[str, str] = {}
     for role in roles:
         try:
-            model = describe(read_json(Path(role["model"])))
+            model = parse_pretrained(read_json(Path(role["model"])))
             if role["scalar_head"]:
                 model = model.with_scalar_head()
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
@@ -86,13 +87,13 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     return reasons
 
 
-def _config_classes(complete: bool) -> tuple[Any, Any, Any]:
+def _config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
     """Return the module of the TransformerConfigs, the OptimizerConfig and the DDP configuration class.
 
-    Unless the import must be ``complete``, their modules are imported without the packages that contain them,
+    Without ``complete_import`` their modules are imported without the packages that contain them,
     which takes a quarter of the time.
     """
-    if not complete:
+    if not complete_import:
         _skip_package_imports()
 
     # Megatron's modules have circular imports, which work if this one is imported first.

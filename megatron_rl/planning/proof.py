@@ -30,8 +30,8 @@ from megatron_rl.data import quickstart
 from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
-from megatron_rl.launcher import leave_with_launcher, process_rank
-from megatron_rl.megatron.log_probs import kernel_errors, kernels_work
+from megatron_rl.launcher import exit_with_launcher, process_rank
+from megatron_rl.megatron.log_probs import kernels_work, measure_kernel_errors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
 from megatron_rl.shapes.hardware import GB, Constants, load_constants
@@ -97,7 +97,7 @@ def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
     for _ in range(_REPEATS + 1):
         values = torch.full((num_elements,), float(device.rank() + 1), device=device.device())
         barrier()
-        seconds = _seconds(lambda values=values: dist.all_reduce(values))
+        seconds = _time_call(lambda values=values: dist.all_reduce(values))
         rank_seconds.append(seconds)
         is_correct = is_correct and bool((values == expected_sum).all())
 
@@ -174,7 +174,7 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
         # The barrier is collective over the world, so ranks without a partner take part.
         barrier()
         if partner is not None:
-            rank_seconds.append(_seconds(lambda: exchange(partner)))
+            rank_seconds.append(_time_call(lambda: exchange(partner)))
             is_correct = is_correct and bool((incoming == partner).all())
 
     # A rank without a partner has no measurements.
@@ -237,16 +237,16 @@ def probe_devices() -> list[DeviceProbe]:
     barrier()
 
     # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
-    product_seconds = _median_seconds(lambda: matrix @ factor)
-    copy_seconds = _median_seconds(lambda: copy.copy_(block))
+    product_seconds = _median_call_seconds(lambda: matrix @ factor)
+    copy_seconds = _median_call_seconds(lambda: copy.copy_(block))
     host_rate = None
     if not device.on_host():
         buffer = device.host_buffer(len(block) // 4)
-        host_seconds = _median_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
+        host_seconds = _median_call_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
         host_rate = len(buffer) / host_seconds
 
     probe = DeviceProbe(
-        device.name(),
+        device.product_name(),
         flops=2 * size**3 / product_seconds,
         memory=2 * len(block) / copy_seconds,
         host=host_rate,
@@ -259,18 +259,18 @@ def probe_kernel() -> tuple[bool, str]:
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
     # Errors relative to float64: of the values, and of the gradients by kind of token.
-    values, gradients = kernel_errors(torch.bfloat16)
+    values, gradients = measure_kernel_errors(torch.bfloat16)
     errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
     return kernels_work(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
 
 
-def _median_seconds(call: Callable[[], object]) -> float:
+def _median_call_seconds(call: Callable[[], object]) -> float:
     """Return the median seconds of several calls of a function, without the first one, which warms up."""
-    seconds = [_seconds(call) for _ in range(_REPEATS + 1)]
+    seconds = [_time_call(call) for _ in range(_REPEATS + 1)]
     return median(seconds[1:])
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _time_call(call: Callable[[], object]) -> float:
     """Return the seconds of one call of a function, synchronised with the device before and after it."""
     device.synchronize()
     start = time.perf_counter()
@@ -362,7 +362,7 @@ def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
     material = folder / "material"
     return {
-        "model": {"path": str(material / "model"), "dtype": _dtype(on_host)},
+        "model": {"path": str(material / "model"), "dtype": _training_dtype(on_host)},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "algorithm": {"name": "grpo"},
@@ -373,7 +373,7 @@ def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     }
 
 
-def _dtype(on_host: bool) -> str:
+def _training_dtype(on_host: bool) -> str:
     """Return the dtype in which the small jobs train: float32 on a host, else bfloat16."""
     if on_host:
         return "float32"
@@ -387,7 +387,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     test ends after a job with an error. Collective over the world.
     """
     # Measure first: the communicators are destroyed before the small jobs start.
-    leave_with_launcher()
+    exit_with_launcher()
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
     pairs = {kind: probe_pairs(ranks) for kind, ranks in neighbour_pairs(links.hosts).items()}
@@ -402,7 +402,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
 
     # The small jobs run in other processes with their own process groups.
-    watch.leave()
+    watch.leave_job()
 
     if world > 1:
         yield from link_findings(links)
@@ -420,7 +420,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     for task in list_tasks(folder, world):
         finding = _run_task(task, folder)
         if finding.level == "ok" and task.name == "all_ranks":
-            tolerance = TOLERANCE[_dtype(device.on_host())]
+            tolerance = TOLERANCE[_training_dtype(device.on_host())]
             finding = compare_steps(folder, finding, tolerance)
         yield finding
         if finding.level == "error":
@@ -459,7 +459,7 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     model_size = "medium"
     if on_host:
         model_size = "small"
-    quickstart.make(folder / "material", model_size)
+    quickstart.write_inputs(folder / "material", model_size)
 
     config = job_settings(folder, world, on_host=on_host)
     (folder / "proof.yaml").write_text(yaml.safe_dump(config))

@@ -17,16 +17,16 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.errors import UserError, first_line, out_of_range
-from megatron_rl.megatron.model_spec import model_spec, pretrained
+from megatron_rl.errors import UserError, first_line, range_error
+from megatron_rl.megatron.model_spec import describe_model, model_spec
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layer_weights import Source
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout, end_settings, stage_layers
-from megatron_rl.shapes.lora import Lora, adapted
+from megatron_rl.shapes.lora import Lora, make_adapted_model
 from megatron_rl.shapes.pretrained import PretrainedModel, engine_config
-from megatron_rl.shapes.published import named_config
+from megatron_rl.shapes.published import find_named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
@@ -101,7 +101,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
 
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raise UserError for an unknown model."""
-    values = dict(engine_config(named_config(model)[1]))
+    values = dict(engine_config(find_named_config(model)[1]))
     # transformers has one configuration class for each model type.
     try:
         return AutoConfig.for_model(values.pop("model_type", ""), **values)
@@ -120,7 +120,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
         count *= sizes.get(name, 1)
 
     if count > MAX_WORLD:
-        raise out_of_range(
+        raise range_error(
             "--from",
             count,
             f"at most {MAX_WORLD:,} ranks",
@@ -149,7 +149,7 @@ def plan_offline(
     ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora`` only
     adapters are transferred.
     """
-    model = pretrained(hf_config)
+    model = describe_model(hf_config)
     if settings is None:
         settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
 
@@ -174,7 +174,7 @@ def plan_offline(
 
     # With adapters the engine already has the base, and only the tensors of adapters are sent.
     if lora is not None:
-        model = adapted(model, lora.rank, None, lora.targets)
+        model = make_adapted_model(model, lora.rank, None, lora.targets)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
 
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
@@ -232,7 +232,7 @@ def _slice_boxes(name: str, source: Source, cut: Slice) -> list[TensorBox]:
     size[cut.dim] = cut.stop - cut.start
 
     boxes = []
-    for row, rows in source.pieces(start[0], size[0]):
+    for row, rows in source.row_ranges(start[0], size[0]):
         box = TensorBox(
             name,
             start=(row, *start[1:]),
@@ -370,7 +370,7 @@ def megatron_layout(
     """
     model = model_spec(hf_config, layout, dtype, overrides).model
     if lora is not None:
-        model = adapted(model, lora.rank, None, lora.targets)
+        model = make_adapted_model(model, lora.rank, None, lora.targets)
     hf_shapes = model.tensor_shapes()
 
     def trace_group(shapes: Shapes, shard: Shard, ranks: Sequence[int]) -> BoxGroup:
@@ -427,7 +427,7 @@ def dense_shapes(
     last: bool,
 ) -> Shapes:
     """Return the shapes of a rank's parameters outside the experts, by Megatron's parameter names."""
-    weights = {weight.name: weight for weight in model.outer(first, last)}
+    weights = {weight.name: weight for weight in model.outer_weights(first, last)}
     for layer in layers:
         for weight in model.weights(layer):
             if not weight.expert:

@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.contained.confinement import end_descendants
+from megatron_rl.contained.confinement import kill_descendants
 from megatron_rl.rewards import program as remote_program
 from megatron_rl.rewards.program import Peer
 
@@ -151,31 +151,31 @@ def run_tests(
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    source = program_of(response)
-    passed = 0
+    source = extract_program(response)
+    passed_count = 0
     for test in tests:
         if passes_test(source, test, min(test_timeout, deadline - time.monotonic())):
-            passed += 1
+            passed_count += 1
         elif scoring == "all":
             break
 
-    share = passed / len(tests)
-    reward = share
+    passed_share = passed_count / len(tests)
+    reward = passed_share
     if scoring != "share":
-        reward = float(passed == len(tests))
-    return {"reward": reward, "passed": share}
+        reward = float(passed_count == len(tests))
+    return {"reward": reward, "passed": passed_share}
 
 
 # The program in a response
 
 
-def program_of(response: str) -> str:
+def extract_program(response: str) -> str:
     """Return the program in a response: the last block of Python, else the last block, else the whole text.
 
     A block without a language counts as Python if no block is marked as Python, unless it only shows a value.
 
     Example:
-        >>> program_of("So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```\\n")
+        >>> extract_program("So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```\\n")
         'print(1)\\n'
     """
     blocks = list(fenced_blocks(response))
@@ -212,11 +212,11 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
         # Inside a block. A fence that is indented further is part of the block, such as an example in a
         # docstring.
-        is_level = match is not None and len(match[1]) <= len(indent) + _INDENT
-        if match is not None and is_level and match[2].startswith(fence) and not match[3]:
+        is_at_level = match is not None and len(match[1]) <= len(indent) + _INDENT
+        if match is not None and is_at_level and match[2].startswith(fence) and not match[3]:
             yield Block(info, _block_text(lines, indent))
             fence = ""
-        elif match is not None and is_level and _PYTHON.match(match[3]):
+        elif match is not None and is_at_level and _PYTHON.match(match[3]):
             # The previous block was never closed.
             yield Block(info, _block_text(lines, indent))
             indent, fence, info = match.groups()
@@ -249,10 +249,14 @@ def _is_program(source: str) -> bool:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
-    return any(
-        not isinstance(statement, ast.Expr) or any(isinstance(node, ast.Call) for node in ast.walk(statement))
-        for statement in statements
-    )
+
+    # An expression only shows a value, unless it contains a call.
+    for statement in statements:
+        if not isinstance(statement, ast.Expr):
+            return True
+        if any(isinstance(node, ast.Call) for node in ast.walk(statement)):
+            return True
+    return False
 
 
 # Tests
@@ -275,37 +279,41 @@ def read_tests(ground_truth: Any) -> list[Test]:
             ground_truth = [ground_truth]
 
     if isinstance(ground_truth, Mapping) and {"inputs", "outputs"} <= ground_truth.keys():
-        return _apps_tests(ground_truth)
+        return _parse_apps_tests(ground_truth)
     if not isinstance(ground_truth, list) or not ground_truth:
         raise ValueError(f"expected a list of tests as ground truth, got {ground_truth!r:.200}")
-    return [test for entry in ground_truth for test in _tests_of_entry(entry)]
+
+    tests: list[Test] = []
+    for entry in ground_truth:
+        tests.extend(_parse_entry(entry))
+    return tests
 
 
-def _tests_of_entry(entry: Any) -> list[Test]:
+def _parse_entry(entry: Any) -> list[Test]:
     """Parse one entry of a list of tests; raises ValueError for an unknown form."""
     if isinstance(entry, str):
-        return _assertion_tests(entry)
+        return _parse_assertions(entry)
     if isinstance(entry, Mapping) and isinstance(entry.get("call"), str) and "returns" in entry:
         return [Test(source=entry["call"], expected=entry["returns"], returns=True)]
     if isinstance(entry, Mapping) and _is_text(entry.get("stdout")):
-        return [_output_test(entry.get("stdin"), entry["stdout"])]
+        return [_make_output_test(entry.get("stdin"), entry["stdout"])]
 
     raise ValueError(
         f"a test is {{stdin, stdout}}, {{call, returns}} or 'assert f(x) == y', got {entry!r:.200}"
     )
 
 
-def _output_test(stdin: Any, stdout: Any) -> Test:
+def _make_output_test(stdin: Any, stdout: Any) -> Test:
     """Make a test that compares the program's output; ``stdin`` may also be a number or None."""
     input_text = ""
     if _is_text(stdin):
         input_text = _join_lines(stdin)
     elif stdin is not None:
         input_text = str(stdin)
-    return Test(stdin=input_text, expected=_lines(_join_lines(stdout)))
+    return Test(stdin=input_text, expected=_split_lines(_join_lines(stdout)))
 
 
-def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
+def _parse_apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
     """Parse tests in the format of APPS, TACO and PRIME: ``inputs``, ``outputs`` and optionally ``fn_name``.
 
     With ``fn_name`` an input is the list of the function's arguments; without it, an input is the text on
@@ -329,7 +337,7 @@ def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
         if function is None:
             if not _is_text(output):
                 raise ValueError(f"an output without fn_name is text or a list of lines, got {output!r:.200}")
-            tests.append(_output_test(test_input, output))
+            tests.append(_make_output_test(test_input, output))
             continue
 
         # JSON values have a `repr` that is Python, so a call can be written as source.
@@ -356,7 +364,7 @@ def _join_lines(value: str | list[str]) -> str:
     return "\n".join(value)
 
 
-def _assertion_tests(text: str) -> list[Test]:
+def _parse_assertions(text: str) -> list[Test]:
     """Return the tests in Python code: one per top-level assertion, with all statements before it.
 
     Code whose assertions are all nested is a single test, such as a function that asserts and a call of it.
@@ -403,7 +411,8 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
     # `assert same(f(2), 4)`: the program's own `same` could always return True.
     if isinstance(condition, ast.Call) and _belongs_to_program(condition.func, names):
         arguments = [*condition.args, *(keyword.value for keyword in condition.keywords)]
-        calls = [node for argument in arguments for node in ast.walk(argument) if isinstance(node, ast.Call)]
+        nodes = [node for argument in arguments for node in ast.walk(argument)]
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         if any(_belongs_to_program(call, names) for call in calls):
             reason = "the function that compares is the program's: define it before the assertion"
             raise _undecidable_error(statement, reason)
@@ -430,7 +439,8 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
 
-    for node in (node for statement in statements for node in ast.walk(statement)):
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             loaded_names[node.id] = None
         elif isinstance(node, ast.Name):
@@ -448,7 +458,7 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
 
 
 def _is_predefined(name: str) -> bool:
-    """Return whether every test may use a name: a module or name of the tables above, or a built-in."""
+    """Return whether every test may use a name: a built-in, or one that this file provides to tests."""
     return name in _MODULES or name in _NAMES or hasattr(builtins, name)
 
 
@@ -479,7 +489,7 @@ def passes_test(source: str, test: Test, time_limit: float) -> bool:
         path.write_text(source, encoding="utf-8", errors="replace")
         if test.source is None:
             return _prints_expected(path, test, time_limit)
-        verdict, reason = _verdict_of_call(path, test, time_limit)
+        verdict, reason = _run_call_test(path, test, time_limit)
 
     if verdict == _UNREADABLE:
         raise ValueError(f"a test has no outcome: {reason}: {test.source!r:.200}")
@@ -499,45 +509,46 @@ def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
         os.write(stdin, test.stdin.encode("utf-8", "replace"))
         os.lseek(stdin, 0, os.SEEK_SET)
 
-        process = _start([str(program)], program.parent, stdin, stdout)
+        process = _start_process([str(program)], program.parent, stdin, stdout)
         try:
             succeeded = process.wait(time_limit) == 0
         except subprocess.TimeoutExpired:
             succeeded = False
         finally:
-            _end(process)
+            _end_process(process)
 
         text = os.pread(stdout, LARGEST_OUTPUT, 0).decode("utf-8", "replace")
-    return succeeded and _lines(text) == test.expected
+    return succeeded and _split_lines(text) == test.expected
 
 
-def _verdict_of_call(
+def _run_call_test(
     program: Path,
     test: Test,
     time_limit: float,
 ) -> tuple[str, str]:
-    """Run program and test in two separate processes, for at most ``time_limit`` seconds.
+    """Run the program and a test that calls it in two processes, for at most ``time_limit`` seconds.
 
-    Returns the verdict of the test and, if there is one, its reason.
+    ``program`` is the path of the program's source. Returns the verdict of the test and, if there is one, its
+    reason.
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
         # This process closes its copies of the pipes' ends, so that program and test each get an end of file
         # when the other exits.
         with contextlib.ExitStack() as inherited_ends:
-            requests_read, requests_write = _pipe(inherited_ends)
-            answers_read, answers_write = _pipe(inherited_ends)
+            requests_read, requests_write = _open_pipe(inherited_ends)
+            answers_read, answers_write = _open_pipe(inherited_ends)
             verdict_read, verdict_write = os.pipe()
             cleanup.callback(os.close, verdict_read)
             inherited_ends.callback(os.close, verdict_write)
-            process = _start(
+            process = _start_process(
                 [remote_program.__file__, str(program), str(requests_read), str(answers_write)],
                 program.parent,
                 subprocess.DEVNULL,
                 subprocess.DEVNULL,
                 (requests_read, answers_write),
             )
-            cleanup.callback(_end, process)
+            cleanup.callback(_end_process, process)
 
             # The test is a fork of this process: it starts fast, and programs cannot inspect it either.
             if os.fork() == 0:
@@ -553,11 +564,11 @@ def _verdict_of_call(
     return verdict, reason
 
 
-def _pipe(descriptors: contextlib.ExitStack) -> tuple[int, int]:
-    """Create a pipe whose read and write ends are closed with the stack ``descriptors``; return both ends."""
+def _open_pipe(cleanup: contextlib.ExitStack) -> tuple[int, int]:
+    """Create a pipe and return its read end and write end, which ``cleanup`` closes."""
     ends = os.pipe()
     for end in ends:
-        descriptors.callback(os.close, end)
+        cleanup.callback(os.close, end)
     return ends
 
 
@@ -616,7 +627,7 @@ def _run_assertions(test: Test, peer: Peer) -> bool:
         source = f"{_SOLUTION}().{source}"
 
     tree = ast.parse(source)
-    names = {"__name__": "test"} | _names_of(tree, peer)
+    names = {"__name__": "test"} | _resolve_names(tree, peer)
     if not test.returns:
         exec(compile(tree, "test", "exec"), names)
         return True
@@ -629,7 +640,7 @@ def _run_assertions(test: Test, peer: Peer) -> bool:
     return is_wrapped and _is_same(value, test.expected[0])
 
 
-def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
+def _resolve_names(tree: ast.Module, peer: Peer) -> dict[str, Any]:
     """Return the values of a test's free names: objects of the program, and predefined ones.
 
     ``tree``: the code of the test. ``peer``: connection to the program.
@@ -649,23 +660,24 @@ def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
     return values
 
 
-def _start(
+def _start_process(
     arguments: list[str],
     folder: Path,
     stdin: int,
     stdout: int,
-    descriptors: tuple[int, ...] = (),
+    inherited_descriptors: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a Python process with ``arguments``, isolated from the environment, in a new session.
 
-    ``descriptors`` are file descriptors that it inherits.
+    ``folder`` is its working directory, ``stdin`` and ``stdout`` are file descriptors, and it also inherits
+    the ``inherited_descriptors``.
     """
     return subprocess.Popen(
         [sys.executable, "-I", *arguments],
         stdin=stdin,
         stdout=stdout,
         stderr=subprocess.DEVNULL,
-        pass_fds=descriptors,
+        pass_fds=inherited_descriptors,
         cwd=folder,
         env={"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
@@ -673,11 +685,11 @@ def _start(
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     """Kill the process of a program, and all processes that it started."""
     process.send_signal(signal.SIGKILL)
     process.wait()
-    end_descendants()
+    kill_descendants()
 
 
 def _limit_files() -> None:
@@ -710,6 +722,6 @@ def _to_json_types(value: Any) -> Any:
     return value
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     """Split an output into lines, without trailing whitespace and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -42,7 +42,7 @@ class FilteredRows:
     """Share of rows that each filter removed."""
 
     @property
-    def dropped(self) -> frozenset[int]:
+    def dropped_rows(self) -> frozenset[int]:
         """Return the indices of the removed rows that get no reward and are not trained on."""
         if self.reward is not None:
             return frozenset()
@@ -57,7 +57,10 @@ class FilteredRows:
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return the filters' answer for each of ``rows``, which a later round need not filter again."""
+        """Return row -> the filters' answer for all ``rows``, so that a later round need not filter again.
+
+        Rows that no filter removed have the answer to keep the response.
+        """
         answers = dict.fromkeys(rows, _KEPT)
         answers |= {row: Answer(FILTERED, name) for row, name in self.names.items()}
         return {**answers, **self.failures}
@@ -79,35 +82,37 @@ class ResponseFilters:
         self.takes: frozenset[str] = frozenset()
         self.missing: tuple[str, ...] = ()
         if config.function is not None:
-            self._function = FunctionReward(reward.of_function(config.function), key=FILTER_KEY)
+            self._function = FunctionReward(reward.with_function(config.function), key=FILTER_KEY)
             self.takes = self._function.takes - {GROUP}
             self.missing = self._function.missing
 
-    def answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
+    def compute_answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
         """Return the filters' answer for each sample; ``tokens`` are the ids of each sampled response."""
-        answers = [self._built_in_answer(sample, ids) for sample, ids in zip(samples, tokens, strict=True)]
+        answers: list[Answer] = []
+        for sample, ids in zip(samples, tokens, strict=True):
+            answers.append(self._apply_built_in_filters(sample, ids))
         if self._function is None:
             return answers
 
         # The user's function is called only for responses that the built-in filters keep.
         remaining_rows = [index for index, answer in enumerate(answers) if answer.reason is None]
-        results = self._function.answers([samples[index] for index in remaining_rows])
+        results = self._function.compute_answers([samples[index] for index in remaining_rows])
         for index, result in zip(remaining_rows, results, strict=True):
-            answers[index] = _verdict(result)
+            answers[index] = _to_filter_answer(result)
         return answers
 
-    def _built_in_answer(self, sample: Sample, ids: Sequence[int]) -> Answer:
+    def _apply_built_in_filters(self, sample: Sample, ids: Sequence[int]) -> Answer:
         """Return the answer of the first built-in filter that removes the response, or the answer to keep it.
 
         ``ids`` are the response's tokens.
         """
         config = self.config
         response = str(sample["response"])
+        limits_repetition = config.max_repetition < 1
         removes_by_name = {
             "empty": config.empty and not response.strip(),
             "min_tokens": len(ids) < config.min_tokens,
-            "max_repetition": config.max_repetition < 1
-            and repeated_share(ids, config.ngram) > config.max_repetition,
+            "max_repetition": limits_repetition and repeated_share(ids, config.ngram) > config.max_repetition,
             "banned": any(text in response for text in config.banned),
         }
 
@@ -122,7 +127,7 @@ class ResponseFilters:
             self._function.close()
 
 
-def _verdict(answer: Answer) -> Answer:
+def _to_filter_answer(answer: Answer) -> Answer:
     """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to that of a built-in filter."""
     if answer.reason is not None:
         return answer
@@ -133,17 +138,17 @@ def _verdict(answer: Answer) -> Answer:
     return Answer(FILTERED, "function")
 
 
-def repeated_share(ids: Sequence[int], length: int) -> float:
-    """Return the share of a response's n-grams of ``length`` tokens that occurred earlier in the response.
+def repeated_share(ids: Sequence[int], ngram_length: int) -> float:
+    """Return the share of a response's n-grams of tokens that occurred earlier in the response.
 
-    It is 0 for a response of fewer than ``length`` tokens.
+    ``ids`` are the response's tokens. The share is 0 for a response of fewer than ``ngram_length`` tokens.
 
     Example:
         >>> repeated_share([5, 6, 5, 6, 5], 2)
         0.5
     """
-    count = len(ids) - length + 1
-    if count < 1:
+    ngram_count = len(ids) - ngram_length + 1
+    if ngram_count < 1:
         return 0.0
-    distinct = {tuple(ids[begin : begin + length]) for begin in range(count)}
-    return 1 - len(distinct) / count
+    distinct_ngrams = {tuple(ids[begin : begin + ngram_length]) for begin in range(ngram_count)}
+    return 1 - len(distinct_ngrams) / ngram_count

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
-from megatron_rl.contained.confinement import exceeded_limit
-from megatron_rl.contained.process import kill_all
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.contained.confinement import describe_exceeded_limit
+from megatron_rl.contained.process import kill_processes
+from megatron_rl.errors import UserError, range_error
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import worker as worker_process
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer, Call, Worker
-from megatron_rl.user_code import require_file
+from megatron_rl.user_code import require_python_file
 
 LIMIT = "limit"
 """Failure reason of a sample: the worker exceeded one of its limits."""
@@ -116,10 +116,9 @@ class RewardResult:
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
         """Return ``extra_metrics``, and the share of samples that failed for each reason.
 
-        The shares are named ``reward/invalid_REASON``.
-
-        ``reasons`` are those that occurred on other ranks. Their metrics are included too, since all ranks
-        must have the same metrics; like the others, they count the samples of this rank only.
+        The shares are named ``reward/invalid_REASON`` and count the samples of this rank. ``reasons`` are
+        those that occurred on other ranks: a metric for each is included, since all ranks must have the same
+        metrics.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
@@ -174,13 +173,13 @@ class FunctionReward:
 
         check_spec(config.function or "", self._key)
         if config.timeout <= 0:
-            raise out_of_range(
+            raise range_error(
                 f"{section}.timeout",
                 config.timeout,
                 "a time limit above 0 s",
             )
         if config.workers < 1:
-            raise out_of_range(
+            raise range_error(
                 f"{section}.workers",
                 config.workers,
                 "at least one worker",
@@ -189,65 +188,73 @@ class FunctionReward:
         self._workers: list[Worker] = []
         self._start_failure = ""
         """Reason why the last attempt to replace a worker failed."""
-        self._finalizer = weakref.finalize(self, kill_all, self._workers)
+        self._finalizer = weakref.finalize(self, kill_processes, self._workers)
 
         try:
             # Start all processes before waiting for the first, so that they import concurrently.
             for _ in range(config.workers):
-                self._workers.append(self._new_worker())
+                self._workers.append(self._make_worker())
             unenforced_limits = [worker.await_ready() for worker in self._workers]
         except BaseException:
             self.close()
             raise
 
         self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
-        self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
+        self.takes = self._workers[0].signature.takes & {TURNS, TOKENS, GROUP}
 
-    def _new_worker(self) -> Worker:
+    def _make_worker(self) -> Worker:
+        """Start a worker process, without waiting until its function is loaded."""
         return Worker(self.config, self._key, self._returns_text, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
-        return RewardResult(self.answers(samples))
+        return RewardResult(self.compute_answers(samples))
 
-    def answers(self, samples: Sequence[Sample]) -> list[Answer]:
+    def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return the function's answers for B samples, in the order of ``samples``."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
 
         outcomes: list[Answer | None] = [None] * len(samples)
-        queue = deque(self._calls(samples))
+        queue = deque(self._make_calls(samples))
         try:
             # Start workers that could not be replaced in an earlier round.
             while samples and len(self._workers) < self.config.workers:
-                if self._restart() is None:
+                if self._start_replacement() is None:
                     break
-            self._serve(queue, outcomes)
+            self._run_calls(queue, outcomes)
         except BaseException:  # a worker may still have open calls, or half of a message
             self.close()
             raise
         return [answer for answer in outcomes if answer is not None]
 
-    def _calls(self, samples: Sequence[Sample]) -> list[Call]:
+    def _make_calls(self, samples: Sequence[Sample]) -> list[Call]:
         """Return the calls for the samples: one per sample, or one per group."""
         if GROUP in self.takes:
-            groups = rows_by_group(samples)
-            return [Call(_group_arguments([samples[row] for row in rows]), tuple(rows)) for rows in groups]
+            group_calls: list[Call] = []
+            for rows in rows_by_group(samples):
+                group_samples = [samples[row] for row in rows]
+                group_calls.append(Call(_group_arguments(group_samples), tuple(rows)))
+            return group_calls
 
-        calls_of_samples = []
+        calls: list[Call] = []
         for row, sample in enumerate(samples):
             arguments = {name: value for name, value in sample.items() if name != GROUP}
-            calls_of_samples.append(Call(arguments, (row,)))
-        return calls_of_samples
+            calls.append(Call(arguments, (row,)))
+        return calls
 
-    def _serve(
+    def _run_calls(
         self,
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Send queued calls to the workers and store their outcomes, until every call has ended."""
+        """Send queued calls to the workers and store their outcomes, until every call has ended.
+
+        ``outcomes`` has one entry per sample, which is None until the sample's call has ended.
+        """
         # At most half of a worker's calls in one message, so that few calls wait behind a slow one.
-        max_calls = max(1, min(CHUNK, -(-len(queue) // (2 * len(self._workers)))))
+        half_share = -(-len(queue) // (2 * len(self._workers)))
+        max_calls = max(1, min(CHUNK, half_share))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
@@ -264,13 +271,13 @@ class FunctionReward:
                 deadline = min(worker.deadline for worker in busy_workers)
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if not key.data.receive(outcomes):
-                        self._replace(selector, key.data, queue, outcomes, CRASHED)
+                        self._replace_worker(selector, key.data, queue, outcomes, CRASHED)
 
                 # A worker that has just ended is not a timeout but a crash, which the next `select` reports.
                 now = time.monotonic()
                 for worker in list(self._workers):
-                    if worker.calls and now >= worker.deadline and not worker.process.wait(0):
-                        self._replace(selector, worker, queue, outcomes, TIMEOUT)
+                    if worker.calls and now >= worker.deadline and not worker.process.wait_for_output(0):
+                        self._replace_worker(selector, worker, queue, outcomes, TIMEOUT)
 
     def _fail_queue(
         self,
@@ -283,7 +290,7 @@ class FunctionReward:
             for row in call.rows:
                 outcomes[row] = Answer(CRASHED, message)
 
-    def _replace(
+    def _replace_worker(
         self,
         selector: selectors.BaseSelector,
         worker: Worker,
@@ -291,23 +298,26 @@ class FunctionReward:
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
-        """Kill a worker that failed, end or re-queue its open calls, and start a replacement."""
+        """Kill a worker that failed, end or re-queue its open calls, and start a replacement.
+
+        ``reason`` is `CRASHED` or `TIMEOUT`.
+        """
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
         # Calls that must have caused the end fail; the others return to the front of the queue.
-        failed_calls, retried_calls = worker.lost_calls()
+        failed_calls, retried_calls = worker.split_open_calls()
         for call in failed_calls:
             for row in call.rows:
-                outcomes[row] = Answer(*self._failure(worker, reason, status))
+                outcomes[row] = Answer(*self._describe_failure(worker, reason, status))
         queue.extendleft(reversed(retried_calls))
 
         self._workers.remove(worker)
-        replacement = self._restart()
+        replacement = self._start_replacement()
         if replacement is not None:
             selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
-    def _restart(self) -> Worker | None:
+    def _start_replacement(self) -> Worker | None:
         """Start a worker in place of a lost one, with several attempts; None if all of them fail.
 
         The function was loaded before, so a failure is temporary: the process was killed, or the machine is
@@ -315,7 +325,7 @@ class FunctionReward:
         """
         start_time = time.monotonic()
         for delay in (*worker_process.RESTART_DELAYS, None):
-            worker = self._new_worker()
+            worker = self._make_worker()
             self._workers.append(worker)  # before the wait, so that `close` from another thread ends it, too
             try:
                 worker.await_ready()
@@ -331,7 +341,7 @@ class FunctionReward:
             time.sleep(delay)
         return None
 
-    def _failure(
+    def _describe_failure(
         self,
         worker: Worker,
         reason: str,
@@ -342,7 +352,7 @@ class FunctionReward:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.protocol_error is not None:
             return PROTOCOL_ERROR, worker.process.protocol_error
-        if message := exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
+        if message := describe_exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
             return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"
 
@@ -378,8 +388,11 @@ def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
     return arguments
 
 
-def code_reward(config: CodeConfig) -> FunctionReward:
-    """Start the reward of programs by their tests; see `megatron_rl.rewards.code.run_tests`."""
+def make_code_reward(config: CodeConfig) -> FunctionReward:
+    """Start the workers of the reward that runs a response's program against the record's tests.
+
+    Their function is `megatron_rl.rewards.code.run_tests`.
+    """
     arguments = {name: getattr(config, name) for name in ("scoring", "test_timeout", "timeout")}
     settings = RewardConfig(
         "megatron_rl.rewards.code:run_tests",
@@ -405,4 +418,4 @@ def check_spec(spec: str, key: str = "reward.function") -> None:
             fix="add ':' and the function's name",
         )
 
-    require_file(module, key, "reward file")
+    require_python_file(module, key, "reward file")

@@ -29,7 +29,7 @@ def fill_template(template: str, sample: Mapping[str, Any]) -> str:
     return _PLACEHOLDER.sub(lambda match: str(sample[match[1]]), template)
 
 
-def is_function(template: str) -> bool:
+def is_function_path(template: str) -> bool:
     """Return whether a template is the path of a function (``module:name``), and not the text of a prompt."""
     return ":" in template and not any(mark in template for mark in "{ \n")
 

@@ -40,7 +40,7 @@ _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]{1,100}(?:[eE][-+]?\d{1,2}|/\d{1,100})?",
 _SPACED_THOUSANDS = re.compile(r"[-+\u2212]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 
 
-def _boxes(text: str) -> Iterator[tuple[int, str]]:
+def _find_boxes(text: str) -> Iterator[tuple[int, str]]:
     """Yield the position and the content of each box that is closed and not empty."""
     for match in _BOX.finditer(text):
         begin = match.end()
@@ -57,7 +57,10 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
             if text[position] == "\\":
                 position += 2  # an escaped brace encloses nothing
                 continue
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if text[position] == "{":
+                depth += 1
+            elif text[position] == "}":
+                depth -= 1
             if depth == 0:
                 break
             position += 1
@@ -67,17 +70,17 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
             yield match.start(), content
 
 
-def last_boxed(text: str) -> str | None:
+def find_last_box(text: str) -> str | None:
     """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``, or None without such a box.
 
     Example:
-        >>> last_boxed("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
+        >>> find_last_box("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
         '\\\\frac{1}{2}'
     """
-    return max(_boxes(text), default=(0, None))[1]
+    return max(_find_boxes(text), default=(0, None))[1]
 
 
-def _lines_after_marks(text: str) -> Iterator[tuple[int, str]]:
+def _find_marked_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield the position of each ``####`` with the text after it.
 
     The text is the rest of the line, or the next line if the rest only announces an answer.
@@ -115,11 +118,11 @@ def strip_markup(line: str) -> str:
     return _CURRENCY.sub("", text, count=1)
 
 
-def without_unit(answer: str) -> str:
+def strip_unit(answer: str) -> str:
     """Remove the unit and the thousands separators of a number; return other answers unchanged.
 
     Example:
-        >>> without_unit("18 dollars"), without_unit("x + 2"), without_unit("1 200")
+        >>> strip_unit("18 dollars"), strip_unit("x + 2"), strip_unit("1 200")
         ('18', 'x + 2', '1200')
     """
     # Thousands separators: those of LaTeX, Unicode spaces, and plain spaces.
@@ -133,19 +136,19 @@ def without_unit(answer: str) -> str:
     return match[1].strip()
 
 
-def marked_answer(text: str) -> str | None:
+def find_marked_answer(text: str) -> str | None:
     """Return the last answer marked with ``####`` or a box, without its unit, or None without a mark.
 
     A line after ``####`` that does not begin with a number counts only in a text without another mark.
 
     Example:
-        >>> marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
+        >>> find_marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
         '5'
     """
     # Boxes and lines after marks by position: the last one counts.
-    answers = list(_boxes(text))
+    answers = list(_find_boxes(text))
     headings: list[str] = []
-    for position, line in _lines_after_marks(text):
+    for position, line in _find_marked_lines(text):
         answer = strip_markup(line)
         if _BEGINS_WITH_NUMBER.match(answer):
             answers.append((position, answer.rpartition("=")[2].strip() or answer))
@@ -153,19 +156,19 @@ def marked_answer(text: str) -> str | None:
             headings.append(answer)
 
     if answers:
-        return without_unit(max(answers)[1])
+        return strip_unit(max(answers)[1])
     if headings:
         return headings[-1]
     return None
 
 
-def _number(text: str) -> Fraction | None:
+def _parse_number(text: str) -> Fraction | None:
     """Return the value of a plain number, or None for any other text."""
-    plain = text.replace(",", "").replace(" ", "").replace("\u2212", "-")
-    if not _PLAIN_NUMBER.fullmatch(plain):
+    number_text = text.replace(",", "").replace(" ", "").replace("\u2212", "-")
+    if not _PLAIN_NUMBER.fullmatch(number_text):
         return None
     try:
-        return Fraction(plain)
+        return Fraction(number_text)
     except (ValueError, ZeroDivisionError):
         return None
 
@@ -182,8 +185,8 @@ def are_equal(answer: str, expected: str) -> bool:
         return True
 
     # Plain numbers need no parser, and most answers are plain numbers.
-    number = _number(answer)
-    if number is not None and number == _number(expected):
+    number = _parse_number(answer)
+    if number is not None and number == _parse_number(expected):
         return True
 
     expected_expressions = parse(f"\\boxed{{{expected}}}", parsing_timeout=SECONDS)
@@ -201,8 +204,8 @@ def marked_number(
     ``format_reward`` is the reward of a marked answer that is wrong.
     """
     truth = str(ground_truth)
-    expected = marked_answer(truth) or without_unit(truth)
-    answer = marked_answer(response)
+    expected = find_marked_answer(truth) or strip_unit(truth)
+    answer = find_marked_answer(response)
     if answer is None:
         return {"reward": 0.0, "correct": 0.0, "formatted": 0.0}
 

@@ -133,8 +133,8 @@ class Remote:
         return self._peer.request("next", self)
 
 
-def _operation(name: str) -> Callable[..., Any]:
-    """Make the method of `Remote` for one of Python's operators."""
+def _make_operator(name: str) -> Callable[..., Any]:
+    """Return the method of `Remote` for one of Python's operators, such as ``add``."""
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
@@ -147,7 +147,7 @@ def _operation(name: str) -> Callable[..., Any]:
 
 
 for _name in (*_LOOKUPS, *_COMPARISONS):
-    setattr(Remote, f"__{_name}__", _operation(_name))
+    setattr(Remote, f"__{_name}__", _make_operator(_name))
 
 
 class Peer:
@@ -198,8 +198,8 @@ class Peer:
         operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
         self._send(["request", "call", operands])
         value, changed_arguments = self._await_value()
-        for before, after in zip(arguments, changed_arguments, strict=True):
-            _copy_into(before, after)
+        for argument, changed_argument in zip(arguments, changed_arguments, strict=True):
+            _update_argument(argument, changed_argument)
         return value
 
     def serve(self) -> None:
@@ -209,20 +209,20 @@ class Peer:
                 _, operation, operands = self._receive()
             except ProgramEnded:
                 return
-            self._answer(operation, operands)
+            self._answer_request(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
         """Return the other end's value and arguments after the call; answer its requests until then."""
         while True:
             kind, *content = self._receive()
             if kind == "request":
-                self._answer(*content)
+                self._answer_request(*content)
             elif kind == "value":
                 return self.decode(content[0]), self.decode(content[1])
             else:
                 raise _to_exception(*content)
 
-    def _answer(self, operation: str, operands: Sequence[Any]) -> None:
+    def _answer_request(self, operation: str, operands: Sequence[Any]) -> None:
         """Perform an operation for the other end and send its value or error."""
         try:
             value, arguments = self._perform(operation, [self.decode(operand) for operand in operands])
@@ -248,8 +248,11 @@ class Peer:
         if operation == "call":
             function, arguments, keywords = operands
             value = function(*arguments, **keywords)
-            mutable = list | dict | set | bytearray
-            return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
+            changed_arguments: list[Any] = []
+            for argument in arguments:
+                is_mutable = isinstance(argument, list | dict | set | bytearray)
+                changed_arguments.append(argument if is_mutable else None)
+            return value, changed_arguments
 
         # The test may examine objects of the program, but the program may only call objects of the test. Only
         # the program's end of the connection has names.
@@ -276,16 +279,16 @@ class Peer:
             return float.__add__(value, 0.0) if value else math.copysign(0.0, value)
 
         # Containers and views, item by item.
-        for kind, tag, items in _CONTAINERS:
-            if isinstance(value, kind):
-                return [tag, self._encode_all(items(value))]
+        for container_type, tag, get_items in _CONTAINERS:
+            if isinstance(value, container_type):
+                return [tag, self._encode_all(get_items(value))]
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
         # Values of the standard library and of NumPy. Every other object stays in this process.
-        plain = _encode_scalar(value)
-        if plain is not None:
-            return plain
+        encoded_scalar = _encode_scalar(value)
+        if encoded_scalar is not None:
+            return encoded_scalar
         if type(value).__module__.partition(".")[0] == "numpy":
             if isinstance(value, sys.modules["numpy"].ndarray):
                 return ["ndarray", value.dtype.str, self.encode(value.tolist())]
@@ -293,16 +296,17 @@ class Peer:
                 # A longdouble's item is itself.
                 item = value.item()
                 return self.encode(float(value) if item is value else item)
-        return self._reference(value)
+        return self._encode_reference(value)
 
     def _encode_all(self, values: Any) -> list[Any]:
         """Encode each item of an iterable for JSON; return the list of encodings."""
         return [self.encode(value) for value in values]
 
-    def _reference(self, value: Any) -> list[Any]:
-        """Encode a reference to an object that is not serialized.
+    def _encode_reference(self, value: Any) -> list[Any]:
+        """Encode an object that is not serialized as a reference, by number.
 
-        The object belongs either to the other process (a `Remote`) or to this one, which then remembers it.
+        The object is in the other process, if ``value`` is a `Remote`, or in this process, which stores it so
+        that the other process can refer to it.
         """
         if isinstance(value, Remote):
             return ["yours", value._number]
@@ -315,9 +319,12 @@ class Peer:
             self._numbers[id(value)] = number
             self._objects.append(value)  # kept alive, so that no other object gets its id
 
-        kind = type(value)
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
+        # The arguments of `Remote` at the other end.
+        value_class = type(value)
+        class_name = f"{value_class.__module__}.{value_class.__qualname__}"
+        is_program_class = value_class.__module__ == PROGRAM
+        defines_equality = value_class.__eq__ is not object.__eq__
+        return ["mine", number, class_name, is_program_class, defines_equality]
 
     def decode(self, value: Any) -> Any:
         """Decode a value that the other process encoded with `encode`."""
@@ -392,7 +399,7 @@ class Peer:
         return message
 
 
-def _pairs(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+def _dict_items(value: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Return the items of a dict, even of a subclass that overrides ``items``."""
     return list(dict.items(value))  # type: ignore[arg-type]
 
@@ -402,9 +409,9 @@ _CONTAINERS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (tuple, "tuple", tuple.__iter__),
     (set, "set", set.__iter__),
     (frozenset, "frozenset", frozenset.__iter__),
-    (collections.Counter, "Counter", _pairs),
-    (collections.OrderedDict, "OrderedDict", _pairs),
-    (dict, "dict", _pairs),
+    (collections.Counter, "Counter", _dict_items),
+    (collections.OrderedDict, "OrderedDict", _dict_items),
+    (dict, "dict", _dict_items),
     (collections.deque, "deque", list),
     (range, "range", lambda value: (value.start, value.stop, value.step)),
 )
@@ -454,33 +461,33 @@ def _encode_scalar(value: Any) -> list[Any] | None:
         return ["Decimal" if isinstance(value, decimal.Decimal) else "Fraction", str(value)]
 
     # datetime before date, of which it is a subclass.
-    for kind in (datetime.datetime, datetime.date, datetime.time):
-        if isinstance(value, kind):
-            return [kind.__name__, value.isoformat()]
+    for time_class in (datetime.datetime, datetime.date, datetime.time):
+        if isinstance(value, time_class):
+            return [time_class.__name__, value.isoformat()]
     return None
 
 
-def _copy_into(before: Any, after: Any) -> None:
+def _update_argument(argument: Any, changed_argument: Any) -> None:
     """Update an argument in place with its content after the call, if both are mutable containers."""
-    if isinstance(before, list | bytearray) and isinstance(after, list | bytearray):
-        before[:] = after
-    elif isinstance(before, dict | set) and isinstance(after, dict | set):
-        before.clear()
-        before.update(after)  # type: ignore[arg-type]
+    if isinstance(argument, list | bytearray) and isinstance(changed_argument, list | bytearray):
+        argument[:] = changed_argument
+    elif isinstance(argument, dict | set) and isinstance(changed_argument, dict | set):
+        argument.clear()
+        argument.update(changed_argument)  # type: ignore[arg-type]
 
 
-def _to_exception(kind: str, message: str) -> BaseException:
+def _to_exception(class_name: str, message: str) -> BaseException:
     """Convert an error of the other end to an exception of the same built-in class, else RuntimeError.
 
     The class matters: a test may expect it.
     """
-    error_class = getattr(builtins, str(kind), None)
+    error_class = getattr(builtins, str(class_name), None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
         try:
             return error_class(message)
         except TypeError:  # such as UnicodeDecodeError, whose constructor has other arguments
             pass
-    return RuntimeError(f"{kind}: {message}")
+    return RuntimeError(f"{class_name}: {message}")
 
 
 def main() -> None:

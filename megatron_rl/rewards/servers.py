@@ -37,7 +37,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.progress import count_progress
 from megatron_rl.redaction import HIDDEN
 from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, rows_by_group
-from megatron_rl.rewards.judgement import JUDGEMENT, fill_template, is_function
+from megatron_rl.rewards.judgement import JUDGEMENT, fill_template, is_function_path
 from megatron_rl.rewards.worker import (
     GROUP,
     TIMEOUT,
@@ -134,11 +134,11 @@ class Server:
         self._secrets = secrets
         self._jitter = random.Random()
 
-        self._not_before = 0.0
+        self._next_request_time = 0.0
         """Time (monotonic) before which no request is sent."""
         self._failures = 0
         """Number of consecutive requests that failed."""
-        self._opened: float | None = None
+        self._opened_time: float | None = None
         """Time (monotonic) at which the circuit opened, or None for a closed circuit."""
         self._probing = False
         """Whether a request is in flight that tests whether the server is available again."""
@@ -173,12 +173,12 @@ class Server:
 
             async def post(index: int, body: Any) -> Any:
                 async with slots:
-                    reply = await self._with_retries(session, json.dumps(body, default=str).encode())
+                    reply = await self._send_with_retries(session, json.dumps(body, default=str).encode())
                     return convert(index, reply)
 
             return list(await asyncio.gather(*(post(index, body) for index, body in enumerate(bodies))))
 
-    async def _with_retries(
+    async def _send_with_retries(
         self,
         session: aiohttp.ClientSession,
         body: bytes,
@@ -188,22 +188,24 @@ class Server:
 
         # After `open_seconds`, an open circuit lets one request through to probe the server.
         is_probe = False
-        if self._opened is not None:
-            if self._probing or time.monotonic() < self._opened + config.open_seconds:
-                return self._circuit_open_reply()
+        if self._opened_time is not None:
+            if self._probing or time.monotonic() < self._opened_time + config.open_seconds:
+                return self._refuse_request()
             self._probing = True
             is_probe = True
 
         attempt = _Attempt(Reply(None))
-        for number in range(1 + config.retries):
-            if number:
+        for retry in range(1 + config.retries):
+            if retry:
                 self.counts[RETRIES] += 1
                 # The exponent is bounded, so that the power fits into a float; 2**60 s exceeds every limit.
-                backoff = min(config.backoff * 2 ** min(number - 1, 60), config.longest_wait)
+                exponent = min(retry - 1, 60)
+                backoff = min(config.backoff * 2**exponent, config.longest_wait)
                 await asyncio.sleep(max(attempt.pause, backoff * self._jitter.uniform(0.5, 1.0)))
+
                 # Other requests may have opened the circuit during the wait.
-                if self._opened is not None and not is_probe:
-                    return self._circuit_open_reply()
+                if self._opened_time is not None and not is_probe:
+                    return self._refuse_request()
 
             await self._wait_for_turn()
             self.counts[REQUESTS] += 1
@@ -212,7 +214,7 @@ class Server:
             # that never answers, not the hang detector.
             count_progress("requests to servers that judge")
             if attempt.pause:
-                self._not_before = max(self._not_before, time.monotonic() + attempt.pause)
+                self._next_request_time = max(self._next_request_time, time.monotonic() + attempt.pause)
             if not attempt.retryable:
                 break
 
@@ -227,13 +229,13 @@ class Server:
         # A server that limits the rate, or rejects a request, is available.
         if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:
             self._failures = 0
-            self._opened = None
+            self._opened_time = None
             return
         self._failures += 1
         if self._failures >= self.config.open_after:
-            self._opened = time.monotonic()
+            self._opened_time = time.monotonic()
 
-    def _circuit_open_reply(self) -> Reply:
+    def _refuse_request(self) -> Reply:
         """Count a request that is not sent, and return its failure."""
         self.counts[CIRCUIT_OPEN] += 1
         message = (
@@ -243,10 +245,10 @@ class Server:
 
     async def _wait_for_turn(self) -> None:
         """Wait for the end of a pause that the server requested, and for the configured rate."""
-        while (wait := self._not_before - time.monotonic()) > 0:
+        while (wait := self._next_request_time - time.monotonic()) > 0:
             await asyncio.sleep(wait)
         if self.config.rate is not None:
-            self._not_before = time.monotonic() + 1 / self.config.rate
+            self._next_request_time = time.monotonic() + 1 / self.config.rate
 
     async def _send(
         self,
@@ -256,24 +258,24 @@ class Server:
         """Send a request once; return the reply, or the failure and whether another attempt may succeed."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
-                return self._read(response, await _read_content(response, self._largest_reply))
+                return self._parse_response(response, await _read_content(response, self._largest_reply))
         except TimeoutError:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
         except aiohttp.ClientResponseError as error:
-            message = self._without_secrets(f"the response is not HTTP: {error.message}")
+            message = self._remove_secrets(f"the response is not HTTP: {error.message}")
             return _Attempt(Reply(NONSENSE, message), retryable=True)
         except (aiohttp.ClientError, OSError) as error:
-            message = self._without_secrets(f"{type(error).__name__}: {error}")
+            message = self._remove_secrets(f"{type(error).__name__}: {error}")
             return _Attempt(Reply(UNREACHABLE, message), retryable=True)
 
-    def _read(
+    def _parse_response(
         self,
         response: aiohttp.ClientResponse,
         content: bytes,
     ) -> _Attempt:
         """Parse a response into its JSON value, or into a failure that may be worth a retry."""
-        text = self._without_secrets(content.decode("utf-8", "replace"))
+        text = self._remove_secrets(content.decode("utf-8", "replace"))
         status = response.status
 
         # Success. A malformed reply is not retried: the same request would get the same reply.
@@ -312,7 +314,7 @@ class Server:
 
         return min(max(seconds, 0.0), self.config.longest_wait)
 
-    def _without_secrets(self, text: str) -> str:
+    def _remove_secrets(self, text: str) -> str:
         """Return text that may be logged: without header values, and valid as UTF-8."""
         for secret in self._secrets.values():
             # The key after `Bearer` may appear without that word.
@@ -322,40 +324,43 @@ class Server:
         return replace_surrogates(text)
 
 
-async def _read_content(response: aiohttp.ClientResponse, largest: int) -> bytes:
-    """Return the body of a response; reading stops once it exceeds ``largest`` bytes."""
+async def _read_content(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Return the body of a response; reading stops once it exceeds ``max_bytes``."""
     content = bytearray()
     async for data in response.content.iter_any():
         content.extend(data)
-        if len(content) > largest:
+        if len(content) > max_bytes:
             response.close()
             break
     return bytes(content)
 
 
-def secret_headers(config: ServerConfig, key_from: str | None = None) -> dict[str, str]:
-    """Return the headers whose values are in environment variables.
+def secret_headers(config: ServerConfig, key_variable: str | None = None) -> dict[str, str]:
+    """Return the HTTP headers whose values are in environment variables: name -> value.
 
-    ``key_from``: variable with an API key, which is sent as bearer token.
+    ``key_variable`` names the variable of an API key, which is sent as bearer token; None sends no key.
     """
-    headers = {header: os.environ[name] for header, name in config.headers.items()}
-    if key_from is not None:
-        headers["Authorization"] = f"Bearer {os.environ[key_from]}"
+    headers = {header: os.environ[variable] for header, variable in config.headers.items()}
+    if key_variable is not None:
+        headers["Authorization"] = f"Bearer {os.environ[key_variable]}"
     return headers
 
 
-def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
-    """Convert the counters of a round of requests to metrics, each divided by the number of samples."""
-    names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
-    if name == "judge":
-        names.append(CACHE_HITS)
+def _request_metrics(section: str, counts: Counter[str], sample_count: int) -> Metrics:
+    """Convert the counters of a round of requests to metrics, each divided by the number of samples.
+
+    ``section`` is ``http`` or ``judge``, the section of the reward in the configuration.
+    """
+    counters = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
+    if section == "judge":
+        counters.append(CACHE_HITS)
 
     metrics = Metrics()
-    for count in names:
+    for counter in counters:
         metrics += Metrics.mean(
-            f"reward/{name}/{count}",
-            float(counts[count]),
-            float(samples),
+            f"reward/{section}/{counter}",
+            float(counts[counter]),
+            float(sample_count),
         )
     return metrics
 
@@ -376,19 +381,20 @@ class HttpReward:
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         # A request contains several samples, or one group.
-        requests = self._rows_of_requests(samples)
+        rows_of_requests = self._split_into_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
         bodies = []
-        for rows in requests:
-            bodies.append({"samples": [{name: samples[row][name] for name in fields} for row in rows]})
+        for rows in rows_of_requests:
+            sent_samples = [{name: samples[row][name] for name in fields} for row in rows]
+            bodies.append({"samples": sent_samples})
 
         answers: dict[int, Answer] = {}
-        for rows, reply in zip(requests, self.server.post(bodies), strict=True):
-            answers.update(zip(rows, _answers_in_reply(reply, len(rows)), strict=True))
+        for rows, reply in zip(rows_of_requests, self.server.post(bodies), strict=True):
+            answers.update(zip(rows, _parse_rewards_reply(reply, len(rows)), strict=True))
         metrics = _request_metrics("http", self.server.counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
-    def _rows_of_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
+    def _split_into_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
         """Return the rows of each request: those of a group, or ``samples_per_request`` rows."""
         if GROUP in self.takes:
             return [*rows_by_group(samples)]
@@ -400,7 +406,7 @@ class HttpReward:
         """Do nothing: connections are closed after each call of `score`."""
 
 
-def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
+def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
     """Return one answer per sample, for ``count`` samples, from the reply to their request."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
@@ -409,7 +415,7 @@ def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
     if isinstance(reply.value, dict):
         rewards = reply.value.get("rewards")
     if isinstance(rewards, list) and len(rewards) == count:
-        return [_answer_in_entry(value) for value in rewards]
+        return [_parse_reward_entry(value) for value in rewards]
 
     got = f"{reply.value!r:.200}"
     if isinstance(rewards, list):
@@ -418,7 +424,7 @@ def _answers_in_reply(reply: Reply, count: int) -> list[Answer]:
     return [Answer(NONSENSE, message)] * count
 
 
-def _answer_in_entry(value: Any) -> Answer:
+def _parse_reward_entry(value: Any) -> Answer:
     """Return the answer in one entry of a reply: a number, a mapping with a reward, or one with an error."""
     if isinstance(value, dict) and "reward" not in value and "error" in value:
         return Answer(REPORTED, escape_unprintable(f"{value['error']!s:.500}"))
@@ -436,9 +442,9 @@ _Request = tuple[str, int]
 class JudgeReward:
     """Reward from the verdicts of a language model; see `JudgeConfig`.
 
-    The parser, and the template unless it is text, are functions that run in confined worker processes. The
-    judge's reply is cached by request if the parser finds a verdict in it, so that equal samples are sent to
-    the judge once. The least recently used entries are evicted first.
+    The parser is a function that runs in confined worker processes, and so is a template that is not text.
+    The judge's reply is cached by request if the parser finds a verdict in it, so that equal samples are sent
+    to the judge once. The least recently used entries are evicted first.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -449,14 +455,14 @@ class JudgeReward:
         self._functions: list[FunctionReward] = []
 
         try:
-            self._parser = self._function(
+            self._parser = self._start_function(
                 config.parser,
                 "parser",
                 extra_arguments=(JUDGEMENT,),
             )
             self._template = None
-            if is_function(config.template):
-                self._template = self._function(
+            if is_function_path(config.template):
+                self._template = self._start_function(
                     config.template,
                     "template",
                     returns_text=True,
@@ -473,7 +479,7 @@ class JudgeReward:
         if config.parser == JudgeConfig.parser:
             self._verdict_hint = " (a line that is `Score: N`, N from 0 to 1)"
 
-    def _function(
+    def _start_function(
         self,
         spec: str,
         name: str,
@@ -511,14 +517,14 @@ class JudgeReward:
 
         # The judge's prompts; the user's template may fail for some samples.
         requests: dict[int, _Request] = {}
-        for row, judge_prompt in enumerate(self._judge_prompts(samples)):
+        for row, judge_prompt in enumerate(self._make_judge_prompts(samples)):
             if judge_prompt.reason is None:
-                requests[row] = self._request(judge_prompt.text, row)
+                requests[row] = self._make_request(judge_prompt.text, row)
             else:
                 answers[row] = judge_prompt
 
         # The judge's texts.
-        replies, counts = self._replies(list(requests.values()))
+        replies, counts = self._fetch_replies(list(requests.values()))
         texts: dict[int, str] = {}
         for row, request in requests.items():
             reply = replies[request]
@@ -528,7 +534,8 @@ class JudgeReward:
                 answers[row] = Answer(reply.reason, reply.message)
 
         # Verdicts. A text without one is not cached: the next reply may have one.
-        verdicts = self._parser.answers([{**samples[row], JUDGEMENT: text} for row, text in texts.items()])
+        parser_samples = [{**samples[row], JUDGEMENT: text} for row, text in texts.items()]
+        verdicts = self._parser.compute_answers(parser_samples)
         for (row, text), verdict in zip(texts.items(), verdicts, strict=True):
             if verdict.reason == WRONG_TYPE:
                 message = f"no verdict{self._verdict_hint} in the judge's text: {text!r:.500}"
@@ -540,13 +547,13 @@ class JudgeReward:
         metrics = _request_metrics("judge", counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
-    def _judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
+    def _make_judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return the judge's prompt for each sample as `Answer.text`, or the template's failure."""
         if self._template is not None:
-            return self._template.answers(samples)
+            return self._template.compute_answers(samples)
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
-    def _request(self, prompt: Any, row: int) -> _Request:
+    def _make_request(self, prompt: Any, row: int) -> _Request:
         """Make the request to the judge's server for a judge's prompt (text or messages)."""
         messages = prompt
         if isinstance(prompt, str):
@@ -558,15 +565,17 @@ class JudgeReward:
         body_text = json.dumps({**body, "model": config.model, "messages": messages}, sort_keys=True)
         return body_text, 0 if config.cache else row
 
-    def _replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
+    def _fetch_replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
         """Return the reply with the judge's text for each request, and the counters of the round."""
         # Send each distinct request once: samples of a group often have equal responses.
-        cached_replies = {
-            request: Reply(None, value=self._cache[request]) for request in requests if request in self._cache
-        }
+        cached_replies: dict[_Request, Reply] = {}
+        for request in requests:
+            if request in self._cache:
+                cached_replies[request] = Reply(None, value=self._cache[request])
+
         new_requests = [request for request in dict.fromkeys(requests) if request not in cached_replies]
         bodies = [json.loads(body_text) for body_text, _ in new_requests]
-        new_replies = [_completion_text(reply) for reply in self.server.post(bodies)]
+        new_replies = [_extract_completion(reply) for reply in self.server.post(bodies)]
 
         # Entries move to the end when they are used, and are evicted from the front.
         for request in cached_replies:
@@ -586,8 +595,8 @@ class JudgeReward:
             function.close()
 
 
-def _completion_text(reply: Reply) -> Reply:
-    """Replace the JSON value of a server's reply by the text of its chat completion."""
+def _extract_completion(reply: Reply) -> Reply:
+    """Replace the JSON value of a reply by the text of its chat completion; return failures unchanged."""
     if reply.reason is not None:
         return reply
 

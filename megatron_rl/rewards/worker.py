@@ -130,14 +130,14 @@ class Answer(NamedTuple):
     """Text or list of messages that a function returned, such as the prompt from a judge's template."""
 
 
-def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
+def read_answers(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
     """Return the answers in a worker's frame for ``count`` samples, or None for a malformed frame."""
-    frames = frame.get("answers")
-    if not isinstance(frames, list) or len(frames) != count:
+    sample_frames = frame.get("answers")
+    if not isinstance(sample_frames, list) or len(sample_frames) != count:
         return None
 
     answers = []
-    for sample_frame in frames:
+    for sample_frame in sample_frames:
         answer = read_answer(sample_frame) if isinstance(sample_frame, dict) else None
         if answer is None:
             return None
@@ -213,10 +213,10 @@ def _is_message(value: Any) -> bool:
 # Parameters
 
 
-class Traits(NamedTuple):
-    """Traits of a user's function: the properties that decide how it is called.
+class CallSignature(NamedTuple):
+    """Parameters of a user's function, and whether it is a coroutine function.
 
-    They are the names of its parameters, and whether it is a coroutine function.
+    They decide which arguments a call passes, and whether calls run concurrently.
     """
 
     takes: frozenset[str] = frozenset()
@@ -229,32 +229,33 @@ class Traits(NamedTuple):
     """Whether the function is a coroutine function, whose calls run concurrently."""
 
     @classmethod
-    def of_function(cls, function: Callable[..., Any]) -> Traits:
-        """Inspect the parameters of a function; one without a signature is assumed to accept any name."""
-        concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004
-        )
+    def from_function(cls, function: Callable[..., Any]) -> CallSignature:
+        """Inspect a function; one whose signature cannot be read is assumed to accept any name."""
+        # An object with an `async def __call__` counts as a coroutine function, too.
+        call_method = getattr(function, "__call__", None)  # noqa: B004
+        concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
         try:
             parameters = inspect.signature(function).parameters.values()
         except (ValueError, TypeError):
             return cls(concurrent=concurrent)
 
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        by_name = [parameter for parameter in parameters if parameter.kind not in variadic]
+        variadic_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [parameter for parameter in parameters if parameter.kind not in variadic_kinds]
+        required = [parameter for parameter in named if parameter.default is parameter.empty]
         return cls(
-            frozenset(parameter.name for parameter in by_name),
-            frozenset(parameter.name for parameter in by_name if parameter.default is parameter.empty),
-            any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters),
-            concurrent,
+            takes=frozenset(parameter.name for parameter in named),
+            requires=frozenset(parameter.name for parameter in required),
+            takes_all=any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters),
+            concurrent=concurrent,
         )
 
     def to_frame(self) -> dict[str, Any]:
-        """Return the traits as a JSON object, for the worker's first reply."""
+        """Return the signature as a JSON object, for the worker's first reply."""
         return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
 
     @classmethod
-    def from_frame(cls, frame: Mapping[str, Any]) -> Traits:
-        """Construct the traits of a function from a worker's first reply, see `to_frame`."""
+    def from_frame(cls, frame: Mapping[str, Any]) -> CallSignature:
+        """Construct the signature of a function from a worker's first reply, see `to_frame`."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
             frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
@@ -323,8 +324,10 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
     if hasattr(value, "tolist"):  # NumPy and torch arrays
         value = value.tolist()
     if not isinstance(value, list | tuple) or len(value) != count:
-        size = f" of {len(value)}" if isinstance(value, list | tuple) else f": {value!r:.80}"
-        message = f"expected a reward for each of {count} responses, got {type(value).__name__}{size}"
+        got = f"{type(value).__name__}: {value!r:.80}"
+        if isinstance(value, list | tuple):
+            got = f"{type(value).__name__} of {len(value)}"
+        message = f"expected a reward for each of {count} responses, got {got}"
         return [failure_frame(WRONG_TYPE, message)] * count
 
     # A function for a group may return an exception in place of a single sample's reward.
@@ -358,7 +361,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
         return failure_frame(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
 
     try:
-        numbers = {str(name): _number(component) for name, component in components.items()}
+        numbers = {str(name): _to_float(component) for name, component in components.items()}
     except WrongType as error:
         return failure_frame(WRONG_TYPE, str(error))
     if len(numbers) < len(components):  # 1 and "1" are different keys of the mapping, but the same name
@@ -379,7 +382,7 @@ class WrongType(Exception):
     """Error: user code returned something that is not a number."""
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     """Return a number as a float; raises WrongType for anything else."""
     if hasattr(value, "item"):  # NumPy and torch scalars
         value = value.item()
@@ -433,7 +436,7 @@ class Worker:
 
         self.calls: dict[int, Call] = {}
         """Open calls by number, in the order in which they were sent."""
-        self.traits = Traits()
+        self.signature = CallSignature()
         self._next_number = 0
 
         self.process = ContainedProcess(
@@ -462,21 +465,21 @@ class Worker:
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
 
-        self.traits = Traits.from_frame(ready)
+        self.signature = CallSignature.from_frame(ready)
         self._require_parameters()
         return [str(item) for item in ready.get("missing", ())]
 
     def _require_parameters(self) -> None:
         """Raise UserError for parameters without an argument, and for arguments without a parameter."""
         available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
-        if GROUP in self.traits.takes:
+        if GROUP in self.signature.takes:
             available.discard("response")
 
         # A parameter without a default must come from a call or from `reward.arguments`; an argument that the
         # function does not take would silently have no effect.
-        arguments = set(self.config.arguments)
-        unavailable = sorted(self.traits.requires - available - arguments)
-        unused = [] if self.traits.takes_all else sorted(arguments - self.traits.takes)
+        configured = set(self.config.arguments)
+        unavailable = sorted(self.signature.requires - available - configured)
+        unused = [] if self.signature.takes_all else sorted(configured - self.signature.takes)
         if not unavailable and not unused:
             return
 
@@ -502,19 +505,19 @@ class Worker:
         ``max_calls``: largest number of calls for a plain function; a coroutine function gets as many as
         ``concurrency`` allows. A call with ``alone`` is sent only to a worker without open calls.
         """
-        room = max_calls
-        if self.traits.concurrent:
-            room = self.config.concurrency - len(self.calls)
+        free_slots = max_calls
+        if self.signature.concurrent:
+            free_slots = self.config.concurrency - len(self.calls)
 
         # A plain function gets no calls in advance: another worker may be free earlier.
-        if not queue or (self.calls and (queue[0].alone or not self.traits.concurrent)):
+        if not queue or (self.calls and (queue[0].alone or not self.signature.concurrent)):
             return
         if any(call.alone for call in self.calls.values()):
             return
 
         # Collect the calls of one message. A call with `alone` is the only one of its message.
         requests: list[tuple[int, dict[str, Any]]] = []
-        while queue and len(requests) < room and not (queue[0].alone and requests):
+        while queue and len(requests) < free_slots and not (queue[0].alone and requests):
             call = queue.popleft()
             call.start_time = time.monotonic()
             self.calls[self._next_number] = call
@@ -528,25 +531,29 @@ class Worker:
     @property
     def deadline(self) -> float:
         """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
-        if not self.traits.concurrent:
+        if not self.signature.concurrent:
             return next(iter(self.calls.values())).start_time + self.config.timeout
 
         # A worker whose event loop runs cancels a call itself at its limit, within the grace period.
         return min(call.start_time for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
-        """Store the replies that have arrived; return False if the process ended or violated the protocol."""
-        frames, is_open = self.process.frames()
+        """Store the answers that have arrived in ``outcomes``, one per sample of the batch.
+
+        Returns False if the process ended or violated the protocol.
+        """
+        frames, is_open = self.process.read_replies()
         for frame in frames:
             # User code may have written the frame: its number must be that of an open call and, for a plain
             # function, of the first open call.
             number = frame.get("call")
+            first_number = next(iter(self.calls), None)
             call = None
-            if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):
+            if isinstance(number, int) and (self.signature.concurrent or number == first_number):
                 call = self.calls.get(number)
             answers = None
             if call is not None:
-                answers = answers_of(frame, len(call.rows))
+                answers = read_answers(frame, len(call.rows))
             if not isinstance(number, int) or call is None or answers is None:
                 self.process.protocol_error = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
@@ -557,18 +564,18 @@ class Worker:
             del self.calls[number]
 
             # The time limit of the next call of a plain function counts from now.
-            if not self.traits.concurrent and self.calls:
+            if not self.signature.concurrent and self.calls:
                 next(iter(self.calls.values())).start_time = time.monotonic()
         return is_open and self.process.protocol_error is None
 
-    def lost_calls(self) -> tuple[list[Call], list[Call]]:
-        """Return the open calls of a process that ended: those that fail, and those to send again.
+    def split_open_calls(self) -> tuple[list[Call], list[Call]]:
+        """Split the open calls of a process that ended into those that fail and those to send again.
 
         The call that a plain function was running fails, and so does a single open call. Any of several
         concurrent calls may be the cause, so each is sent again in a message of its own.
         """
         calls = list(self.calls.values())
-        if not self.traits.concurrent or len(calls) == 1:
+        if not self.signature.concurrent or len(calls) == 1:
             return calls[:1], calls[1:]
         return [], [replace(call, alone=True) for call in calls]
 
@@ -598,7 +605,7 @@ def serve(
     limits: Mapping[str, Any],
     unenforced_limits: list[str],
 ) -> None:
-    """Load the function, report its traits, and answer calls until the trainer closes the requests.
+    """Load the function, report its signature, and answer calls until the trainer closes the requests.
 
     ``unenforced_limits`` are descriptions of limits that the kernel does not enforce. Each reply has the
     number of its call.
@@ -614,12 +621,12 @@ def serve(
         requests.refuse(error)
         return
 
-    traits = Traits.of_function(function)
+    signature = CallSignature.from_function(function)
     function = accept_keywords(function)
     frames_of = text_frames if returns_text else reward_frames
-    calls = _CallLoop(requests, limits, function, traits, arguments, frames_of, timeout)
-    requests.reply({"kind": READY, "missing": unenforced_limits, **traits.to_frame()})
-    if traits.concurrent:
+    calls = _CallLoop(requests, limits, function, signature, arguments, frames_of, timeout)
+    requests.reply({"kind": READY, "missing": unenforced_limits, **signature.to_frame()})
+    if signature.concurrent:
         asyncio.run(calls.serve_concurrently())
     else:
         calls.serve()
@@ -633,7 +640,7 @@ class _CallLoop:
         requests: Requests,
         limits: Mapping[str, Any],
         function: Callable[..., Any],
-        traits: Traits,
+        signature: CallSignature,
         arguments: Mapping[str, Any],
         frames_of: Callable[[Any, int | None], list[dict[str, Any]]],
         timeout: float,
@@ -641,7 +648,7 @@ class _CallLoop:
         self._requests = requests
         self._limits = limits
         self._function = function
-        self._traits = traits
+        self._signature = signature
         self._arguments = arguments
         self._frames_of = frames_of
         self._timeout = timeout
@@ -656,30 +663,30 @@ class _CallLoop:
                 return
 
             # The limit of processor time is per call.
-            for number, item in calls:
+            for number, call_values in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
-                    value = self._function(**self._arguments_of(item))
-                    frames = self._frames_of(value, _group_size(item))
+                    value = self._function(**self._select_arguments(call_values))
+                    frames = self._frames_of(value, _group_size(call_values))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
-                    frames = _failure_frames(item, EXCEPTION, format_error(error))
+                    frames = _failure_frames(call_values, EXCEPTION, format_error(error))
                 self._reply(number, frames)
 
     async def serve_concurrently(self) -> None:
         """Make every call as soon as it arrives; the trainer limits the number of open calls."""
         loop = asyncio.get_running_loop()
         arrivals = asyncio.Queue()
-        threading.Thread(target=self._listen, args=(loop, arrivals), daemon=True).start()
+        threading.Thread(target=self._read_calls, args=(loop, arrivals), daemon=True).start()
 
         # The event loop itself holds only weak references to tasks.
         open_calls: set[asyncio.Task] = set()
         while (call := await arrivals.get()) is not None:
-            task = asyncio.create_task(self._call(*call))
+            task = asyncio.create_task(self._make_call(*call))
             open_calls.add(task)
             task.add_done_callback(open_calls.discard)
         os._exit(0)  # the trainer no longer reads answers, so open calls are abandoned
 
-    def _listen(
+    def _read_calls(
         self,
         loop: asyncio.AbstractEventLoop,
         arrivals: asyncio.Queue,
@@ -696,30 +703,33 @@ class _CallLoop:
             if calls == [None]:
                 return
 
-    async def _call(self, number: int, item: Mapping[str, Any]) -> None:
-        """Make one call of a coroutine function and send its answer."""
+    async def _make_call(self, number: int, call_values: Mapping[str, Any]) -> None:
+        """Make one call of a coroutine function and send its answer.
+
+        ``call_values`` are the values that the trainer sends with the call: argument name -> value.
+        """
         allow_processor_seconds(self._limits["cpu_seconds"])
         try:
-            frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
+            frames = await asyncio.wait_for(self._await_frames(call_values), self._timeout)
         except TimeoutError:
-            frames = _failure_frames(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
+            frames = _failure_frames(call_values, TIMEOUT, f"ran longer than {self._timeout:g} s")
         except asyncio.CancelledError:  # nothing but the function itself cancels this task
-            frames = _failure_frames(item, EXCEPTION, "the function cancelled itself")
+            frames = _failure_frames(call_values, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 
-    async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def _await_frames(self, call_values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Call the coroutine function, await it, and return the frames for its value or its error."""
         try:
-            value = await self._function(**self._arguments_of(item))
-            return self._frames_of(value, _group_size(item))
+            value = await self._function(**self._select_arguments(call_values))
+            return self._frames_of(value, _group_size(call_values))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the event loop, and every call with it
-            return _failure_frames(item, EXCEPTION, format_error(error))
+            return _failure_frames(call_values, EXCEPTION, format_error(error))
 
-    def _arguments_of(self, item: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_arguments(self, call_values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments for which the function has a parameter: the call's and the configured ones."""
-        return self._traits.accepted_arguments({**item, **self._arguments})
+        return self._signature.accepted_arguments({**call_values, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
         """Send the answers (``frames``, one per sample) to the call with this number."""
@@ -728,17 +738,17 @@ class _CallLoop:
         self._requests.reply({"call": number, "answers": frames})
 
 
-def _group_size(item: Mapping[str, Any]) -> int | None:
+def _group_size(call_values: Mapping[str, Any]) -> int | None:
     """Return the number of responses in a call for a group, or None in a call for one response."""
-    if GROUP not in item:
+    if GROUP not in call_values:
         return None
-    return len(item[GROUP])
+    return len(call_values[GROUP])
 
 
 def _failure_frames(
-    item: Mapping[str, Any],
+    call_values: Mapping[str, Any],
     reason: str,
     message: str,
 ) -> list[dict[str, Any]]:
     """Return the failure with this reason and message once for each sample of a call."""
-    return [failure_frame(reason, message)] * (_group_size(item) or 1)
+    return [failure_frame(reason, message)] * (_group_size(call_values) or 1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.lookup import scoring_pass_reason
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     load_optimizer,
@@ -105,7 +105,7 @@ class Roles:
     served_teacher: ServedTeacher | None = None
     """Teacher behind a server, which computes log-probs in the score phase."""
     scoring_pass: bool = True
-    """Whether the actor computes log-probs before the first update of a step, see `scoring_reason`."""
+    """Whether the actor computes log-probs before the first update of a step, see `scoring_pass_reason`."""
 
     @property
     def critic(self) -> ModelRole | None:
@@ -133,7 +133,7 @@ class Roles:
         ]
 
     @contextmanager
-    def learners_resident(self) -> Iterator[None]:
+    def keep_learners_resident(self) -> Iterator[None]:
         """Keep weights and optimizer states of the trained roles in device memory inside the block.
 
         Saving and restoring checkpoints needs this.
@@ -170,10 +170,12 @@ def build_roles(
 
     Collective over the world.
     """
-    show_part = show_part or _show_nothing
-    filters = config.rollout.filters
+    show_part = show_part or _ignore_part_name
     reward = RewardRole(
-        config.reward, tokenizer, filters=filters, learns_from_rewards=algorithm.needs_rewards
+        config.reward,
+        tokenizer,
+        filters=config.rollout.filters,
+        learns_from_rewards=algorithm.needs_rewards,
     )
     adapters = separate_adapters(config)
 
@@ -191,7 +193,7 @@ def build_roles(
     show_part("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
 
-    needs_scoring_pass = scoring_reason(config, algorithm) is not None
+    needs_scoring_pass = scoring_pass_reason(config, algorithm) is not None
     roles = Roles(
         actor,
         rollout,
@@ -225,7 +227,7 @@ def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
     return TopTokens(count, read_pretrained(Path(config.model.path) / "config.json").shape.vocab)
 
 
-def _show_nothing(name: str) -> None:
+def _ignore_part_name(name: str) -> None:
     """Ignore the name of the next part: the default of ``show_part`` in `build_roles`."""
 
 
@@ -286,7 +288,10 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
         if spec is ACTOR or spec.phase != ACTOR.phase:
             continue
 
-        if spec.need is None or spec.needed(algorithm):
+        if spec.need is None or spec.is_needed_by(algorithm):
+            top_tokens = 0
+            if spec.top_outputs:
+                top_tokens = algorithm.distillation.top_tokens
             for path in spec.sections(config):
                 scorers[role_of(path)] = build_model_role(
                     config,
@@ -294,7 +299,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
                     path,
                     updates=_update_count(config),
                     actor=actor,
-                    top_tokens=algorithm.distillation.top_tokens if spec.top_outputs else 0,
+                    top_tokens=top_tokens,
                 )
     return scorers
 
@@ -346,7 +351,7 @@ def build_model_role(
     section: Any = role_sections(config)[path]
     assert section.layout is not None
     layout = role_layout(section.layout, f"{path}.layout")
-    model_path, trainable = _starting_point(config, spec, path, section)
+    model_path, trainable = _find_starting_model(config, spec, path, section)
 
     # Two ways of sharing weights with the actor, both only with the actor's layout.
     initial_of: ModelRole | None = None
@@ -371,7 +376,7 @@ def build_model_role(
             trainable=trainable,
         )
         if model is not None and trainable:
-            _attach_adapters(config, model, _adapters(config, spec, section), model_path)
+            _attach_adapters(config, model, _adapter_settings(config, spec, section), model_path)
 
     # Share and freeze weights before the optimizer is built: it wraps the parameters that require a gradient.
     if base_owner is not None and base_owner.model is not None and model is not None:
@@ -416,7 +421,7 @@ def build_model_role(
     )
 
 
-def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
+def adopt_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
     """Return an actor role for a model and an optimizer that a Megatron training script has built."""
     return ModelRole(
         ACTOR.name,
@@ -429,7 +434,9 @@ def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer)
     )
 
 
-def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) -> tuple[str | None, bool]:
+def _find_starting_model(
+    config: RunConfig, spec: RoleSpec, path: str, section: Any
+) -> tuple[str | None, bool]:
     """Return the path of the Hugging Face model that a role starts from, and whether it is trainable.
 
     The path is None if the role's section sets none.
@@ -441,12 +448,12 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 
     # A separate stage trains a reward model, which is frozen once that stage has written it.
     for plan in stage_plans(config):
-        if plan.role == path and plan.ended:
+        if plan.role == path and plan.has_ended:
             return str(plan.model), False
     return section.path, section.training is not None
 
 
-def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
+def _adapter_settings(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
     """Return the settings of the LoRA adapters to attach to a role's model, or None without adapters.
 
     A completed stage of the actor has merged the adapters in ``lora.path`` into its model. After it the actor
@@ -487,7 +494,7 @@ def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | N
 
     # A checkpoint of a run with adapters is loaded into a model with adapters.
     if path is None and model is not None:
-        lora = _adapters(config, ACTOR, config.actor)
+        lora = _adapter_settings(config, ACTOR, config.actor)
         _attach_adapters(config, model, lora, present_model(config), trainable=False)
     return model
 
@@ -512,7 +519,7 @@ def build_pretrained(
     # Groups are created on all ranks of the job, also on ranks without this model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
-    if not groups.member:
+    if not groups.is_member:
         return None
 
     # The user's ``actor.megatron`` settings override those that are derived from the layout.
@@ -527,7 +534,7 @@ def build_pretrained(
         head=head,
         trainable=trainable,
         seed=config.seed,
-        provider=_provider(config, path),
+        provider=_load_model_provider(config, path),
         replays_routing=config.actor.routing_replay != "none",
         adapted=bool(adapters_of(config)),
     )
@@ -536,17 +543,17 @@ def build_pretrained(
 
 
 def weights_folder(config: RunConfig, path: str | None) -> str:
-    """Return the folder to read a role's initial weights from; ``path`` is the role's model.
+    """Return the folder to read a role's initial weights from: ``path``, or `model.path` for None.
 
-    If ``path`` is the result of the actor's stages and does not exist yet, that is `model.path`: the result
-    is loaded into the role once the stages have written it. It is `model.path` for None, too.
+    If ``path`` is the result of the actor's training stages and does not exist yet, the folder is
+    `model.path` too: the result is loaded into the role once the stages have written it.
     """
     if path is None or (path == starting_model(config) and not Path(path).is_dir()):
         return config.model.path
     return path
 
 
-def _provider(config: RunConfig, path: str) -> Provider | None:
+def _load_model_provider(config: RunConfig, path: str) -> Provider | None:
     """Return the user's model code (`model.provider`) for the model at ``path``.
 
     Returns None without such code, and for a model whose shape differs from `model.path`, for example a
@@ -559,8 +566,8 @@ def _provider(config: RunConfig, path: str) -> Provider | None:
     shapes = []
     for folder in (config.model.path, path):
         shapes.append(read_pretrained(Path(folder) / "config.json").shape)
-    comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
-    if len(comparable) > 1:
+    comparable_shapes = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
+    if len(comparable_shapes) > 1:
         return None
 
     arguments, _ = checkpoint_arguments(config.model.path)
@@ -599,12 +606,12 @@ def _build_hybrid_engine(
     )
 
 
-def _routing_shape(config: RunConfig, replay: str) -> tuple[int, int] | None:
+def _routing_shape(config: RunConfig, replay_mode: str) -> tuple[int, int] | None:
     """Return the model's numbers of layers and of experts per token, the shape of a token's routing.
 
-    Returns None unless `actor.routing_replay` is ``replay``.
+    Returns None unless `actor.routing_replay` is ``replay_mode``.
     """
-    if config.actor.routing_replay != replay:
+    if config.actor.routing_replay != replay_mode:
         return None
 
     shape = read_pretrained(Path(config.model.path) / "config.json").shape
@@ -615,12 +622,14 @@ def _build_rollout(
     config: RunConfig,
     tokenizer: Any,
     templated: bool,
-    routing: tuple[int, int] | None = None,
+    routing_shape: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> RolloutRole:
     """Build the rollout role, with the engine or the client of the servers on the role's ranks.
 
-    ``routing`` and ``adapters`` are passed to the engine. Collective over the world.
+    ``routing_shape`` (layers, experts per token) makes the engine return the routing of each token, and
+    ``adapters`` describes the LoRA adapters that it receives apart from the weights; None for neither.
+    Collective over the world.
     """
     layouts = role_layouts(config, device.world_size())
     layout = layouts["rollout"].checked()
@@ -631,10 +640,10 @@ def _build_rollout(
 
     # Rollouts with an environment need the model's chat format and the format of its tool calls.
     environment = config.rollout.environment
-    chat = None
+    chat_formats = None
     parse_tool_calls = None
     if environment is not None:
-        chat = ChatFormats(tokenizer, templated)
+        chat_formats = ChatFormats(tokenizer, templated)
         parse_tool_calls = make_tool_parser(environment.tool_parser, tokenizer)
 
     in_process = config.rollout.capabilities.in_process
@@ -649,7 +658,7 @@ def _build_rollout(
             dtype=config.model.dtype,
             seed=config.seed,
             max_model_len=longest_row(config),
-            records=routing,
+            routing_shape=routing_shape,
             adapters=adapters,
         )
         # The roles on the same ranks are built next, in the device memory that the engine releases here.
@@ -661,8 +670,8 @@ def _build_rollout(
         engine,
         device.rank(),
         environment,
-        chat,
-        routing,
+        chat_formats,
+        routing_shape,
         config.rollout.max_in_flight,
         parse_tool_calls,
         in_process,

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.megatron.log_probs import TopTokens
-from megatron_rl.megatron.lora import initial_policy, remove_adapters
+from megatron_rl.megatron.lora import remove_adapters, use_initial_policy
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.passes import PassGuard
@@ -137,9 +137,9 @@ class ModelRole:
         names = self.outputs
         if self.squared_probs:
             names = (*names, "squared_probs")
-        shard = self._shard(batch, micro_outputs, names)
+        shard = self._make_shard(batch, micro_outputs, names)
         if self.top_tokens is not None:
-            columns = {**shard.tokens, **self._top_columns(self.top_tokens.tokens, micro_outputs)}
+            columns = {**shard.tokens, **self._make_top_columns(self.top_tokens.tokens, micro_outputs)}
             shard = replace(shard, tokens=columns)
         if self.routing_shape is None:
             return shard
@@ -153,7 +153,7 @@ class ModelRole:
         }
         return replace(shard, tokens=columns)
 
-    def _shard(
+    def _make_shard(
         self,
         batch: Any,
         micro_outputs: list[TokenScores],
@@ -180,21 +180,22 @@ class ModelRole:
             {},
         )
 
-    def _top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
+    def _make_top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
         """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
         # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
         ids = [torch.zeros((0, count), dtype=torch.int32)]
         log_probs = [torch.zeros((0, count + 1))]
         for micro in micro_outputs:
-            *_, micro_log_probs, micro_ids = micro.outputs
+            # The most likely tokens are the last two outputs of the head.
+            micro_log_probs, micro_ids = micro.outputs[-2:]
             ids.append(micro_ids.int().cpu())
             log_probs.append(micro_log_probs.float().cpu())
 
         ids_name, log_probs_name = self.top_outputs
         return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
 
-    def forward(self, batch: Any, select: Tensor, **options: Any) -> list[TokenScores]:
-        """Compute the model's outputs for the tokens where ``select`` is true, [N] bool, in this rank's rows.
+    def forward(self, batch: Any, output_mask: Tensor, **options: Any) -> list[TokenScores]:
+        """Compute the model's outputs for the tokens of this rank's rows that ``output_mask`` [N] bool marks.
 
         Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``:
         ``from_previous_token``, ``record_experts``, ``top_tokens`` and ``squared_probs`` of
@@ -206,7 +207,7 @@ class ModelRole:
         # A reference that equals the initial actor is the actor's model with its adapters disabled.
         adapter_scope = nullcontext()
         if self.initial_of is not None:
-            adapter_scope = initial_policy(self.model)
+            adapter_scope = use_initial_policy(self.model)
             # The recorded experts are those of the adapted actor; the initial policy must choose its own.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), adapter_scope:
@@ -214,7 +215,7 @@ class ModelRole:
                 self.model,
                 batch,
                 self.tokens_per_microbatch,
-                select,
+                output_mask,
                 guard=self.guard,
                 **options,
             )
@@ -227,8 +228,8 @@ class ModelRole:
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Run one optimizer step on a mini-batch, whose loss weights are normalized over all ranks.
 
-        ``options``: ``from_previous_token`` and ``unit`` of `megatron.schedule.forward_backward`. Returns the
-        metrics of the objective and the optimizer. Collective over the role's ranks.
+        ``options``: ``from_previous_token`` and ``rows_per_unit`` of `megatron.schedule.forward_backward`.
+        Returns the metrics of the objective and the optimizer. Collective over the role's ranks.
         """
         with self.resident():
             _, metrics = self.accumulate(minibatch, objective, **options)
@@ -244,7 +245,7 @@ class ModelRole:
         must keep the role `resident` from this call to the end of `step`. Collective over the role's ranks.
         """
         if self.model is None:
-            return self._shard(minibatch, [], self.outputs), Metrics()
+            return self._make_shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
         # Gradients are summed over micro-batches and ranks: the loss weights contain the global denominators.
@@ -262,10 +263,10 @@ class ModelRole:
 
         # All ranks of a data-parallel replica have equal outputs and metrics; only one returns them.
         if not self.is_output_rank:
-            return self._shard(minibatch, [], self.outputs), Metrics()
+            return self._make_shard(minibatch, [], self.outputs), Metrics()
         if not reads_outputs:
             micro_outputs = []
-        return self._shard(minibatch, micro_outputs, self.outputs), metrics
+        return self._make_shard(minibatch, micro_outputs, self.outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step with the gradients from `accumulate`; return the optimizer's metrics.

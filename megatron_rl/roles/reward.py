@@ -29,8 +29,8 @@ from megatron_rl.rewards.function import (
     FunctionReward,
     RewardResult,
     Sample,
-    code_reward,
     last_lines,
+    make_code_reward,
 )
 from megatron_rl.rewards.servers import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
@@ -128,7 +128,7 @@ class RewardRole:
 
     ``key``: configuration key of the function, if that is not `reward.function`, such as an evaluator's. Such
         a function also rewards rows that an environment has already rewarded.
-    ``filters``: filters of training samples, see `filter`; None for no filters.
+    ``filters``: filters of training samples, see `run_filters`; None for no filters.
     ``learns_from_rewards``: whether the algorithm needs rewards. If it does and there is no scorer, rows
         without a reward from an environment are invalid.
     """
@@ -147,7 +147,7 @@ class RewardRole:
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         # One worker: a function's processes handle one list of samples at a time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
+        self._early_futures: list[Future[tuple[str, dict[int, Answer]]]] = []
         self._filters: ResponseFilters | None = None
 
         try:
@@ -182,7 +182,7 @@ class RewardRole:
 
     @property
     def has_functions(self) -> bool:
-        """Return whether a scorer can reward a group while others are still sampled, see `start_early`."""
+        """Return whether a scorer can reward a group while others are sampled, in `start_early_rewards`."""
         return bool(self._functions)
 
     @property
@@ -195,45 +195,47 @@ class RewardRole:
         return functions
 
     @property
-    def not_enforced(self) -> tuple[str, ...]:
+    def unenforced_limits(self) -> tuple[str, ...]:
         """Describe the limits of the scorers' processes that this machine cannot enforce."""
         sources: list[Scorer | ResponseFilters] = [scorer for _, scorer in self._scorers.values()]
         if self._filters is not None:
             sources.append(self._filters)
         return tuple(dict.fromkeys(text for source in sources for text in source.missing))
 
-    def start_early(self, index: int, group: SequenceGroup) -> None:
+    def start_early_rewards(self, group_index: int, group: SequenceGroup) -> None:
         """Start computing a finished group's rewards in a thread, while other groups are still sampled.
 
-        `gather_early` returns them. ``index``: the group's index in its round.
+        `gather_early_rewards` returns them. ``group_index``: the group's index in its round.
         """
         # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
         answers = environment_answers(rollouts)
-        failed = _failed_rows(rollouts)
-        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed]
+        failed_rows = _failed_rows(rollouts)
+        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed_rows]
         if not rows:
             return
 
         # All groups of a round have the same number of rows.
-        round_rows = [index * len(rollouts) + row for row in rows]
+        round_rows = [group_index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
-            samples = self._samples(prompts, rollouts, rows, self._filters.takes)
+            samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
             ids = self._response_ids(rollouts.rows(rows))
             verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
-            self._early.append(verdicts)
+            self._early_futures.append(verdicts)
 
         # Submitted after the filters to the same thread, which has computed the verdicts when a scorer needs
         # them.
         for name, scorer in self._functions.items():
-            samples = self._samples(prompts, rollouts, rows, scorer.takes)
-            by_row = dict(zip(round_rows, samples, strict=True))
-            self._early.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
+            samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
+            samples_by_row = dict(zip(round_rows, samples, strict=True))
+            self._early_futures.append(
+                self._executor.submit(_score_rows, name, scorer, samples_by_row, verdicts)
+            )
 
-    def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
-        """Return the rewards from all `start_early` calls on all ranks since the last gather.
+    def gather_early_rewards(self, members: ReplicaGroup) -> EarlyRewards:
+        """Return the rewards from all `start_early_rewards` calls on all ranks since the last gather.
 
         The keys are the scorer's name, then the row in the round. Waits for rewards that are still being
         computed. Collective over the replica group.
@@ -244,59 +246,59 @@ class RewardRole:
         if self._filters is not None:
             rewards[FILTERS] = {}
 
-        futures = self._early
-        self._early = []
+        futures = self._early_futures
+        self._early_futures = []
         for results in members.gather_objects([future.result() for future in futures]):
             for name, answers in results:
                 rewards[name].update(answers)
         return rewards
 
-    def filter(
+    def run_filters(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
-        early: EarlyRewards | None = None,
+        early_rewards: EarlyRewards | None = None,
     ) -> FilteredRows:
         """Run the configured filters; return the rows that they remove, the same value on every rank.
 
-        ``prompts`` has one entry per row. ``early`` has the filters' answers for rows that were filtered
-        while others were still sampled. Rows on which the engine or the environment failed are not passed to
-        the filters. Collective over the replica group.
+        ``prompts`` has one entry per row. ``early_rewards`` has the filters' answers for rows that were
+        filtered while others were still sampled. Rows on which the engine or the environment failed are not
+        passed to the filters. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
             return NOTHING_FILTERED
 
         # Rows are divided among the ranks.
-        available = (early or {}).get(FILTERS, {})
-        failed = _failed_rows(rollouts)
+        available_answers = (early_rewards or {}).get(FILTERS, {})
+        failed_rows = _failed_rows(rollouts)
         rank_rows = _rows_of_rank(rollouts, members, filters)
-        rows = [row for row in rank_rows if row not in available and row not in failed]
-        samples = self._samples(prompts, rollouts, rows, filters.takes)
-        verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
+        rows = [row for row in rank_rows if row not in available_answers and row not in failed_rows]
+        samples = self._make_samples(prompts, rollouts, rows, filters.takes)
+        verdicts = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
 
-        answers = dict(available)
+        answers = dict(available_answers)
         for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
             answers |= by_row
 
         # A row on which a filter raised is reported as failed, not as removed by that filter.
-        names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
+        filter_names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
 
         # Every rank has the answers of all ranks, so these are counts over the whole batch.
-        counts = Counter(names.values())
+        counts = Counter(filter_names.values())
         metrics = Metrics()
         for name in filters.config.names:
             metrics += Metrics.mean(f"filtered/{name}", float(counts[name]), float(len(rollouts)))
-        return FilteredRows(names, failures, filters.config.reward, metrics)
+        return FilteredRows(filter_names, failures, filters.config.reward, metrics)
 
     def infer(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
-        early: EarlyRewards | None = None,
+        early_rewards: EarlyRewards | None = None,
         filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
         """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
@@ -305,42 +307,44 @@ class RewardRole:
         - an environment rewarded it, or a filter removed it with a reward: this reward becomes the first
           scorer's, and the other scorers' rewards are 0;
         - a filter dropped it, the engine or the environment failed on it, or an earlier scorer failed on it;
-        - ``early`` has the scorer's reward of the row, which is returned.
+        - ``early_rewards`` has the scorer's reward of the row, which is returned.
 
         Arguments:
             prompts: one entry per row.
             rollouts: rows of the whole batch.
             members: ranks that have the batch.
-            early: rewards from `gather_early`, or None.
-            filtered: rows that filters removed, from `filter`.
+            early_rewards: rewards from `gather_early_rewards`, or None.
+            filtered: rows that filters removed, from `run_filters`.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
             answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
         answers |= filtered.answers
-        failed = _failed_rows(rollouts)
-        skipped = failed | filtered.dropped
+        failed_rows = _failed_rows(rollouts)
+        skipped_rows = failed_rows | filtered.dropped_rows
 
         # In the same order on every rank: `_run_scorer` is collective.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
-            available = {**(early or {}).get(name, {}), **answers}
-            available = {row: answer for row, answer in available.items() if row not in skipped}
-            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
+            all_answers = {**(early_rewards or {}).get(name, {}), **answers}
+            available_answers = {
+                row: answer for row, answer in all_answers.items() if row not in skipped_rows
+            }
+            make_samples = partial(self._make_samples, prompts, rollouts, optional_fields=scorer.takes)
             result = _run_scorer(
                 name,
                 weight,
                 scorer,
                 make_samples,
                 rows,
-                available,
-                skipped,
+                available_answers,
+                skipped_rows,
                 members,
             )
-            saved = (skipped - failed) | filtered.names.keys()
-            results.append(self._with_saved_calls(result, rows, saved))
-            skipped = skipped | set(result.reasons)
+            saved_rows = (skipped_rows - failed_rows) | filtered.names.keys()
+            results.append(self._add_saved_calls(result, rows, saved_rows))
+            skipped_rows = skipped_rows | set(result.reasons)
 
             # The environment's reward has been used as the first scorer's: the other scorers add 0.
             for row, answer in answers.items():
@@ -348,7 +352,7 @@ class RewardRole:
                     answers[row] = Answer(None, "", 0.0)
         return results
 
-    def _with_saved_calls(
+    def _add_saved_calls(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
         """Add the metric `reward/saved/SCORER`: share of this rank's rows that were not passed to the scorer.
@@ -362,14 +366,14 @@ class RewardRole:
         saved_share = Metrics.mean(f"reward/saved/{result.name}", float(saved_count), float(len(rows)))
         return replace(result, metrics=result.metrics + saved_share)
 
-    def _samples(
+    def _make_samples(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         rows: list[int],
-        takes: frozenset[str],
+        optional_fields: frozenset[str],
     ) -> list[Sample]:
-        """Return one sample per row for a scorer that reads the optional fields ``takes``."""
+        """Return one sample per row, with those ``optional_fields`` of `Sample` that a scorer reads."""
         # Every scorer gets these fields. Turns and tokens are slow to build, so only for scorers that read
         # them.
         selected = rollouts.rows(rows)
@@ -381,11 +385,11 @@ class RewardRole:
         }
 
         # Without the first turn: the prompt is a separate field.
-        if TURNS in takes:
+        if TURNS in optional_fields:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
-        if TOKENS in takes:
-            fields[TOKENS] = tokens_of(selected)
-        if GROUP in takes:
+        if TOKENS in optional_fields:
+            fields[TOKENS] = collect_token_fields(selected)
+        if GROUP in optional_fields:
             fields[GROUP] = selected.group.tolist()
 
         # Transpose: from a list per field to a mapping per sample.
@@ -393,7 +397,7 @@ class RewardRole:
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Return each row's response as text without special tokens that `VisibleText` hides."""
-        return self._visible.texts(self._response_ids(rollouts))
+        return self._visible.decode_all(self._response_ids(rollouts))
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:
@@ -416,15 +420,19 @@ class RewardRole:
             rollouts.outcomes or (None,) * len(rollouts),
             strict=True,
         )
-        return [self._turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows]
+        return [
+            self._split_into_turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows
+        ]
 
-    def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
+    def _split_into_turns(
+        self, tokens: list[int], mask: list[bool], outcome: Outcome | None
+    ) -> list[dict[str, Any]]:
         """Return the turns of one row: each sequence of tokens with equal ``mask`` is a turn."""
         # The environment's outcome has the parsed tool calls of each turn of the policy, in order.
-        calls: Sequence[Any] = ()
+        tool_calls_by_turn: Sequence[Any] = ()
         if outcome:
-            calls = outcome.calls
-        calls_by_turn = iter(calls)
+            tool_calls_by_turn = outcome.calls
+        remaining_calls = iter(tool_calls_by_turn)
         turns: list[dict[str, Any]] = []
         for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
             ids = [token for token, _ in run]
@@ -441,7 +449,7 @@ class RewardRole:
                 "tokens": len(ids),
             }
             if is_policy:
-                turn_calls = next(calls_by_turn, ())
+                turn_calls = next(remaining_calls, ())
                 if turn_calls:
                     turn["tool_calls"] = list(turn_calls)
             turns.append(turn)
@@ -469,24 +477,24 @@ def _run_scorer(
     scorer: Scorer,
     make_samples: _MakeSamples,
     rows: list[int],
-    available: Mapping[int, Answer],
-    skipped: Set[int],
+    available_answers: Mapping[int, Answer],
+    skipped_rows: Set[int],
     members: ReplicaGroup,
 ) -> ScorerResult:
     """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
-    Rows with an ``available`` answer are not passed to the scorer: they have this answer in the result.
-    ``skipped`` rows are not passed to it either, and have the reward NaN.
+    Rows with an answer in ``available_answers`` are not passed to the scorer: they have this answer in the
+    result. ``skipped_rows`` are not passed to it either, and have the reward NaN.
     """
     # Compute the rewards without an available answer.
-    new_rows = [row for row in rows if row not in available and row not in skipped]
-    new = scorer.score(make_samples(new_rows))
-    answers = dict(zip(new_rows, new.answers, strict=True))
-    answers |= {row: available[row] for row in rows if row in available}
+    new_rows = [row for row in rows if row not in available_answers and row not in skipped_rows]
+    new_result = scorer.score(make_samples(new_rows))
+    answers = dict(zip(new_rows, new_result.answers, strict=True))
+    answers |= {row: available_answers[row] for row in rows if row in available_answers}
 
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
-    result = RewardResult([answers[row] for row in answered_rows], new.extra_metrics)
+    result = RewardResult([answers[row] for row in answered_rows], new_result.extra_metrics)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
@@ -539,7 +547,7 @@ def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
         return FunctionReward(config, key=key)
 
     section = getattr(config, name)
-    return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
+    return {"code": make_code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 
 
 def _filter_rows(
@@ -552,7 +560,7 @@ def _filter_rows(
 
     ``ids`` are the token ids of the responses.
     """
-    return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
+    return FILTERS, dict(zip(rows, filters.compute_answers(samples, ids), strict=True))
 
 
 def _score_rows(
@@ -569,7 +577,7 @@ def _score_rows(
     if verdicts is not None:
         _, answers = verdicts.result()
         samples = {row: sample for row, sample in samples.items() if answers[row].reason is None}
-    return name, dict(zip(samples, scorer.answers(list(samples.values())), strict=True))
+    return name, dict(zip(samples, scorer.compute_answers(list(samples.values())), strict=True))
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
@@ -595,7 +603,7 @@ def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | Re
     return [row for row, group in enumerate(rollouts.group.tolist()) if group % rank_count == rank]
 
 
-def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
+def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
     """Return the token ids of each row's ``prompt`` and ``response``, with ``mask`` and ``log_probs``.
 
     The response begins with the policy's first token. ``mask`` is true for tokens of the policy.
@@ -658,9 +666,9 @@ class RewardModel:
         `ModelRole.infer` needs. Collective over the role's ranks.
         """
         # Use the output at the token itself, not at the previous token, which predicts it.
-        select = torch.zeros(len(batch.tokens), dtype=torch.bool)
-        select[last_tokens(batch.lengths)] = True
-        micro_outputs = self.role.forward(batch, select, from_previous_token=False)
+        output_mask = torch.zeros(len(batch.tokens), dtype=torch.bool)
+        output_mask[last_token_indices(batch.lengths)] = True
+        micro_outputs = self.role.forward(batch, output_mask, from_previous_token=False)
 
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],
@@ -670,11 +678,11 @@ class RewardModel:
         if micro_outputs:
             # One value per token of the rows, 0 at all tokens except the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
-            rewards = values[last_tokens(batch.lengths[rows])]
+            rewards = values[last_token_indices(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))
         return RowShard(rows, torch.zeros_like(rows), {}, {self.name: rewards})
 
 
-def last_tokens(lengths: Tensor) -> Tensor:
+def last_token_indices(lengths: Tensor) -> Tensor:
     """Return the index of each row's last token in the ragged batch: [B] int64."""
     return lengths.cumsum(0) - 1

@@ -44,10 +44,10 @@ class RolloutRole:
     ``rank``: rank of this process.
     ``environment``: configuration of the environment for multi-turn rollouts, or None for single responses.
         The first rank of each replica runs its processes.
-    ``chat``: chat formats that render an environment's messages.
+    ``chat_formats``: chat formats that render an environment's messages.
     ``routing``: numbers of layers and of experts per token if the engine returns the routing, or None.
     ``max_in_flight``: maximum number of sequences in flight on a replica, or None for the engine's limit.
-    ``parse``: parser of the tool calls in a turn, or None if turns have no tool calls.
+    ``parse_tool_calls``: parser of the tool calls in a turn, or None if turns have no tool calls.
     ``in_process``: whether the engine runs in these processes and not at servers; equal on all ranks.
     """
 
@@ -57,20 +57,20 @@ class RolloutRole:
         engine: Engine | ServerGenerator | None,
         rank: int,
         environment: EnvironmentConfig | None = None,
-        chat: ChatFormats | None = None,
+        chat_formats: ChatFormats | None = None,
         routing: RoutingShape | None = None,
         max_in_flight: int | None = None,
-        parse: ToolParser | None = None,
+        parse_tool_calls: ToolParser | None = None,
         in_process: bool = True,
     ) -> None:
         self.layout = layout
         self.engine = engine
         self.rank = rank
         self.environment = environment
-        self._chat = chat
+        self._chat_formats = chat_formats
         self._routing = routing
         self._max_in_flight = max_in_flight
-        self._parse = parse
+        self._parse_tool_calls = parse_tool_calls
         self._in_process = in_process
 
         # The first rank of a replica runs the environments and sends their turns to the others.
@@ -88,18 +88,19 @@ class RolloutRole:
         ``on_finished`` is called with the index in the round and the group, for each group that this rank
         finishes. In the open order (`rollout.order: open`) responses are trained on as they finish, and a
         round ends as soon as the training ranks wait for it. The call then returns only after all ranks
-        without an engine have called `gather`.
+        without an engine have called `gather_new_tokens`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
 
         # Each round has a separate queue in the job's store. All ranks need the same number for its key.
-        number = 0
+        next_round = 0
         if self.rank == self.layout.ranks[0]:
-            number = store_increment("rounds")
-        round_number = broadcast_object(number, self.layout.ranks)
+            next_round = store_increment("rounds")
+        round_number = broadcast_object(next_round, self.layout.ranks)
 
-        # The open order ends when all ranks without an engine wait in `gather`: pass their number.
+        # The open order ends when all ranks without an engine wait in `gather_new_tokens`: pass the number
+        # of these ranks.
         rendezvous = None
         if generation_round.rendezvous is not None:
             rendezvous = Rendezvous(
@@ -107,7 +108,7 @@ class RolloutRole:
                 device.world_size() - len(self.layout.ranks),
             )
 
-        def report(index: int, group: SequenceGroup) -> None:
+        def report_finished(index: int, group: SequenceGroup) -> None:
             if on_finished is not None:
                 on_finished(index, group)
             if rendezvous is not None:
@@ -116,7 +117,7 @@ class RolloutRole:
         # None if neither the caller nor the open order needs finished groups.
         finish_callback: OnFinished | None = None
         if on_finished is not None or rendezvous is not None:
-            finish_callback = report
+            finish_callback = report_finished
 
         # Environments and clocks differ between the ranks of a replica: its first rank decides for all.
         is_led = self.environment is not None or rendezvous is not None
@@ -144,7 +145,7 @@ class RolloutRole:
             new_tokens = new_tokens._replace(resubmitted=self.engine.pop_resubmitted())
         return new_tokens
 
-    def gather(
+    def gather_new_tokens(
         self,
         new_tokens: NewTokens,
         members: ReplicaGroup,
@@ -193,13 +194,13 @@ class RolloutRole:
 
         # The other ranks of the replica follow the decisions of this one.
         if self._hosts is not None:
-            assert self._chat is not None
+            assert self._chat_formats is not None
             return MultiTurnScheduler(
                 engine,
                 queue,
                 self._hosts,
-                self._chat,
-                self._parse,
+                self._chat_formats,
+                self._parse_tool_calls,
                 stop_when=stop_when,
                 ranks=ranks,
             )
@@ -213,7 +214,7 @@ class RolloutRole:
         )
 
     @property
-    def not_enforced(self) -> tuple[str, ...]:
+    def unenforced_limits(self) -> tuple[str, ...]:
         """Describe the limits of the environments' processes that this machine cannot enforce."""
         if self._hosts is None:
             return ()

@@ -66,23 +66,23 @@ class ServedTeacher:
     def __init__(self, config: TeacherServerConfig, top_tokens: TopTokens | None, longest_row: int) -> None:
         self.config = config
         self.top_tokens = top_tokens
-        count = 1
+        entries_per_token = 1
         if top_tokens is not None:
-            count += top_tokens.tokens
+            entries_per_token += top_tokens.tokens
         self._server = Server(
             config,
             config.url.rstrip("/") + "/completions",
             secret_headers(config, config.key_from),
-            largest_reply=2**20 + longest_row * count * _BYTES_PER_ENTRY,
+            largest_reply=2**20 + longest_row * entries_per_token * _BYTES_PER_ENTRY,
         )
         self._thread = ThreadPoolExecutor(1, "teacher")
 
-    def start(self, rollouts: Rollouts, sends: bool) -> Future[TeacherResults]:
+    def start_requests(self, rollouts: Rollouts, sends: bool) -> Future[TeacherResults]:
         """Start the requests for all rows in a thread, on the rank that ``sends``; others return no rows."""
         if sends:
             return self._thread.submit(self._request_all, rollouts)
         no_rows: Future[TeacherResults] = Future()
-        no_rows.set_result(TeacherResults(self._shard(torch.zeros(0, dtype=torch.long), [])))
+        no_rows.set_result(TeacherResults(self._make_shard(torch.zeros(0, dtype=torch.long), [])))
         return no_rows
 
     def close(self) -> None:
@@ -91,35 +91,35 @@ class ServedTeacher:
 
     def _request_all(self, rollouts: Rollouts) -> TeacherResults:
         """Request the log-probs of all rows from the server, and return them; this runs in the thread."""
-        rows = [row.tolist() for row in split_rows(rollouts.tokens, rollouts.lengths)]
+        tokens_by_row = [tokens.tolist() for tokens in split_rows(rollouts.tokens, rollouts.lengths)]
         masks = split_rows(rollouts.response_mask, rollouts.lengths)
         failures: list[Failure] = []
 
-        def read_row(number: int, reply: Reply) -> _RowColumns:
-            tokens = rows[number]
+        def read_row(row: int, reply: Reply) -> _RowColumns:
+            tokens = tokens_by_row[row]
             row_columns = _RowColumns(len(tokens), self.top_tokens)
             reason = reply.reason
             message = reply.message
             if reason is None:
-                problem = row_columns.read(reply, tokens, masks[number])
+                problem = row_columns.read_reply(reply, tokens, masks[row])
                 if problem is not None:
                     reason = NONSENSE
                     message = problem
             if reason is not None:
                 row_columns = _RowColumns(len(tokens), self.top_tokens, valid=False)
-                failures.append(Failure(number, reason, f"{self.config.url}: {message}"))
+                failures.append(Failure(row, reason, f"{self.config.url}: {message}"))
             return row_columns
 
-        columns = self._server.post([self._body(row) for row in rows], read_row)
+        columns = self._server.post([self._request_body(tokens) for tokens in tokens_by_row], read_row)
         # Replies arrive in any order.
         failures.sort(key=lambda failure: failure.row)
 
-        metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(rows))
+        metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(tokens_by_row))
         for name in (REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN):
-            metrics += Metrics.mean(f"teacher/{name}", float(self._server.counts[name]), len(rows))
-        return TeacherResults(self._shard(rollouts.lengths, columns), tuple(failures), metrics)
+            metrics += Metrics.mean(f"teacher/{name}", float(self._server.counts[name]), len(tokens_by_row))
+        return TeacherResults(self._make_shard(rollouts.lengths, columns), tuple(failures), metrics)
 
-    def _body(self, tokens: list[int]) -> dict[str, Any]:
+    def _request_body(self, tokens: list[int]) -> dict[str, Any]:
         """Return the JSON body of the request for one row's ``tokens``."""
         count = 0
         if self.top_tokens is not None:
@@ -133,12 +133,12 @@ class ServedTeacher:
             "prompt_logprobs": count,
         }
 
-    def _shard(self, lengths: Tensor, columns: list[_RowColumns]) -> RowShard:
+    def _make_shard(self, lengths: Tensor, columns: list[_RowColumns]) -> RowShard:
         """Return the shard of rows with ``lengths`` [b], whose ``columns`` are concatenated."""
-        no_row = _RowColumns(0, self.top_tokens)
+        empty_row = _RowColumns(0, self.top_tokens)
         tokens = {
             name: torch.cat([tensor, *(row.tensors[name] for row in columns)])
-            for name, tensor in no_row.tensors.items()
+            for name, tensor in empty_row.tensors.items()
         }
         valid = torch.tensor([row.valid for row in columns], dtype=torch.bool)
         return RowShard(torch.arange(len(columns)), lengths, tokens, {VALID: valid})
@@ -156,7 +156,7 @@ class _RowColumns:
             self.tensors["teacher_top_ids"] = torch.zeros((length, count), dtype=torch.int32)
             self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
 
-    def read(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
+    def read_reply(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
         """Fill the columns from a response of the server; return the reason if it is malformed, or None."""
         try:
             entries = reply.value["choices"][0]["prompt_logprobs"]
@@ -176,7 +176,11 @@ class _RowColumns:
         token: int,
         entries: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Fill in the log-probs of one position; raise ValueError for a number that is not a log-prob."""
+        """Fill in the columns of one position; raise ValueError for a number that is not a log-prob.
+
+        ``token`` is the id of the row's token at ``position``. ``entries`` maps ids of tokens, as text, to
+        what the server returned about them, with the key ``logprob``.
+        """
         log_probs = {int(text): float(entry["logprob"]) for text, entry in entries.items()}
         # The columns are int32 and float32: other numbers of an untrusted server must not reach them.
         if min(log_probs) < 0 or not all(BANNED <= value <= 1e-3 for value in log_probs.values()):
@@ -189,13 +193,13 @@ class _RowColumns:
         count, vocabulary = self._top_tokens
         if len(log_probs) < min(count, vocabulary):
             raise ValueError(f"{len(log_probs)} tokens, expected {count}")
-        likely = sorted(log_probs, key=lambda number: -log_probs[number])[:count]
-        likely = [number for number in likely if number < vocabulary]
-        values = [log_probs[number] for number in likely]
-        other_probability = 1.0 - math.fsum(map(math.exp, values))
-        absent = count - len(likely)
-        ids = torch.tensor(likely + [-1] * absent, dtype=torch.int32)
+        top_tokens = sorted(log_probs, key=lambda token_id: -log_probs[token_id])[:count]
+        top_tokens = [token_id for token_id in top_tokens if token_id < vocabulary]
+        top_log_probs = [log_probs[token_id] for token_id in top_tokens]
+        other_probability = 1.0 - math.fsum(map(math.exp, top_log_probs))
+        absent_count = count - len(top_tokens)
+        ids = torch.tensor(top_tokens + [-1] * absent_count, dtype=torch.int32)
         self.tensors["teacher_top_ids"][position] = ids
         self.tensors["teacher_top_log_probs"][position] = torch.tensor(
-            [*values, *[BANNED] * absent, math.log(max(other_probability, LEAST_REST))]
+            [*top_log_probs, *[BANNED] * absent_count, math.log(max(other_probability, LEAST_REST))]
         )

@@ -55,22 +55,22 @@ class RolloutBuffer:
         prompts = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*prompts, *self.waiting]
 
-    def required(
+    def flag_required(
         self,
         version: int,
         *,
-        ahead: int,
-        bound: int,
+        updates_ahead: int,
+        max_updates: int,
     ) -> tuple[bool, ...]:
         """Return, for each started group, whether it would be too old if it finished in the next step.
 
-        A group that finishes in this step is trained on ``ahead`` updates after weights ``version``, and one
-        update later if it finishes in the next step. ``bound`` is the maximum number of updates between the
-        sampling of a token and its training.
+        A group that finishes in this step is trained on ``updates_ahead`` updates after weights ``version``,
+        and one update later if it finishes in the next step. ``max_updates`` is the maximum number of updates
+        between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.
-        ages = [group.age(version) + ahead + 1 for group in self.started]
-        return tuple(age > bound for age in ages)
+        ages = [group.age(version) + updates_ahead + 1 for group in self.started]
+        return tuple(age > max_updates for age in ages)
 
     def select(
         self,
@@ -109,18 +109,18 @@ class RolloutBuffer:
         self.restart(self.started)
         self.started = []
 
-    def restart_late(self, version: int, most_updates: int) -> None:
-        """Drop the started groups whose age at weights ``version`` is more than ``most_updates`` updates."""
-        late = []
+    def restart_stale(self, version: int, max_updates: int) -> None:
+        """Drop the started groups whose age at weights ``version`` is more than ``max_updates`` updates."""
+        stale = []
         remaining = []
         for group in self.started:
-            if group.age(version) > most_updates:
-                late.append(group)
+            if group.age(version) > max_updates:
+                stale.append(group)
             else:
                 remaining.append(group)
 
         self.started = remaining
-        self.restart(late)
+        self.restart(stale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups as ragged tensors for a checkpoint; an empty list is stored as None."""
@@ -135,7 +135,7 @@ class RolloutBuffer:
                 "prompts": to_prompts(self.started),
                 "rollouts": to_rollouts(self.started),
                 "seeds": torch.tensor(seeds, dtype=torch.int64),
-                "early_rewards": early_rewards(self.started),
+                "early_rewards": merge_early_rewards(self.started),
             }
         return {"started": started, "waiting": waiting}
 
@@ -156,7 +156,7 @@ class RolloutBuffer:
                 started["seeds"],
             )
             # Not computed again: a reward function may be slow or random.
-            add_early_rewards(self.started, started["early_rewards"])
+            restore_early_rewards(self.started, started["early_rewards"])
 
 
 def select_groups(
@@ -184,7 +184,7 @@ def select_groups(
     return sorted(index for _, _, index in selected)
 
 
-def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
+def merge_early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
     """Merge the early rewards of all groups: name of the scorer -> row in `to_rollouts` -> reward."""
     rewards: dict[str, dict[int, Any]] = {}
     first_row = 0
@@ -198,7 +198,10 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
     return rewards
 
 
-def add_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
+def restore_early_rewards(
+    groups: abc.Sequence[SequenceGroup],
+    rewards: Mapping[str, Mapping[int, Any]],
+) -> None:
     """Set the early rewards of groups from ``rewards``: name of the scorer -> row -> reward."""
     # Row -> its group and its sample's index in the group.
     rows = []

@@ -80,7 +80,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     sequences = [sequence for group in groups for sequence in group.sequences]
 
     # Concatenate the per-token values. Prompt tokens have version `OBSERVED`, log-prob 0 and no support.
-    tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
+    tokens, log_probs, versions, sizes, support = (array(type_code) for type_code in "qdiii")
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
@@ -91,10 +91,10 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         sizes.frombytes(bytes(prompt_length * sizes.itemsize))
         sizes += sequence.support_sizes
         support += sequence.support
-    token_versions = _tensor(versions, torch.int32)
+    token_versions = _to_tensor(versions, torch.int32)
 
     # Per-sequence values.
-    lengths = _lengths(sequences)
+    lengths = _sequence_lengths(sequences)
     group_indices = [index for index, group in enumerate(groups) for _ in group.sequences]
     finish_reasons = [sequence.finish_reason for sequence in sequences]
     policy_versions = [sequence.policy_version for sequence in sequences]
@@ -108,24 +108,24 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         outcomes = None
     rules: tuple[LogitRules | None, ...] | None = None
     if any(_has_rules(sequence) for sequence in sequences):
-        rules = tuple(_rules(sequence) for sequence in sequences)
+        rules = tuple(_logit_rules(sequence) for sequence in sequences)
     experts = None
     routing = _routing_shape(sequences)
     if routing is not None:
         experts = _experts(sequences, lengths, routing)
 
     return Rollouts(
-        tokens=_tensor(tokens, torch.int64),
+        tokens=_to_tensor(tokens, torch.int64),
         lengths=lengths,
         response_mask=token_versions != OBSERVED,
-        rollout_log_probs=_tensor(log_probs, torch.float32),
+        rollout_log_probs=_to_tensor(log_probs, torch.float32),
         group=torch.tensor(group_indices, dtype=torch.int64),
         finish_reason=torch.tensor(finish_reasons, dtype=torch.int64),
         policy_version=torch.tensor(policy_versions, dtype=torch.int64),
         temperature=torch.tensor(temperatures, dtype=torch.float32),
         token_versions=token_versions,
-        support_sizes=_tensor(sizes, torch.int32),
-        support=_tensor(support, torch.int32),
+        support_sizes=_to_tensor(sizes, torch.int32),
+        support=_to_tensor(support, torch.int32),
         experts=experts,
         outcomes=outcomes,
         rules=rules,
@@ -172,15 +172,15 @@ def to_groups(
         if bool(sampled.any()):
             start = int(sampled.int().argmax())
         sequence = Sequence(
-            prompt=_array("q", tokens[row][:start]),
+            prompt=_to_array("q", tokens[row][:start]),
             sampling=sampling,
             seed=seed_list[row],
             policy_version=policy_versions[row],
-            tokens=_array("q", tokens[row][start:]),
-            log_probs=_array("d", log_probs[row][start:].double()),
-            versions=_array("i", versions[row][start:]),
-            support_sizes=_array("i", sizes[row][start:]),
-            support=_array("i", supports[row]),
+            tokens=_to_array("q", tokens[row][start:]),
+            log_probs=_to_array("d", log_probs[row][start:].double()),
+            versions=_to_array("i", versions[row][start:]),
+            support_sizes=_to_array("i", sizes[row][start:]),
+            support=_to_array("i", supports[row]),
             experts=experts[row],
             finish_reason=finish_reasons[row],
             outcome=outcomes[row],
@@ -230,7 +230,7 @@ def collect_new_tokens(
     environments replaced. ``routing`` is (layers, experts per token) if the engine records routers' choices,
     or None.
     """
-    tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
+    tokens, log_probs, versions, sizes, support = (array(type_code) for type_code in "qdiii")
     for sequence, start in zip(sequences, starts, strict=True):
         tokens += sequence.tokens[start:]
         log_probs += sequence.log_probs[start:]
@@ -248,16 +248,16 @@ def collect_new_tokens(
         rows,
         torch.tensor(counts, dtype=torch.int64),
         {
-            "tokens": _tensor(tokens, torch.int64),
-            "mask": _tensor(versions, torch.int32) != OBSERVED,
-            "log_probs": _tensor(log_probs, torch.float32),
-            "support_sizes": _tensor(sizes, torch.int32),
+            "tokens": _to_tensor(tokens, torch.int64),
+            "mask": _to_tensor(versions, torch.int32) != OBSERVED,
+            "log_probs": _to_tensor(log_probs, torch.float32),
+            "support_sizes": _to_tensor(sizes, torch.int32),
         },
         {
             "finish_reason": torch.tensor(finish_reasons, dtype=torch.int64),
             "round": torch.tensor(finish_rounds, dtype=torch.int64),
         },
-        {"support_sizes": _tensor(support, torch.int32)},
+        {"support_sizes": _to_tensor(support, torch.int32)},
     )
 
     outcomes = {
@@ -269,7 +269,7 @@ def collect_new_tokens(
         return NewTokens(shard, outcomes, prompts)
 
     # Experts of all tokens, not only of new ones: an engine records them for the whole request.
-    lengths = _lengths(sequences)
+    lengths = _sequence_lengths(sequences)
     experts = _experts(sequences, lengths, routing)
     expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
     return NewTokens(shard, outcomes, prompts, expert_shard)
@@ -304,11 +304,11 @@ def append_new_tokens(
     for row, sequence in enumerate(sequences):
         if not sequence.num_sampled_tokens:
             sequence.policy_version = version
-        sequence.tokens += _array("q", tokens[row])
-        sequence.log_probs += _array("d", log_probs[row])
-        sequence.versions += _array("i", versions[row])
-        sequence.support_sizes += _array("i", sizes[row])
-        sequence.support += _array("i", supports[row])
+        sequence.tokens += _to_array("q", tokens[row])
+        sequence.log_probs += _to_array("d", log_probs[row])
+        sequence.versions += _to_array("i", versions[row])
+        sequence.support_sizes += _to_array("i", sizes[row])
+        sequence.support += _to_array("i", supports[row])
         sequence.finish_reason = finish_reasons[row]
         sequence.finished_in = token_rounds[row]
 
@@ -328,7 +328,7 @@ def _has_rules(sequence: Sequence) -> bool:
     return sequence.sampling.has_rules or sequence.sampling.temperature_tokens > 0
 
 
-def _rules(sequence: Sequence) -> LogitRules | None:
+def _logit_rules(sequence: Sequence) -> LogitRules | None:
     """Return the rules, such as penalties, that changed a sequence's logits, or None without rules."""
     if not _has_rules(sequence):
         return None
@@ -347,7 +347,7 @@ def _turn_starts(sequence: Sequence) -> tuple[int, ...]:
     return tuple((is_first.nonzero()[0] + len(sequence.prompt)).tolist())
 
 
-def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
+def _sequence_lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
     """Return the number of tokens of each sequence, including the prompt: [B] int64."""
     lengths = [len(sequence.prompt) + len(sequence.tokens) for sequence in sequences]
     return torch.tensor(lengths, dtype=torch.int64)
@@ -386,14 +386,14 @@ def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     return cumulative[ends] - cumulative[ends - lengths]
 
 
-def _tensor(values: array, dtype: torch.dtype) -> Tensor:
+def _to_tensor(values: array, dtype: torch.dtype) -> Tensor:
     """Return a copy of an array as a tensor."""
     # Not torch.from_numpy: the gather views tensors as bytes, which fails for those of empty NumPy arrays.
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 
-def _array(kind: str, values: Tensor) -> array:
-    """Return a copy of a tensor as an array with type code ``kind``, which must match the tensor's dtype."""
-    numbers: Any = array(kind)
-    numbers.frombytes(values.contiguous().numpy().tobytes())
-    return numbers
+def _to_array(type_code: str, values: Tensor) -> array:
+    """Return a copy of a tensor as an array, whose ``type_code`` must match the tensor's dtype."""
+    result: Any = array(type_code)
+    result.frombytes(values.contiguous().numpy().tobytes())
+    return result

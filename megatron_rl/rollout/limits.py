@@ -117,17 +117,18 @@ def length_metrics(
         return Metrics()
 
     assert rollouts.max_response_tokens is not None
-    rows: dict[str, list[tuple[bool, int]]] = defaultdict(list)
+    # Task -> (whether it is truncated, its limit in tokens) of each response.
+    responses: dict[str, list[tuple[bool, int]]] = defaultdict(list)
     reasons = rollouts.finish_reason.tolist()
     limits = rollouts.max_response_tokens.tolist()
     for group, reason, limit in zip(rollouts.group.tolist(), reasons, limits, strict=True):
-        rows[prompts.tasks[group]].append((reason == FINISH_LENGTH, limit))
+        responses[prompts.tasks[group]].append((reason == FINISH_LENGTH, limit))
 
     metrics = Metrics()
     for task in tasks:
-        truncated = float(sum(is_truncated for is_truncated, _ in rows[task]))
-        metrics += Metrics.mean(f"response/truncated_fraction/{task}", truncated, len(rows[task]))
+        truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
+        metrics += Metrics.mean(f"response/truncated_fraction/{task}", truncated, len(responses[task]))
         if not isinstance(rollout.limit_setting(task), int):
-            total = float(sum(limit for _, limit in rows[task]))
-            metrics += Metrics.mean(f"response/limit/{task}", total, len(rows[task]))
+            total = float(sum(limit for _, limit in responses[task]))
+            metrics += Metrics.mean(f"response/limit/{task}", total, len(responses[task]))
     return metrics

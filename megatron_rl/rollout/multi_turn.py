@@ -206,7 +206,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation = _Conversation(
                 admitted.sequence,
                 number,
-                self._hosts.reserve(1),
+                self._hosts.reserve_numbers(1),
                 self.engine.max_model_len,
                 self._stops,
                 round_tokens_left=self._token_round,
@@ -215,7 +215,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
-                self._hosts.start(conversation.episode, self._episode_values(number))
+                self._hosts.start_episode(conversation.episode, self._episode_values(number))
 
     def _episode_values(self, number: int) -> dict[str, Any]:
         """Return the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
@@ -237,7 +237,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
 
-        for event in self._hosts.poll(wait_seconds):
+        for event in self._hosts.poll_events(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
                 self._process_turn_request(conversation, event)
@@ -253,7 +253,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
         for conversation in self._conversations:
             if not conversation.sequence.is_finished:
-                self._hosts.forget(conversation.episode)
+                self._hosts.cancel_episode(conversation.episode)
 
     def new_prompts(self) -> dict[int, list[int]]:
         """See `ReplicaScheduler.new_prompts`."""
@@ -293,7 +293,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
-        text = self._chat.prompts.text(turn)
+        text = self._chat.prompts.decode(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse is not None and conversation.tools:
@@ -301,7 +301,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
-            with_special = self._chat.prompts.text(parsed_tokens, special=True)
+            with_special = self._chat.prompts.decode(parsed_tokens, with_special_tokens=True)
             content, parsed = self._parse(with_special, conversation.tools)
             if parsed:
                 # Deterministic ids, not random ones: a replay must send the same turn.
@@ -315,7 +315,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
-        self._hosts.turn(
+        self._hosts.send_turn(
             conversation.episode,
             text,
             tuple(turn),
@@ -375,7 +375,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         stop_token = None
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
-        chat = self._chat.opened if conversation.has_own_prompt else self._chat.prompts
+        chat = self._chat.environment_format if conversation.has_own_prompt else self._chat.prompts
         observed = chat.encode_between_turns(stop_token, event.messages)
         if not observed:
             self._fail(conversation, WRONG_TYPE, "the observation has no tokens")
@@ -392,7 +392,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         elif end >= response_room(sequence, self.engine.max_model_len):
             # Without room for the observation and a token after it, the episode is truncated before it.
             conversation.dropped_tokens = len(observed)
-            self._hosts.end(conversation.episode)
+            self._hosts.reject_turn(conversation.episode)
             return False
         else:
             sequence.append_observed(observed)
@@ -407,7 +407,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Replace the prompt by the environment's messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
-            tokens = self._chat.opened.start(*opening)
+            tokens = self._chat.environment_format.encode_prompt(*opening)
         except UserError as error:
             self._fail(conversation, PROMPT, str(error))
             return False
@@ -436,7 +436,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         message: str,
     ) -> None:
         """End the environment, and finish the sequence as failed for ``reason``, such as `DIVERGED`."""
-        self._hosts.forget(conversation.episode)
+        self._hosts.cancel_episode(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 

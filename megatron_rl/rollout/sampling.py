@@ -3,7 +3,7 @@
 A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
 batch or the replica. After an interruption, the torch engine continues the sequence's random stream. vLLM
 starts a new stream for each request, so the continuation gets another seed, derived from the sequence's
-(`part_seed`).
+(`continuation_seed`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 """Mask of 64 bits: SplitMix64 computes modulo 2**64."""
 
 
-def _mix(value: int) -> int:
+def _splitmix64_hash(value: int) -> int:
     """Return a hash of 64 bits: the output function of the random generator SplitMix64."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
@@ -39,13 +39,13 @@ def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     They are outputs of SplitMix64, each of which can be computed without the preceding ones.
     """
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
-    start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    start = _splitmix64_hash((seed + 0x9E3779B97F4A7C15) & _MASK)
     states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
     # Shift to 63 bits: checkpoints store seeds as int64.
-    return [_mix(state) >> 1 for state in states]
+    return [_splitmix64_hash(state) >> 1 for state in states]
 
 
-def part_seed(seed: int, num_sampled: int) -> int:
+def continuation_seed(seed: int, num_sampled: int) -> int:
     """Return the seed of a request that continues a sequence after ``num_sampled`` tokens.
 
     For engines that start a new random stream for each request: with the sequence's seed, the continuation
@@ -118,7 +118,7 @@ def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
     }
 
 
-def vllm_finish(
+def vllm_finish_code(
     tokens: Sequence[int],
     log_probs: Sequence[float],
     reason: str | None,
@@ -147,9 +147,9 @@ def sampling_at(sampling: SamplingParameters, position: int) -> SamplingParamete
     temperature = LinearSchedule(sampling.temperature, sampling.last_temperature, sampling.temperature_tokens)
     top_p = LinearSchedule(sampling.top_p, sampling.last_top_p, sampling.top_p_tokens)
     if sampling.temperature_tokens:
-        sampling = sampling._replace(temperature=temperature.at(position), temperature_tokens=0)
+        sampling = sampling._replace(temperature=temperature.value_at(position), temperature_tokens=0)
     if sampling.top_p_tokens:
-        sampling = sampling._replace(top_p=top_p.at(position), top_p_tokens=0)
+        sampling = sampling._replace(top_p=top_p.value_at(position), top_p_tokens=0)
     return sampling
 
 
@@ -261,7 +261,10 @@ def _penalize(
     logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
-def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def filter_tensors(
+    sampling: Sequence[SamplingParameters],
+    device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
     # Rows without filters get the default parameters, which remove no tokens.
     active = [parameters if truncates(parameters) else SamplingParameters() for parameters in sampling]
@@ -283,7 +286,7 @@ def sampled_logits(logits: Tensor, sampling: Sequence[SamplingParameters]) -> Te
     """
     temperatures = [log_prob_temperature(parameters) for parameters in sampling]
     temperature = torch.tensor(temperatures, device=logits.device)
-    return filtered_logits(logits, temperature, *filters(sampling, logits.device))
+    return filtered_logits(logits, temperature, *filter_tensors(sampling, logits.device))
 
 
 def filtered_logits(
@@ -334,7 +337,7 @@ def filtered_logits(
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def draw(
+def draw_tokens(
     logits: Tensor,
     greedy: Tensor,
     generators: Sequence[torch.Generator],

@@ -585,7 +585,7 @@ def sample_round(
                 on_finished(index, group)
 
     if generation_round.token_round is None:
-        _run_once(scheduler, generation_round, report_finished)
+        _run_until_finished(scheduler, generation_round, report_finished)
     else:
         _run_token_rounds(
             scheduler,
@@ -608,7 +608,7 @@ def sample_round(
     return scheduler.new_tokens(routing)
 
 
-def _run_once(
+def _run_until_finished(
     scheduler: ReplicaScheduler,
     generation_round: GenerationRound,
     report_finished: Callable[[], None],

@@ -41,7 +41,10 @@ _LATENT_HEADS = (192, 128)
 
 
 def capability_of(gpu: str | None) -> int:
-    """Return the compute capability x 10 of a GPU by its name in constants.json; `HOPPER` if unknown."""
+    """Return the compute capability x 10 of a GPU, such as 90; `HOPPER` for an unknown one.
+
+    ``gpu``: name in constants.json, or None if unknown.
+    """
     for prefix, capability in _CAPABILITIES.items():
         if (gpu or "").upper().startswith(prefix):
             return capability
@@ -102,14 +105,14 @@ class AcceleratedRole:
             for mixer in shape.mixers
             if mixer.key_value_heads(shape)
         ]
-        sizes = list(chain.from_iterable(head_sizes))
+        key_and_value_sizes = list(chain.from_iterable(head_sizes))
 
         # The last entry that applies to this capability.
-        max_head = 0
-        for capability, size in _LARGEST_FUSED_HEAD.items():
+        max_head_size = 0
+        for capability, head_size in _LARGEST_FUSED_HEAD.items():
             if capability <= self.capability:
-                max_head = size
-        has_kernel = max(sizes, default=0) <= max_head
+                max_head_size = head_size
+        has_kernel = max(key_and_value_sizes, default=0) <= max_head_size
         if head_sizes == [_LATENT_HEADS] and HOPPER <= self.capability < 120:
             has_kernel = True
 
@@ -118,7 +121,7 @@ class AcceleratedRole:
             has_kernel = False
 
         # cuDNN's kernels need heads whose size is a multiple of 8.
-        if has_kernel and not any(size % 8 for size in sizes):
+        if has_kernel and not any(head_size % 8 for head_size in key_and_value_sizes):
             return "fused"
         if self.capability < HOPPER and self.has_flash_attention:
             return "flash"

@@ -110,7 +110,7 @@ Fields = dict[str, Any]
 
 
 def no_fields(source: Any) -> Fields:
-    """Return no fields: the default of a family without special structure, settings or keys."""
+    """Return no fields, for a family without special structure, settings or keys."""
     return {}
 
 
@@ -166,14 +166,14 @@ class Family:
 
     def tensor_name(self, name: str) -> str:
         """Return this family's checkpoint name for the common name of a layer's tensor."""
-        for common, special in self.renamed:
-            name = name.replace(common, special)
+        for common, family_name in self.renamed:
+            name = name.replace(common, family_name)
         return name
 
-    def normal(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def normalise_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Normalise a config.json: rename aliases of keys, and add the defaults of absent keys."""
-        spelled = {self.aliases.get(key, key): value for key, value in config.items()}
-        return {**DEFAULTS, **self.defaults, **spelled}
+        renamed_config = {self.aliases.get(key, key): value for key, value in config.items()}
+        return {**DEFAULTS, **self.defaults, **renamed_config}
 
     def shape(self, reader: ConfigReader) -> ModelShape:
         """Return the shape of the model that a normalised config.json describes.
@@ -200,14 +200,14 @@ class Family:
 
         # Later entries take precedence: a family's own structure overrides the common reading.
         architectures = reader.get("architectures") or [self.architecture]
-        scalar = architectures[0] == self.scalar_architecture
+        has_scalar_head = architectures[0] == self.scalar_architecture
         common = {
             "name": architectures[0],
             **sizes,
             "mlp_width": reader.size("intermediate_size"),
             "max_positions": reader.size("max_position_embeddings", LARGEST),
-            "tied": reader.flag("tie_word_embeddings") and not scalar,
-            "scalar_head": scalar,
+            "tied": reader.flag("tie_word_embeddings") and not has_scalar_head,
+            "scalar_head": has_scalar_head,
         }
         windows = sliding_window_fields(reader, sizes["layers"])
         result = ModelShape(**{**common, **windows, **self.structure(reader)})
@@ -216,9 +216,9 @@ class Family:
         mlp_bias = result.mlp_bias or result.expert_bias
         if result.output_bias != mlp_bias:
             reader.refuse(
-                "Biases only in attention's output, or only in the MLP, are not supported",
+                "biases only in attention's output, or only in the MLP, are not supported",
                 "attention_bias",
-                f"the same as of the MLP, {_as_json(mlp_bias)}",
+                f"as in the MLP, {_as_json(mlp_bias)}",
             )
 
         if rotary_fraction(config) != 1 and not self.partial_rotary:
@@ -227,7 +227,7 @@ class Family:
 
 
 def common_sizes(reader: ConfigReader) -> dict[str, int]:
-    """Read the sizes that the config.json of every decoder has."""
+    """Read the sizes that the config.json of every decoder has: fields of `ModelShape`."""
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     return {
@@ -284,16 +284,16 @@ def rotary_fraction(config: Mapping[str, Any], layer_type: str = "full_attention
     if parameters.get("rope_type") == "proportional":
         return 1.0
 
-    fallback = config.get("partial_rotary_factor", 1.0)
+    default_fraction = config.get("partial_rotary_factor", 1.0)
     # MiniMax-M2 is published with the number of dimensions instead.
     if config.get("rotary_dim") and config.get("head_dim"):
-        fallback = config["rotary_dim"] / config["head_dim"]
-    return float(parameters.get("partial_rotary_factor", fallback))
+        default_fraction = config["rotary_dim"] / config["head_dim"]
+    return float(parameters.get("partial_rotary_factor", default_fraction))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
     """Return the type of rotary scaling of layers with a sliding window and with full attention."""
-    parameters = [rope_parameters(config, layer) for layer in ("sliding_attention", "full_attention")]
+    parameters = [rope_parameters(config, name) for name in ("sliding_attention", "full_attention")]
     return [str(values.get("rope_type", "default")) for values in parameters]
 
 
@@ -307,48 +307,63 @@ def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     # Three spellings: a type per layer, full attention in every n-th layer, a window from one layer on.
     layer_types = reader.config.get("layer_types")
     if layer_types is not None:
-        indices = [layer for layer, name in enumerate(layer_types) if name == "sliding_attention"]
+        sliding_layers = [layer for layer, name in enumerate(layer_types) if name == "sliding_attention"]
     elif reader.config.get("sliding_window_pattern"):
         pattern = reader.size("sliding_window_pattern")
-        indices = [layer for layer in range(layers) if (layer + 1) % pattern]
+        sliding_layers = [layer for layer in range(layers) if (layer + 1) % pattern]
     else:
         # Without ``use_sliding_window`` the window applies to every layer.
-        first = 0
+        first_layer = 0
         if reader.flag("use_sliding_window"):
-            first = int(reader.get("max_window_layers", 0))
-        indices = list(range(first, layers))
+            first_layer = int(reader.get("max_window_layers", 0))
+        sliding_layers = list(range(first_layer, layers))
 
-    if not indices:
+    if not sliding_layers:
         return {}
-    return {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(indices)}
+    return {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(sliding_layers)}
 
 
-def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
+def expert_fields(
+    reader: ConfigReader, count_key: str, width_key: str, dense_layers: tuple[int, ...] = ()
+) -> Fields:
     """Read the fields of a mixture of experts.
 
-    ``count`` and ``width``: keys of config.json with the number of experts and the width of one.
+    ``count_key`` and ``width_key``: keys of config.json with the number of experts and the width of one.
     ``dense_layers``: layers with a dense MLP instead.
     """
+    experts = reader.size(count_key)
+    experts_per_token = reader.size("num_experts_per_tok")
+    if reader.get(count_key) is not None and experts_per_token > experts:
+        reader.refuse(
+            "a token is sent to more experts than a layer has",
+            "num_experts_per_tok",
+            f"at most {experts}, as {count_key} has",
+        )
     return {
-        "experts": reader.size(count),
-        "experts_per_token": reader.size("num_experts_per_tok"),
-        "expert_width": reader.size(width),
+        "experts": experts,
+        "experts_per_token": experts_per_token,
+        "expert_width": reader.size(width_key),
         "dense_layers": dense_layers,
     }
 
 
-def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
-    """Return the dense layers of Qwen's MoE models: every step-th layer has experts unless it is listed."""
+def sparse_step_dense_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """Return the dense layers of Qwen's MoE models.
+
+    Every ``decoder_sparse_step``-th layer has experts, unless ``mlp_only_layers`` lists it.
+    """
     step = reader.get("decoder_sparse_step", 1)
-    mlp_only = reader.get("mlp_only_layers", [])
-    return tuple(
-        layer
-        for layer in range(reader.size("num_hidden_layers"))
-        if layer in mlp_only or step <= 0 or (layer + 1) % step
-    )
+    mlp_only_layers = reader.get("mlp_only_layers", [])
+
+    dense_layers: list[int] = []
+    for layer in range(reader.size("num_hidden_layers")):
+        is_sparse_step = step > 0 and (layer + 1) % step == 0
+        if layer in mlp_only_layers or not is_sparse_step:
+            dense_layers.append(layer)
+    return tuple(dense_layers)
 
 
-def gated_shared_expert(reader: ConfigReader, dense_layers: tuple[int, ...] = ()) -> Fields:
+def gated_shared_expert_fields(reader: ConfigReader, dense_layers: tuple[int, ...] = ()) -> Fields:
     """Read the fields of routed experts and a shared expert with a gated output, as in Qwen's MoE models."""
     return {
         **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
@@ -372,17 +387,18 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
 def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fields:
     """Read which layers have gated delta nets, and the sizes of the delta nets.
 
-    transformers 5 writes a type per layer, ``layer_types``; older versions write that each
-    ``full_attention_interval``-th layer has full attention; ``interval`` is used where neither is written.
+    transformers 5 writes a type per layer (``layer_types``). Older versions write
+    ``full_attention_interval``: every so many layers, one has full attention. ``interval`` is used if
+    config.json has neither key; with 0, all layers have full attention then.
     """
-    types = reader.get("layer_types")
+    layer_types = reader.get("layer_types")
     linear_layers: tuple[int, ...] = ()
     if reader.flag("full_attention_interval"):
         interval = reader.size("full_attention_interval")
 
-    # The types have precedence.
-    if types is not None:
-        linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
+    # The types take precedence.
+    if layer_types is not None:
+        linear_layers = tuple(layer for layer, name in enumerate(layer_types) if name == "linear_attention")
     elif interval:
         linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
     if not linear_layers:
@@ -420,18 +436,18 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     return {**fields, "qk_norm": True, "output_gate": True, "centered_norms": True}
 
 
-def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
+def delta_net_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for the norms of models with gated delta nets."""
     return {"layernorm_zero_centered_gamma": True}
 
 
-def attention_bias(reader: ConfigReader) -> Fields:
-    """Read ``attention_bias``: biases of query, key, value and output."""
-    bias = reader.flag("attention_bias")
-    return {"qkv_bias": bias, "output_bias": bias}
+def attention_bias_fields(reader: ConfigReader) -> Fields:
+    """Read ``attention_bias``: whether the projections of query, key, value and output have biases."""
+    has_bias = reader.flag("attention_bias")
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
-def shared_experts(reader: ConfigReader) -> Fields:
+def shared_expert_fields(reader: ConfigReader) -> Fields:
     """Read the routed and shared experts of DeepSeek and GLM, whose first layers are dense."""
     dense_layers = tuple(range(reader.count("first_k_dense_replace")))
     return {
@@ -445,57 +461,62 @@ def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
 
     Without that key it is ``first_k_dense_replace``, or the default.
     """
-    types = config.get("mlp_layer_types")
-    if types is None:
+    layer_types = config.get("mlp_layer_types")
+    if layer_types is None:
         return int(config.get("first_k_dense_replace", default))
-    if "sparse" not in types:
-        return len(types)
-    return types.index("sparse")
+    if "sparse" not in layer_types:
+        return len(layer_types)
+    return layer_types.index("sparse")
 
 
 def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
-    """Return a reader in which ``first_k_dense_replace`` is `count_dense_layers`.
+    """Return a reader of the same config.json, with the result of `count_dense_layers` as its number.
 
-    vLLM reads that number, and transformers writes a type per layer.
+    The number is ``first_k_dense_replace``, which vLLM reads; transformers writes a type per layer instead.
     """
-    dense = count_dense_layers(reader.config, default)
-    if "dense" in (reader.get("mlp_layer_types") or [])[dense:]:
+    dense_count = count_dense_layers(reader.config, default)
+    if "dense" in (reader.get("mlp_layer_types") or [])[dense_count:]:
         reader.refuse(
             "dense layers after one with experts are not supported",
             "mlp_layer_types",
             "every dense layer before the first sparse one",
         )
-    config = {**reader.config, "first_k_dense_replace": dense}
+    config = {**reader.config, "first_k_dense_replace": dense_count}
     return ConfigReader(config, reader.file, reader.errors)
 
 
 def with_sparse_attention(
-    dense: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
+    dense_family: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
 ) -> Family:
-    """Return a ``dense`` family with sparse attention instead, for rows that attend to all keys.
+    """Return the family of models that have the layers of ``dense_family``, but sparse attention.
 
-    An indexer selects ``index_topk`` keys for each token. In a row of at most as many tokens it selects all
-    keys, and the model computes what the dense family does. The indexer is copied into exports and not
-    trained. ``dense_layers`` is the default of `count_dense_layers`, ``defaults`` extend `Family.defaults`,
-    and ``names`` are the fields of `Family` that name the new family.
+    Their indexer selects ``index_topk`` keys for each token. In a row of at most that many tokens it selects
+    all keys, so that the model computes what the dense family does; longer rows are not supported. The
+    indexer is copied into exports and not trained.
+
+    ``dense_layers``: default of `count_dense_layers`.
+    ``defaults``: defaults of config.json in addition to `Family.defaults`.
+    ``names``: fields of `Family` that name the new family, such as ``title``.
     """
 
     def structure(reader: ConfigReader) -> Fields:
-        positions = reader.size("max_position_embeddings", LARGEST)
-        longest_dense_row = min(positions, reader.size("index_topk"))
+        """Read the dense family's structure, with rows that the indexer does not shorten."""
+        max_positions = reader.size("max_position_embeddings", LARGEST)
+        longest_dense_row = min(max_positions, reader.size("index_topk"))
         return {
-            **dense.structure(dense_layers_first(reader, dense_layers)),
+            **dense_family.structure(dense_layers_first(reader, dense_layers)),
             "max_positions": longest_dense_row,
         }
 
     def engine_keys(config: Mapping[str, Any]) -> Fields:
-        dense_count = {"first_k_dense_replace": count_dense_layers(config, dense_layers)}
-        return {**dense.engine_keys(config), **dense_count}
+        """Return the dense family's keys, and the number of dense layers, which vLLM reads."""
+        dense_count = count_dense_layers(config, dense_layers)
+        return {**dense_family.engine_keys(config), "first_k_dense_replace": dense_count}
 
     return replace(
-        dense,
+        dense_family,
         structure=structure,
-        defaults={**dense.defaults, "index_topk": 2048, **defaults},
+        defaults={**dense_family.defaults, "index_topk": 2048, **defaults},
         engine_keys=engine_keys,
         copied=(".self_attn.indexer.",),
         engine_family="deepseek_v3",
@@ -504,7 +525,7 @@ def with_sparse_attention(
     )
 
 
-def biased_router() -> Fields:
+def biased_router_settings() -> Fields:
     """Return Megatron's settings of a sigmoid router whose biases balance the load of the experts."""
     return {
         "moe_router_score_function": "sigmoid",
@@ -518,10 +539,10 @@ def biased_router() -> Fields:
 def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 share: biases, post-norms, and norm weights around 1."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "post_norms": True, "centered_norms": True}
+    return {**attention_bias_fields(reader), "post_norms": True, "centered_norms": True}
 
 
-def gemma_megatron(config: Mapping[str, Any]) -> Fields:
+def gemma_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for Gemma's norms and attention."""
     return {
         "layernorm_zero_centered_gamma": True,
@@ -533,7 +554,7 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
 def olmo_structure(reader: ConfigReader) -> Fields:
     """Read the structure that OLMo 2 and 3 have in common: post-norms, and norms over all heads."""
     return {
-        **attention_bias(reader),
+        **attention_bias_fields(reader),
         "qk_norm": True,
         "whole_qk_norm": True,
         "pre_norms": False,
@@ -554,17 +575,17 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
             "rope_parameters",
             "mscale equal to mscale_all_dim",
         )
-    return {**shared_experts(reader), **latent_sizes(reader)}
+    return {**shared_expert_fields(reader), **latent_sizes(reader)}
 
 
-def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
+def deepseek_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
     # Megatron's latent attention computes rotary angles separately, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0
-    yarn = rope.get("rope_type", "default") == "yarn"
-    if yarn:
+    is_yarn = rope.get("rope_type", "default") == "yarn"
+    if is_yarn:
         rope_type = "yarn"
         scaling_factor = rope.get("factor", 1.0)
 
@@ -577,7 +598,7 @@ def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     }
 
     # A key that config.json leaves out keeps Megatron's default.
-    if yarn:
-        names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        settings |= {name: rope[name] for name in names if rope.get(name) is not None}
+    if is_yarn:
+        yarn_keys = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        settings |= {name: rope[name] for name in yarn_keys if rope.get(name) is not None}
     return settings

@@ -70,22 +70,22 @@ class TensorLocation:
     blocks: bool = False
     """Whether a row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
-    def shape(self, stored: Shape) -> Shape:
-        """Return the shape of the located part; ``stored`` is the shape of the complete stored tensor."""
+    def shape(self, stored_shape: Shape) -> Shape:
+        """Return the shape of the located part of a stored tensor with the shape ``stored_shape``."""
         if self.expert is None:
-            return stored
+            return stored_shape
         rows = len(range(self.begin, self.end, self.step))
         if self.transposed:
-            return (rows, stored[1])
+            return (rows, stored_shape[1])
         if self.blocks:
-            return (rows, 2 * stored[2] * stored[3])
-        return (rows, *stored[2:])
+            return (rows, 2 * stored_shape[2] * stored_shape[3])
+        return (rows, *stored_shape[2:])
 
-    def part(self, stored: Any) -> Any:
-        """Return the located part of a ``stored`` tensor, as a view."""
+    def select_part(self, stored_tensor: Any) -> Any:
+        """Return the located part of ``stored_tensor``, as a view."""
         if self.expert is None:
-            return stored
-        rows = stored[self.expert]
+            return stored_tensor
+        rows = stored_tensor[self.expert]
         if self.transposed:
             rows = rows.transpose(0, 1)
         return rows[self.begin : self.end : self.step]
@@ -108,9 +108,9 @@ transposed=False, blocks=False)
     begin = 0
     end = shape[0]
     step = 1
-    stored = "down_proj"
+    stored_name = "down_proj"
     if match["matrix"] != "down":
-        stored = "gate_up_proj"
+        stored_name = "gate_up_proj"
         is_up = match["matrix"] == "up"
         if form.interleaved:
             begin = int(is_up)
@@ -122,9 +122,9 @@ transposed=False, blocks=False)
 
     transposed = form.transposed
     if match["kind"] == "bias":
-        stored += "_bias"
+        stored_name += "_bias"
         transposed = False
-    name = match["experts"] + stored
+    name = match["experts"] + stored_name
     return TensorLocation(name, int(match["expert"]), begin, end, step, transposed)
 
 
@@ -136,36 +136,37 @@ def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dic
     if form is None:
         return dict(shapes)
 
-    stored: dict[str, Shape] = {}
+    shape_by_stored_name: dict[str, Shape] = {}
     for name, shape in shapes.items():
         location = expert_location(name, shape, form)
         if location.expert is None:
-            stored[name] = shape
+            shape_by_stored_name[name] = shape
             continue
 
         # The last expert has the highest index, and up ends after gate.
-        experts = location.expert + 1
+        expert_count = location.expert + 1
         if location.transposed:
-            stored[location.name] = (experts, shape[1], location.end)
+            shape_by_stored_name[location.name] = (expert_count, shape[1], location.end)
         else:
-            stored[location.name] = (experts, location.end, *shape[1:])
-    return stored
+            shape_by_stored_name[location.name] = (expert_count, location.end, *shape[1:])
+    return shape_by_stored_name
 
 
-def expert_tensors(stored: str, shape: Shape, form: FusedExperts) -> dict[str, TensorLocation]:
-    """Return the tensors of the model in a stored one (`expert_location`), with the location of each.
+def expert_tensors(stored_name: str, shape: Shape, form: FusedExperts) -> dict[str, TensorLocation]:
+    """Return the tensors of the model that a stored tensor contains: name -> location in the stored one.
 
-    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are not
-    a tensor of the model.
+    ``stored_name`` and ``shape`` are those of the stored tensor. A tensor outside of routed experts is stored
+    as it is. A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are
+    not a tensor of the model.
 
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 64, 32), FusedExperts()))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
     """
-    match = _STORED.match(stored)
+    match = _STORED.match(stored_name)
     if match is not None and match["kind"] == SCALES:
         return {}
     if match is None or len(shape) != _DIMENSIONS[match["kind"]]:
-        return {stored: TensorLocation(stored)}
+        return {stored_name: TensorLocation(stored_name)}
 
     matrices = ("down_proj",)
     if match["matrix"] == "gate_up_proj":
@@ -173,8 +174,8 @@ def expert_tensors(stored: str, shape: Shape, form: FusedExperts) -> dict[str, T
     kind = "weight"
     if match["kind"] == "_bias":
         kind = "bias"
-    blocks = match["kind"] == BLOCKS
-    if blocks:
+    is_blocks = match["kind"] == BLOCKS
+    if is_blocks:
         form = replace(form, transposed=False)
     outputs = shape[1]
     if form.transposed and kind == "weight":
@@ -185,7 +186,7 @@ def expert_tensors(stored: str, shape: Shape, form: FusedExperts) -> dict[str, T
         for matrix in matrices:
             name = f"{match['experts']}{expert}.{matrix}.{kind}"
             location = expert_location(name, (outputs // len(matrices),), form)
-            locations[name] = replace(location, name=stored, blocks=blocks)
+            locations[name] = replace(location, name=stored_name, blocks=is_blocks)
     return locations
 
 
@@ -207,29 +208,30 @@ def locate_tensors(
     'model.language_model.norm.weight'
     """
     locations: dict[str, TensorLocation] = {}
-    fused: list[str] = []
-    for name, stored in stored_names.items():
+    fused_names: list[str] = []
+    for name, stored_name in stored_names.items():
         if _STORED.match(name):
-            fused.append(name)
+            fused_names.append(name)
         else:
-            locations[name] = TensorLocation(stored)
+            locations[name] = TensorLocation(stored_name)
 
     if form is None:
-        form = _detect_form({name: shape_of(stored_names[name]) for name in fused}, hidden)
-    for name in fused:
-        stored = stored_names[name]
-        for own_name, location in expert_tensors(name, shape_of(stored), form).items():
-            locations[own_name] = replace(location, name=stored)
+        form = _detect_form({name: shape_of(stored_names[name]) for name in fused_names}, hidden)
+    for name in fused_names:
+        stored_name = stored_names[name]
+        for tensor_name, location in expert_tensors(name, shape_of(stored_name), form).items():
+            locations[tensor_name] = replace(location, name=stored_name)
     return locations
 
 
 def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
-    """Return the form of stored matrices, in which outputs of gate and up do not alternate, by their shapes.
+    """Return whether stored matrices are transposed, as a `FusedExperts`, by their shapes.
 
-    ``hidden`` is the width of the model.
+    ``shapes``: name of a stored tensor -> its shape. ``hidden``: width of the model. Outputs of gate and up
+    are assumed not to alternate.
     """
     for name, shape in shapes.items():
-        # A square matrix does not show it. The other one of the layer does: it is half or twice as wide.
+        # A square matrix does not show it, but the layer's other matrix does: it is half or twice as wide.
         if len(shape) != 3 or shape[1] == shape[2]:
             continue
 

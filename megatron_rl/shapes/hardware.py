@@ -22,6 +22,8 @@ GB = 1e9
 """Bytes of a gigabyte in powers of ten, as vendors give memory and rates."""
 _LARGEST_FACTOR = 1000.0
 """Largest factor between a constant and the packaged one, up or down; beyond it the unit must be wrong."""
+_REFERENCE_GEMM_EFFICIENCY = 0.7
+"""GEMM efficiency of the reference GPUs in constants.json."""
 _NOTES = ("comment", "calibrated_from", "sources")
 """Keys of a constants file that contain notes for readers instead of constants."""
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
@@ -58,8 +60,7 @@ class Gpu:
     @property
     def relative_efficiency(self) -> float:
         """Return the GEMM efficiency relative to the reference GPUs, on which the constants were fitted."""
-        # 0.7 is the GEMM efficiency of the reference GPUs in constants.json.
-        return self.gemm_efficiency / 0.7
+        return self.gemm_efficiency / _REFERENCE_GEMM_EFFICIENCY
 
     def achieved_flops(self, precision: str, reference_efficiency: float) -> float:
         """Return the FLOP/s that GEMMs reach on this GPU.
@@ -116,14 +117,14 @@ class Constants:
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""
-        # A name of the table is exact; aliases match in any case.
+        # Aliases match in upper and lower case.
         key: str | None = name
         if name not in self.gpus:
             key = self.aliases.get(name.lower())
 
         if key is None:
             fix = 'add a GPU with --constants FILE under "gpus" with the fields of constants.json'
-            raise unknown_choice("gpu", name, list(self.gpus), otherwise=fix)
+            raise unknown_choice("gpu", name, list(self.gpus), fallback_fix=fix)
         return self.gpus[key]
 
     def cluster(
@@ -139,15 +140,15 @@ class Constants:
         The network bandwidth is in gigabits per second, per node or per GPU; the one per node has precedence.
         """
         gpu_type = self.gpu(gpu)
-        per_node = int(gpus_per_node or gpu_type.gpus_per_node)
+        node_size = int(gpus_per_node or gpu_type.gpus_per_node)
 
         # From gigabits to bytes; the GPUs of a node share its bandwidth.
         network = gpu_type.network
         if gigabits_per_node is not None:
-            network = float(gigabits_per_node) / 8 * GB / per_node
+            network = float(gigabits_per_node) / 8 * GB / node_size
         elif gigabits_per_gpu is not None:
             network = float(gigabits_per_gpu) / 8 * GB
-        return Cluster(gpu_type, int(num_gpus), per_node, network)
+        return Cluster(gpu_type, int(num_gpus), node_size, network)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Machine:
         return self.gpu.host * self.constants.efficiency.host
 
 
-def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
+def _convert_gpu(name: str, data: Mapping[str, Any]) -> Gpu:
     """Convert an entry of constants.json, such as teraFLOP/s and gigabytes, to FLOP/s, bytes/s and bytes."""
     return Gpu(
         name=name,
@@ -203,12 +204,13 @@ def packaged_constants() -> dict[str, Any]:
 
 
 def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return constants with the values of an override, level by level; ``prefix`` is the path of this level.
+    """Return constants with the values of an override, level by level.
 
-    New GPUs may be added under ``gpus`` with every field of a packaged one. Raises UserError with the nearest
-    name for any other unknown name, and for a value whose order of magnitude differs from the packaged one.
+    ``prefix``: path of this level, such as "gpus." or empty. New GPUs may be added under ``gpus`` with every
+    field of a packaged one. Raises UserError with the nearest name for any other unknown name, and for a
+    value whose order of magnitude differs from the packaged one.
     """
-    result = dict(base)
+    merged = dict(base)
     for key, value in override.items():
         path = f"{prefix}{key}"
         if path in _NOTES:
@@ -217,17 +219,17 @@ def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix
         # A new GPU has no packaged values: any GPU gives the fields and their orders of magnitude.
         if prefix == "gpus." and key not in base:
             fields = next(iter(base.values()))
-            result[key] = merge_constants(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
-            undefined = sorted(set(fields) - set(value) - {"aliases"})
-            if undefined:
-                raise _value_error(path, f"every field of a GPU; missing: {', '.join(undefined)}", value)
+            merged[key] = merge_constants(fields, {"aliases": [], **_require_object(value, path)}, f"{path}.")
+            missing_fields = sorted(set(fields) - set(value) - {"aliases"})
+            if missing_fields:
+                raise _value_error(path, f"every field of a GPU; missing: {', '.join(missing_fields)}", value)
             continue
 
         if key not in base:
-            guess = nearest(key, list(base))
+            similar_name = nearest(key, list(base))
             fix = "see megatron_rl/shapes/constants.json"
-            if guess:
-                fix = f"did you mean {guess}?"
+            if similar_name:
+                fix = f"did you mean {similar_name}?"
             raise UserError(
                 f"unknown planner constant {path!r}",
                 where=path,
@@ -238,39 +240,39 @@ def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix
 
         packaged_value = base[key]
         if isinstance(packaged_value, Mapping):
-            result[key] = merge_constants(packaged_value, _object(value, path), f"{path}.")
+            merged[key] = merge_constants(packaged_value, _require_object(value, path), f"{path}.")
         else:
-            result[key] = _checked_value(value, packaged_value, path)
-    return result
+            merged[key] = _check_value(value, packaged_value, path)
+    return merged
 
 
-def _object(value: Any, path: str) -> Mapping[str, Any]:
-    """Return a JSON object; raises UserError for any other value."""
+def _require_object(value: Any, path: str) -> Mapping[str, Any]:
+    """Return ``value`` if it is a JSON object, otherwise raise UserError; ``path`` is its key."""
     if not isinstance(value, Mapping):
         raise _value_error(path, "an object, as in megatron_rl/shapes/constants.json", value)
     return value
 
 
-def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
-    """Return ``value`` if it can replace the packaged one at ``path``; raises UserError if it cannot."""
+def _check_value(value: Any, packaged_value: Any, path: str) -> Any:
+    """Return ``value`` if it can replace the packaged one at the key ``path``, otherwise raise UserError."""
     # Flags and lists of aliases have no order of magnitude.
     if isinstance(packaged_value, bool | list):
-        strings_only = not isinstance(value, list) or all(isinstance(item, str) for item in value)
-        if type(value) is not type(packaged_value) or not strings_only:
+        has_only_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if type(value) is not type(packaged_value) or not has_only_strings:
             raise _value_error(path, f"a value like {json.dumps(packaged_value)}", value)
         return value
 
     # A value far from the packaged one has the wrong unit, such as GB/s for TB/s.
-    low = packaged_value / _LARGEST_FACTOR
-    high = packaged_value * _LARGEST_FACTOR
+    min_value = packaged_value / _LARGEST_FACTOR
+    max_value = packaged_value * _LARGEST_FACTOR
     if not packaged_value:
-        high = _LARGEST_FACTOR
+        max_value = _LARGEST_FACTOR
     if "_seconds" in path:
-        low = 0.0  # an overhead may be absent altogether
+        min_value = 0.0  # an overhead may be absent altogether
 
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:
-        expected = f"a number from {low:g} to {high:g} (packaged: {packaged_value:g})"
+    if not is_number or not min_value <= value <= max_value:
+        expected = f"a number from {min_value:g} to {max_value:g} (packaged: {packaged_value:g})"
         raise _value_error(path, expected, value)
     return value
 
@@ -286,11 +288,11 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
     )
 
 
-def build(data: Mapping[str, Any]) -> Constants:
+def build_constants(data: Mapping[str, Any]) -> Constants:
     """Construct `Constants` from a mapping with the structure of constants.json."""
-    gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
+    gpus = {name: _convert_gpu(name, fields) for name, fields in data["gpus"].items()}
 
-    # A GPU is found by its name and its aliases, in any case.
+    # A GPU is found by its name and its aliases, in upper and lower case.
     aliases = {name.lower(): name for name in gpus}
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
@@ -326,4 +328,4 @@ def load_constants(override: str | None = None) -> Constants:
             fix = "correct the file"
             raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
 
-    return build(data)
+    return build_constants(data)

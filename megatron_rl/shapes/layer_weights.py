@@ -89,22 +89,22 @@ class Source:
         """Return the row of the checkpoint tensor at which the source ends."""
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
-    def pieces(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the contiguous pieces of ``count`` rows of the source from row ``begin``.
+    def row_ranges(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield where ``count`` rows of the source, from row ``begin``, are in the checkpoint tensor.
 
-        Each is its first row in the checkpoint tensor, and its number of rows.
+        Each item is a contiguous range of rows: its first row and its number of rows.
 
         >>> gate = Source("self_attn.q_proj.weight", (8, 64), first=2, runs=4, pitch=4)
-        >>> list(gate.pieces(1, 3)), gate.end
+        >>> list(gate.row_ranges(1, 3)), gate.end
         ([(3, 1), (6, 2)], 16)
         """
-        # Only the first and the last piece may be a part of a run.
+        # Only the first and the last range may be a part of a run.
         end = begin + count
         while begin < end:
             run, row = divmod(begin, self.run_rows)
-            size = min(self.run_rows - row, end - begin)
-            yield self.first + run * self.pitch + row, size
-            begin += size
+            row_count = min(self.run_rows - row, end - begin)
+            yield self.first + run * self.pitch + row, row_count
+            begin += row_count
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def is_buffer(name: str) -> bool:
 
 def layer_weights(shape: ModelShape, block: Block) -> tuple[Weight, ...]:
     """Return the parameters of a layer, in the order in which checkpoints list their tensors."""
-    norms = _norms(shape, block.mixer.first_projection)
+    norms = _layer_norm_weights(shape, block.mixer.first_projection)
     scalars: tuple[Weight, ...] = ()
     if shape.layer_scalars:
         scalars = (Weight("layer_scalar", "whole", (Source("layer_scalar", (1,)),)),)
@@ -194,7 +194,7 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
             weights.append(Weight("embedding.position_embeddings.weight", "whole", (positions,)))
 
     if last:
-        weights += _norm(shape, "decoder.final_layernorm", "model.norm")
+        weights += _norm_weights(shape, "decoder.final_layernorm", "model.norm")
 
         # A tied output layer on a separate last stage is a copy: the embedding is on the first stage's ranks.
         output = "output_layer.weight"
@@ -207,14 +207,18 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     return tuple(weights)
 
 
-def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
-    """Yield the parameters of a norm: module ``name`` in Megatron, ``source`` in the checkpoint."""
+def _norm_weights(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
+    """Yield the parameters of a norm: module ``name`` in Megatron, ``source`` in the checkpoint.
+
+    ``fused``: name of its weight in layers in which Transformer Engine fuses modules; empty if it is the
+    same.
+    """
     yield Weight(f"{name}.weight", "whole", (Source(f"{source}.weight", (shape.hidden,)),), fused)
     if shape.layer_norm:
         yield Weight(f"{name}.bias", "whole", (Source(f"{source}.bias", (shape.hidden,)),))
 
 
-def _norms(shape: ModelShape, first_projection: str) -> Iterator[Weight]:
+def _layer_norm_weights(shape: ModelShape, first_projection: str) -> Iterator[Weight]:
     """Yield the norms of a layer: before mixer and feed-forward, after them, or both (sandwich norms).
 
     ``first_projection`` is the linear layer of the mixer that follows its norm.
@@ -224,14 +228,14 @@ def _norms(shape: ModelShape, first_projection: str) -> Iterator[Weight]:
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 
     if shape.pre_norms:
-        yield from _norm(shape, "input_layernorm", "input_layernorm", fused_mixer)
+        yield from _norm_weights(shape, "input_layernorm", "input_layernorm", fused_mixer)
     if not shape.post_norms:
-        yield from _norm(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
+        yield from _norm_weights(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
         return
 
     # With post-norms ``post_attention_layernorm`` follows attention; otherwise it is the norm before the
     # MLP.
-    yield from _norm(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
+    yield from _norm_weights(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
     if shape.pre_norms:
-        yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
-    yield from _norm(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
+        yield from _norm_weights(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
+    yield from _norm_weights(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")

@@ -143,18 +143,18 @@ class ParallelLayout:
         ``expert_tensor expert expert_data pipeline``; the two sets do not mix. Ranks inside a group
         keep the layout's order.
         """
-        dense = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
-        sparse = [
+        dense_grid = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
+        expert_grid = [
             ("expert_tensor", self.expert_tensor),
             ("expert", self.expert),
             ("expert_data", self.expert_data),
         ]
 
         # ``pipeline`` is in both grids: only the other names select one.
-        grid = dense
-        if {name for name, _ in sparse} & set(dimensions):
-            grid = sparse
-        return _slices(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
+        grid = dense_grid
+        if {name for name, _ in expert_grid} & set(dimensions):
+            grid = expert_grid
+        return _group_ranks(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
 
     def process_groups(self) -> dict[str, list[tuple[int, ...]]]:
         """Return the rank groups that a trained or scoring model communicates in, by name.
@@ -184,7 +184,7 @@ class ParallelLayout:
             ("pipeline", self.pipeline),
             (copies, self.data),
         ]
-        return _product(sizes, always=("tensor", copies))
+        return _format_product(sizes, always=("tensor", copies))
 
     def short_text(self) -> str:
         """Format the layout as ``TP2 PP2 DP4``: TP and DP always, others above 1, never expert-tensor."""
@@ -196,20 +196,23 @@ class ParallelLayout:
         return " ".join(terms)
 
 
-def _slices(
+def _group_ranks(
     ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Group ranks by their coordinates outside ``dimensions``; ``grid`` is (name, size), fastest first."""
+    """Return groups of ranks that differ only in their coordinates of ``dimensions``.
+
+    ``grid``: (name, size) of each dimension of the layout, the fastest first.
+    """
     groups: dict[tuple[int, ...], list[int]] = {}
 
     for position, rank in enumerate(ranks):
         # The coordinates are the digits of the position, the fastest dimension first.
-        key = []
+        other_coordinates = []
         for name, size in grid:
             position, coordinate = divmod(position, size)
             if name not in dimensions:
-                key.append(coordinate)
-        groups.setdefault(tuple(key), []).append(rank)
+                other_coordinates.append(coordinate)
+        groups.setdefault(tuple(other_coordinates), []).append(rank)
 
     return [tuple(group) for group in groups.values()]
 
@@ -229,16 +232,16 @@ def problems(
 
     # A wrong number of ranks is one error: indivisible experts are reported only if the model's ranks divide.
     path = layout.path
-    errors = _copy_problems(layout, smallest_world)
-    product = layout.expert * layout.expert_tensor * layout.pipeline
-    if not errors and layout.size % product:
+    errors = _replica_problems(layout, smallest_world)
+    copy_ranks = layout.expert * layout.expert_tensor * layout.pipeline
+    if not errors and layout.size % copy_ranks:
         errors.append(
             UserError(
                 f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
-                f"= {product} does not divide {_count_ranks(layout)}",
+                f"= {copy_ranks} does not divide {_format_rank_count(layout)}",
                 where=f"{path}.expert",
-                expected=f"a number of ranks divisible by {product}, the ranks of one copy of the experts",
-                got=_count_ranks(layout),
+                expected=f"a number of ranks divisible by {copy_ranks}, the ranks of one copy of the experts",
+                got=_format_rank_count(layout),
                 fix=f"lower {path}.expert or {path}.expert_tensor",
             )
         )
@@ -331,46 +334,49 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
     return errors
 
 
-def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error of a number of ranks that model replicas do not divide evenly, or no error.
+def _replica_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
+    """Return an error if the ranks of a layout are not a multiple of a model replica's, otherwise [].
 
     ``smallest_world``: smallest number of processes that every role's sizes divide, or None if unknown.
     """
-    product = layout.model_ranks
-    if layout.size % product == 0:
+    copy_ranks = layout.model_ranks
+    if layout.size % copy_ranks == 0:
         return []
 
-    if product == layout.tensor:
+    if copy_ranks == layout.tensor:
         # Tensor parallelism alone: the largest size that divides the ranks is a complete fix.
-        sizes_text = f"tensor {product}"
+        sizes_text = f"tensor {copy_ranks}"
         key = f"{layout.path}.tensor"
-        choice = f"set {key} to {math.gcd(product, layout.size)}"
+        size_fix = f"set {key} to {math.gcd(copy_ranks, layout.size)}"
     else:
         sizes = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
-        sizes_text = f"{_product(sizes, always=('tensor', 'pipeline'))} = {product}"
+        sizes_text = f"{_format_product(sizes, always=('tensor', 'pipeline'))} = {copy_ranks}"
         key = layout.path
-        choice = f"choose sizes whose product divides {layout.size}"
+        size_fix = f"choose sizes whose product divides {layout.size}"
 
     return [
         UserError(
-            f"{sizes_text} does not divide {_count_ranks(layout)}",
+            f"{sizes_text} does not divide {_format_rank_count(layout)}",
             where=key,
-            expected=f"a number of ranks divisible by {product}, the ranks of one copy of the model",
-            got=_count_ranks(layout),
-            fix=f"start {smallest_world or product} processes or a multiple of it, or {choice}",
+            expected=f"a number of ranks divisible by {copy_ranks}, the ranks of one copy of the model",
+            got=_format_rank_count(layout),
+            fix=f"start {smallest_world or copy_ranks} processes or a multiple of it, or {size_fix}",
         )
     ]
 
 
-def _count_ranks(layout: ParallelLayout) -> str:
+def _format_rank_count(layout: ParallelLayout) -> str:
     """Format the number of a layout's ranks, as in ``1 rank`` and ``8 ranks``."""
     if layout.size == 1:
         return "1 rank"
     return f"{layout.size} ranks"
 
 
-def _product(sizes: Sequence[tuple[str, int]], always: Sequence[str] = ()) -> str:
-    """Format named sizes as a product; a size of 1 appears only under a name in ``always``."""
+def _format_product(sizes: Sequence[tuple[str, int]], always: Sequence[str] = ()) -> str:
+    """Format named sizes as a product such as ``tensor 2 x data 4``.
+
+    Sizes of 1 are left out, except for the names in ``always``.
+    """
     return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in always)
 
 
@@ -418,21 +424,22 @@ def stage_chunks(
 
     embedding = int(bool(settings.get(EMBEDDING)))
     loss = int(bool(settings.get(LOSS)))
-    counts = _stage_sizes(layers + embedding + loss, stages, first, last)
+    stage_sizes = _stage_sizes(layers + embedding + loss, stages, first, last)
     # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
     divides_by_zero = stages == 2 and virtual > 1 and first is not None and last is not None
-    if counts is None or divides_by_zero or any(count % virtual for count in counts):
+    if stage_sizes is None or divides_by_zero or any(size % virtual for size in stage_sizes):
         raise _uneven_error(layers, layout, settings)
 
     # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
-    result: list[list[list[int]]] = [[] for _ in counts]
-    position = -embedding  # an embedding that counts as a layer comes before layer 0
+    chunks_by_stage: list[list[list[int]]] = [[] for _ in stage_sizes]
+    next_layer = -embedding  # an embedding that counts as a layer comes before layer 0
     for _ in range(virtual):
-        for stage, count in enumerate(counts):
-            end = position + count // virtual
-            result[stage].append(list(range(max(position, 0), min(end, layers))))
-            position = end
-    return result
+        for stage, stage_size in enumerate(stage_sizes):
+            end = next_layer + stage_size // virtual
+            # The embedding and the loss are no layers of the model, even if they count as layers.
+            chunks_by_stage[stage].append(list(range(max(next_layer, 0), min(end, layers))))
+            next_layer = end
+    return chunks_by_stage
 
 
 def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
@@ -454,12 +461,12 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     middle_size = 0
     if middle_stages:
         middle_size = middle_layers // middle_stages
-    counts = [middle_size] * stages
+    sizes = [middle_size] * stages
     if first is not None:
-        counts[0] = first
+        sizes[0] = first
     if last is not None:
-        counts[-1] = last
-    return counts
+        sizes[-1] = last
+    return sizes
 
 
 def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
@@ -488,10 +495,10 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         fix = "change or remove " + ", ".join(explicit)
 
     # Offer shorter ends, except where Megatron divides by zero stages between them.
-    ends = stage_ends(layers, stages, virtual)
-    if ends is not None and stages > 1 and (stages > 2 or virtual == 1):
+    end_sizes = stage_ends(layers, stages, virtual)
+    if end_sizes is not None and stages > 1 and (stages > 2 or virtual == 1):
         role = layout.path.rpartition(".")[0] or "actor"
-        fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
+        fix += f", or set {FIRST}: {end_sizes[0]} and {LAST}: {end_sizes[1]} in {role}.megatron"
 
     return UserError(
         f"the model's {layers} layers cannot be distributed over {sizes}",
@@ -516,10 +523,14 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
     # Count in units of ``virtual`` layers, since every chunk of a stage has equally many layers. Middle
     # stages are tried rounded up first: that leaves the shorter ends.
     units = layers // virtual
-    for middle in (-(-units // stages), units // stages):
-        end_units = units - middle * (stages - 2)
-        if 2 <= end_units <= 2 * middle + 2 and (middle or stages == 2):
-            return -(-end_units // 2) * virtual, end_units // 2 * virtual
+    for middle_units in (math.ceil(units / stages), units // stages):
+        end_units = units - middle_units * (stages - 2)
+        # Both ends need a unit each, and may have at most one more than a middle stage.
+        fits_ends = 2 <= end_units <= 2 * (middle_units + 1)
+        if fits_ends and (middle_units or stages == 2):
+            first_units = math.ceil(end_units / 2)
+            last_units = end_units // 2
+            return first_units * virtual, last_units * virtual
     return None
 
 
@@ -587,12 +598,15 @@ def trainer_problems(
 
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
-        errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
+        errors.append(_indivisible_error(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
     return errors
 
 
 def plain_experts_error(name: str) -> UserError:
-    """Return the error of a mixture of experts in Megatron's plain layers on an accelerator."""
+    """Return the error of a mixture of experts in Megatron's plain layers on an accelerator.
+
+    ``name``: name of the model.
+    """
     return UserError(
         "without Transformer Engine's layers each expert is a product of its own, one after the other",
         where="model.attention",
@@ -650,7 +664,7 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
     tensor_fix = f"set {tensor_key} to {shape.best_tensor(tensor)}{advice}"
 
     if shape.heads % tensor:
-        return [_indivisible(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
+        return [_indivisible_error(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
 
     if shape.heads % (tensor * context):
         return [
@@ -667,34 +681,38 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
     for mixer in shape.mixers:
         for noun, heads in mixer.further_heads(shape).items():
             if heads % tensor:
-                return [_indivisible(heads, noun, tensor, tensor_key, tensor_fix)]
+                return [_indivisible_error(heads, noun, tensor, tensor_key, tensor_fix)]
 
     # With fewer key-value heads than ranks, equally many ranks must share each head.
     for mixer in shape.mixers:
         kv_heads = mixer.key_value_heads(shape)
         if kv_heads and kv_heads % tensor and tensor % kv_heads:
-            return [_indivisible(kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
+            return [_indivisible_error(kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
     return []
 
 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return an error for each width of a feed-forward that its tensor-parallel size does not divide."""
-    # A width of 0 is divisible by every size.
+    # Noun, width, and the layout's size that must divide it. A width of 0 is divisible by every size.
     widths: list[tuple[str, int, str]] = []
     for feed_forward in shape.feed_forwards:
         widths += feed_forward.tensor_widths(shape)
 
-    return [
-        _indivisible(
-            width, noun, getattr(layout, size), f"{layout.path}.{size}", f"lower {layout.path}.{size}"
-        )
-        for noun, width, size in widths
-        if width % getattr(layout, size)
-    ]
+    errors: list[UserError] = []
+    for noun, width, size_name in widths:
+        size = getattr(layout, size_name)
+        key = f"{layout.path}.{size_name}"
+        if width % size:
+            errors.append(_indivisible_error(width, noun, size, key, f"lower {key}"))
+    return errors
 
 
-def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserError:
-    """Return the error of a ``size`` at ``key`` that does not divide a model's ``value``, named ``noun``."""
+def _indivisible_error(value: int, noun: str, size: int, key: str, fix: str) -> UserError:
+    """Return the error of a parallel size that does not divide a number of the model.
+
+    ``value``, ``noun``: the number and its plural noun. ``size``, ``key``: the parallel size and its
+    configuration key.
+    """
     return UserError(
         f"{size} does not divide the model's {value} {noun}",
         where=key,

@@ -46,12 +46,12 @@ class Lora(NamedTuple):
     """Megatron's linear layers with an adapter, of `TARGETS`."""
 
     @classmethod
-    def of(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
+    def for_model(cls, shape: ModelShape, rank: int, targets: Sequence[str] | None = None) -> Lora:
         """Return a model's adapters of ``rank`` in the layers ``targets``, by default `default_targets`."""
         return cls(rank, tuple(targets or default_targets(shape)))
 
 
-def adapters_in_words(rank: int, alpha: float, targets: Sequence[str]) -> str:
+def format_adapters(rank: int, alpha: float, targets: Sequence[str]) -> str:
     """Describe adapters as ``rank 16, alpha 32 on linear_qkv, linear_proj``."""
     return f"rank {rank}, alpha {alpha:g} on {', '.join(name for name in TARGETS if name in targets)}"
 
@@ -78,7 +78,7 @@ class AdaptedModel(PretrainedModel):
         """Return the parameters A and B of all adapters of a layer, in the order of its linear layers."""
         return adapter_weights(super().weights(layer), Lora(self.rank, self.targets))
 
-    def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
+    def outer_weights(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return no parameters: embedding, final norm and output layer have no adapters."""
         return ()
 
@@ -89,7 +89,7 @@ class AdaptedModel(PretrainedModel):
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
     def modules(self) -> list[str]:
-        """Return the module names with adapters, without their path: PEFT's ``target_modules``."""
+        """Return the names of the modules with adapters, without their paths: PEFT's ``target_modules``."""
         return sorted({name.split(".")[-3] for name in self.tensor_shapes()})
 
     def peft_config(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class AdaptedModel(PretrainedModel):
         }
 
 
-def adapted(
+def make_adapted_model(
     model: PretrainedModel, rank: int, alpha: float | None, targets: Sequence[str] | None
 ) -> AdaptedModel:
-    """Return the description of a model's adapters; ``alpha`` defaults to the rank."""
+    """Return the adapters of a model; ``alpha`` defaults to the rank, ``targets`` to `default_targets`."""
     if targets is None:
         targets = default_targets(model.shape)
 
@@ -132,11 +132,14 @@ def adapted(
 
 def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:
     """Return the adapter parameters of a layer with these weights: A and B of each target, in order."""
-    targets = [weight for weight in weights if _target_of(weight) in lora.targets]
-    return tuple(factor for weight in targets for factor in _factors(weight, lora.rank))
+    factors: list[Weight] = []
+    for weight in weights:
+        if _find_target(weight) in lora.targets:
+            factors += _make_factors(weight, lora.rank)
+    return tuple(factors)
 
 
-def _target_of(weight: Weight) -> str | None:
+def _find_target(weight: Weight) -> str | None:
     """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
     module, _, parameter = weight.name.rpartition(".")
     layer = module.rpartition(".")[2]
@@ -146,17 +149,17 @@ def _target_of(weight: Weight) -> str | None:
     return None
 
 
-def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return the parameters A and B of the adapter of a linear layer.
+def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
+    """Return the parameters A and B of the adapter of a linear layer, whose parameter is ``weight``.
 
     In a layer that is sharded by columns, A is sharded in the same way. In any other layer B is sharded, by
     the layer's rows.
     """
-    input_sharded = weight.cut == "columns"
+    is_input_sharded = weight.cut == "columns"
     a_cut: Cut = "stacked"
     a_engine: EngineCut = "whole"
     b_cut = weight.cut
-    if input_sharded:
+    if is_input_sharded:
         a_cut = "columns"
         a_engine = "columns"
         b_cut = "whole"
@@ -171,7 +174,7 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     b_sources = []
     for source in weight.sources:
         engine = source.engine
-        if input_sharded:
+        if is_input_sharded:
             engine = "whole"
         b_source = replace(
             source,
@@ -182,22 +185,15 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         b_sources.append(b_source)
 
     module = weight.name.removesuffix(".weight")
-    fused = weight.fused.replace(".weight", f".{ADAPTER}.")  # one module for all routed experts
+    fused_a = ""
+    fused_b = ""
+    if weight.fused:
+        fused_module = weight.fused.replace(".weight", f".{ADAPTER}.")  # one module for all routed experts
+        fused_a = f"{fused_module}.A"
+        fused_b = f"{fused_module}.B"
     return (
-        Weight(
-            f"{module}.{ADAPTER}.A",
-            a_cut,
-            tuple(a_sources.values()),
-            fused and f"{fused}.A",
-            weight.expert,
-        ),
-        Weight(
-            f"{module}.{ADAPTER}.B",
-            b_cut,
-            tuple(b_sources),
-            fused and f"{fused}.B",
-            weight.expert,
-        ),
+        Weight(f"{module}.{ADAPTER}.A", a_cut, tuple(a_sources.values()), fused_a, weight.expert),
+        Weight(f"{module}.{ADAPTER}.B", b_cut, tuple(b_sources), fused_b, weight.expert),
     )
 
 
@@ -206,7 +202,7 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
     targets: tuple[str, ...] = TARGETS
     if shape.experts:
         targets = ATTENTION
-    return tuple(name for name in targets if _refusal(shape, name) is None)
+    return tuple(name for name in targets if _adapter_refusal(shape, name) is None)
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
@@ -214,8 +210,8 @@ def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
-def _refusal(shape: ModelShape, target: str) -> str | None:
-    """Return the reason why a layer of this model cannot have an adapter; None if it can."""
+def _adapter_refusal(shape: ModelShape, target: str) -> str | None:
+    """Return the reason why the linear layer ``target`` of a model cannot have an adapter; None if it can."""
     for mixer in shape.mixers:
         reason = mixer.adapter_refusal(target)
         if reason is not None:
@@ -225,8 +221,8 @@ def _refusal(shape: ModelShape, target: str) -> str | None:
 
 def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list[UserError]:
     """Return the errors of ``targets``, the value of the setting ``key``, for a model."""
-    supported = ", ".join(name for name in TARGETS if _refusal(shape, name) is None)
-    reasons = [(target, _refusal(shape, target)) for target in targets]
+    supported = ", ".join(name for name in TARGETS if _adapter_refusal(shape, name) is None)
+    reasons = [(target, _adapter_refusal(shape, target)) for target in targets]
 
     return [
         UserError(
@@ -244,19 +240,24 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Count the base parameters of adapted linear layers (``targets``) on one rank.
+    """Count the base parameters, on one rank, of the linear layers ``targets`` that have adapters.
 
-    The rank belongs to a pipeline stage with these ``layers``. The result is (outside, in) routed experts.
+    The rank belongs to a pipeline stage with these ``layers``.
     """
-    weights = [weight for layer in layers for weight in shape.weights(layer) if _target_of(weight) in targets]
-    return sum(_local_elements(weights, _ShardCounts.of(shape, layout)))
+    adapted_weights: list[Weight] = []
+    for layer in layers:
+        adapted_weights += [weight for weight in shape.weights(layer) if _find_target(weight) in targets]
+    return sum(_local_elements(adapted_weights, _ShardCounts.for_layout(shape, layout)))
 
 
 def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
 ) -> tuple[int, int]:
-    """Count the adapter parameters outside and in routed experts on one rank of a pipeline stage."""
-    return _adapter_parameters(shape, _ShardCounts.of(shape, layout), tuple(layers), lora)
+    """Count the adapter parameters on one rank of a pipeline stage: (outside, in) routed experts.
+
+    ``layers``: layers of the stage.
+    """
+    return _adapter_parameters(shape, _ShardCounts.for_layout(shape, layout), tuple(layers), lora)
 
 
 class _ShardCounts(NamedTuple):
@@ -270,7 +271,7 @@ class _ShardCounts(NamedTuple):
     """Routed experts of a rank."""
 
     @classmethod
-    def of(cls, shape: ModelShape, layout: ParallelLayout) -> _ShardCounts:
+    def for_layout(cls, shape: ModelShape, layout: ParallelLayout) -> _ShardCounts:
         """Return the sizes for a model in a layout."""
         return cls(layout.tensor, layout.expert_tensor, shape.experts // layout.expert)
 

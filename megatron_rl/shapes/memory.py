@@ -39,10 +39,11 @@ at once."""
 def stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
 ) -> tuple[int, int]:
-    """Return the parameters outside and in routed experts on one rank of a pipeline stage with these layers.
+    """Count the parameters (outside, in) routed experts on one rank of a pipeline stage with these layers.
 
-    A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
-    replicated, as in Transformer Engine; Megatron's own layers shard them.
+    ``first``, ``last``: whether the stage is the first or the last of the pipeline. A tied embedding has a
+    copy on the last stage of a pipeline. Latent attention's down projections count as replicated, as in
+    Transformer Engine; Megatron's own layers shard them.
     """
     # Layers with equal blocks have equally many parameters.
     dense = 0
@@ -74,18 +75,18 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     # With fewer key-value heads than ranks, each head has equally many copies.
     replicated = shape.replicated_parameters
     sharded = shape.layer_dense_total - replicated
-    for (heads, stored), parameters in shape.key_value_parameters.items():
-        copies = stored * max(1, tensor // heads)
+    for (heads, engine_copies), parameters in shape.key_value_parameters.items():
+        copies = engine_copies * max(1, tensor // heads)
         sharded += parameters * (copies - 1)
-    layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
+    layer_parameters = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 
     # Embedding and output layer, unless they share their parameters.
-    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
+    vocabulary_parameters = shape.padded_vocab(tensor) * shape.hidden // tensor
     if not shape.tied:
-        vocabulary *= 2
+        vocabulary_parameters *= 2
 
     # The stages of the engine's pipeline count as equal.
-    return (layers + vocabulary + shape.final_norm_parameters) // pipeline
+    return (layer_parameters + vocabulary_parameters + shape.final_norm_parameters) // pipeline
 
 
 @lru_cache(maxsize=4096)
@@ -111,49 +112,48 @@ def saved_activation_bytes(
         return shape.hidden / token_shards * dtype_bytes
 
     layer = LocalLayer(shape, tensor, expert_tensor, token_shards, dtype_bytes, fused, recompute)
-    elements = _saved_by_norms(layer)
+    elements = _count_norm_elements(layer)
     elements += block.mixer.saved_elements(layer)
     elements += block.feed_forward.saved_elements(layer)
     return elements * dtype_bytes
 
 
-def _saved_by_norms(layer: LocalLayer) -> float:
+def _count_norm_elements(layer: LocalLayer) -> float:
     """Count the elements that a layer's norms and their inputs save, per token on a rank."""
     shape = layer.shape
     if layer.fused:
         # Input and output of each of two norms: the output is the next projection's input.
-        tensors = 4
+        tensor_count = 4
         if shape.pre_norms and shape.post_norms:
             # Two more norms, of which only the inputs are saved.
-            tensors = 6
-        return tensors * shape.hidden / layer.token_shards
+            tensor_count = 6
+        return tensor_count * shape.hidden / layer.token_shards
 
     # Without a norm before it, each of the first projections of the layer's two halves saves its input.
     elements = 2.0 * shape.hidden
     if shape.pre_norms:
-        elements = 2 * layer.plain_norm(shape.hidden)
+        elements = 2 * layer.plain_norm_elements(shape.hidden)
     if shape.post_norms:
-        elements += 2 * layer.plain_norm(shape.hidden, output=False)
+        elements += 2 * layer.plain_norm_elements(shape.hidden, output=False)
     return elements / layer.token_shards
 
 
-def _live_elements(block: Block, layer: LocalLayer) -> float:
+def _count_live_elements(block: Block, layer: LocalLayer) -> float:
     """Count the elements per token alive at once in a plain layer's forward pass without gradients."""
     # Hidden states exist in addition to either half; sequence parallelism gathers them before a projection.
     hidden = layer.shape.hidden
     hidden_states = block.feed_forward.live_hidden_states(layer.shape) * hidden / layer.token_shards
-    gathered = 0
+    gathered_states = 0
     if layer.token_shards > 1:
-        gathered = hidden
-    return (
-        hidden_states
-        + gathered
-        + max(block.mixer.live_elements(layer), block.feed_forward.live_elements(layer))
-    )
+        gathered_states = hidden
+
+    # The mixer and the feed-forward run one after the other.
+    larger_half = max(block.mixer.live_elements(layer), block.feed_forward.live_elements(layer))
+    return hidden_states + gathered_states + larger_half
 
 
-def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
-    """Return the number of micro-batches whose activations a pipeline stage stores at once.
+def count_microbatches_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
+    """Return the number of micro-batches whose activations pipeline stage ``stage`` stores at once.
 
     A fraction stands for some of the stage's layers. 1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) +
     (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
@@ -167,8 +167,8 @@ def in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
 
 
 @dataclass(frozen=True)
-class Layers:
-    """Implementation of a model's layers, on which their memory depends."""
+class LayerImplementation:
+    """Properties of a model's layers on which their memory depends: element size, kernels, recomputation."""
 
     dtype_bytes: int = 2
     """Bytes of an element of the model's dtype."""
@@ -205,12 +205,13 @@ def activation_bytes(
     layers: Sequence[int],
     tokens: float,
     microbatches_in_flight: float,
-    implementation: Layers,
+    implementation: LayerImplementation,
 ) -> float:
     """Return the bytes of activations on a rank of a stage with these layers.
 
-    ``tokens`` is the size of a micro-batch, ``microbatches_in_flight`` comes from `in_flight`. With ``full``
-    recomputation the activations of one layer at a time exist in addition to the saved inputs.
+    ``tokens`` is the size of a micro-batch, ``microbatches_in_flight`` the result of
+    `count_microbatches_in_flight`. With ``full`` recomputation the activations of one layer at a time exist
+    in addition to the saved inputs.
     """
     counts = shape.count_blocks(layers)
     local_tokens = tokens / layout.context
@@ -237,7 +238,11 @@ def activation_bytes(
 
 
 def forward_bytes(
-    shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, implementation: Layers
+    shape: ModelShape,
+    layout: ParallelLayout,
+    layers: Sequence[int],
+    tokens: float,
+    implementation: LayerImplementation,
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
@@ -253,20 +258,24 @@ def forward_bytes(
     else:
         layer = implementation.local_layer(shape, layout)
         live = implementation.dtype_bytes * max(
-            (_live_elements(block, layer) for block in counts), default=0.0
+            (_count_live_elements(block, layer) for block in counts), default=0.0
         )
     return live * tokens / layout.context
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of logits, which are computed chunk by chunk: two float32 copies of one chunk."""
+    """Return the bytes of logits on a rank for micro-batches of ``tokens`` tokens.
+
+    They are computed chunk by chunk, and two float32 copies of one chunk exist at once.
+    """
     if shape.scalar_head:
         return 0.0
-    shard = shape.padded_vocab(layout.tensor) // layout.tensor
+    vocabulary_shard = shape.padded_vocab(layout.tensor) // layout.tensor
     # At least 64 tokens, however large the vocabulary, and at most the micro-batch.
-    chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens / layout.context)
+    chunk_tokens = min(max(64, LOGITS_ELEMENTS // vocabulary_shard), tokens / layout.context)
+    chunk_logits = chunk_tokens * vocabulary_shard
     # Two copies of 4 bytes per logit.
-    return chunk * shard * 4 * 2
+    return chunk_logits * 4 * 2
 
 
 def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
@@ -277,19 +286,20 @@ def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float
     """
     if shape.scalar_head or dtype_bytes >= 4:
         return 0.0
-    shard = shape.padded_vocab(layout.tensor) // layout.tensor
+    vocabulary_shard = shape.padded_vocab(layout.tensor) // layout.tensor
     local_tokens = tokens / layout.context
     tile_tokens = min(local_tokens, TILE_TOKENS)
-    rows = min(shard, max(64, LOGITS_ELEMENTS // shard) * shard / tile_tokens)
+    tile_elements = max(64, LOGITS_ELEMENTS // vocabulary_shard) * vocabulary_shard
+    tile_rows = min(vocabulary_shard, tile_elements / tile_tokens)
 
     # The sum of hidden states' gradients is needed if the weight has several tiles of rows, the one of the
     # rows' gradients if the micro-batch has several tiles of tokens.
-    sums = 0.0
-    if rows < shard:
-        sums += local_tokens
+    summed_rows = 0.0
+    if tile_rows < vocabulary_shard:
+        summed_rows += local_tokens
     if tile_tokens < local_tokens:
-        sums += rows
-    return 4 * shape.hidden * sums
+        summed_rows += tile_rows
+    return 4 * shape.hidden * summed_rows
 
 
 @dataclass(frozen=True)
@@ -335,7 +345,7 @@ def training_memory(
     stages: Sequence[Sequence[int]],
     stage: int,
     optimizer: OptimizerChoice,
-    implementation: Layers,
+    implementation: LayerImplementation,
     tokens: float,
     microbatches: int,
     adapters: tuple[int, int] | None = None,
@@ -346,30 +356,30 @@ def training_memory(
     parameters on the rank, outside and in routed experts, that are trained instead of its weights; None
     trains the weights.
     """
-    last = stage == len(stages) - 1
-    dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, last)
+    is_last = stage == len(stages) - 1
+    dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
 
     # Trainable parameters have gradients; the distributed optimizer shards their states over data-parallel
     # ranks, which are other ranks for experts.
     trainable = (dense, experts)
     if adapters is not None:
         trainable = adapters
-    states: tuple[float, float] = trainable
+    state_parameters: tuple[float, float] = trainable
     if optimizer.distributed:
-        states = (trainable[0] / (layout.data * layout.context), trainable[1] / layout.expert_data)
+        state_parameters = (trainable[0] / (layout.data * layout.context), trainable[1] / layout.expert_data)
 
-    optimizer_bytes = optimizer.state_bytes * sum(states)
+    optimizer_bytes = optimizer.state_bytes * sum(state_parameters)
     if optimizer.offload:
         optimizer_bytes = 0.0
 
-    microbatches_in_flight = in_flight(layout, stage, microbatches)
+    microbatches_in_flight = count_microbatches_in_flight(layout, stage, microbatches)
     activations = activation_bytes(
         shape, layout, stages[stage], tokens, microbatches_in_flight, implementation
     )
 
     # Only the last stage has the output layer.
     logits = 0.0
-    if last:
+    if is_last:
         logits = logits_bytes(shape, layout, tokens)
         if adapters is None:
             logits += head_gradient_bytes(shape, layout, tokens, implementation.dtype_bytes)
@@ -387,14 +397,14 @@ def scoring_memory(
     layout: ParallelLayout,
     stages: Sequence[Sequence[int]],
     stage: int,
-    implementation: Layers,
+    implementation: LayerImplementation,
     tokens: float,
 ) -> TrainingMemory:
     """Return the memory on a rank of one pipeline stage of a model that runs forward passes only."""
-    last = stage == len(stages) - 1
-    parameters = stage_parameters(shape, layout, stages[stage], stage == 0, last)
+    is_last = stage == len(stages) - 1
+    parameters = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
     logits = 0.0
-    if last:
+    if is_last:
         logits = logits_bytes(shape, layout, tokens)
 
     return TrainingMemory(
@@ -407,10 +417,10 @@ def scoring_memory(
 
 
 def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
-    """Return the stages that can have the largest memory; ``stages`` has the layers of each stage.
+    """Return the stages, counted from 0, that can have the largest memory.
 
-    Of stages with equal layers only the earliest: it has the most micro-batches in flight, or the embedding.
-    The last stage has the output layer.
+    These are the earliest of the stages with equal layers, which has the most micro-batches in flight or the
+    embedding, and the last stage, which has the output layer. ``stages``: layers of each stage.
     """
     earliest: dict[frozenset[tuple[Block, int]], int] = {}
     for stage, layers in enumerate(stages):
@@ -419,7 +429,7 @@ def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) ->
 
 
 def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Return the parameters outside and in routed experts on a rank of the stage that has the most."""
+    """Count the parameters (outside, in) routed experts on a rank of the stage that has the most."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [

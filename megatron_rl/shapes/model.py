@@ -136,7 +136,7 @@ class ModelShape:
     """Block of each layer, for a model with blocks that the fields above do not describe; otherwise empty."""
 
     @property
-    def mla(self) -> bool:
+    def has_latent_attention(self) -> bool:
         """Return whether attention is multi-head latent attention."""
         return self.kv_lora > 0
 
@@ -149,7 +149,8 @@ class ModelShape:
     def config_class(self) -> str:
         """Return the name of Megatron's configuration class that the model's mixers need."""
         names = {mixer.config_class for mixer in self.mixers}
-        return next((name for name in names if name != Mixer.config_class), Mixer.config_class)
+        special_names = (name for name in names if name != Mixer.config_class)
+        return next(special_names, Mixer.config_class)
 
     @property
     def linear_k_head_dim(self) -> int:
@@ -175,10 +176,13 @@ class ModelShape:
 
     def best_tensor(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
-        further_heads = [heads for mixer in self.mixers for heads in mixer.further_heads(self).values()]
-        further_heads += [mixer.key_value_heads(self) for mixer in self.mixers]
-        common = math.gcd(self.heads, self.mlp_width, *further_heads)
-        return max(size for size in range(1, min(limit, common) + 1) if common % size == 0)
+        mixer_heads: list[int] = []
+        for mixer in self.mixers:
+            mixer_heads += mixer.further_heads(self).values()
+            mixer_heads.append(mixer.key_value_heads(self))
+        common_divisor = math.gcd(self.heads, self.mlp_width, *mixer_heads)
+        sizes = range(1, min(limit, common_divisor) + 1)
+        return max(size for size in sizes if common_divisor % size == 0)
 
     # Blocks: the rest of this class sums over them.
 
@@ -221,7 +225,7 @@ class ModelShape:
 
         # One object per kind of layer.
         attention: Mixer = Attention()
-        if self.mla:
+        if self.has_latent_attention:
             attention = LatentAttention()
         delta_net = GatedDeltaNet()
         mlp = Mlp()
@@ -261,15 +265,17 @@ class ModelShape:
     def _block_parameters(self) -> dict[Block, tuple[int, int, int]]:
         """Compute the result of `block_parameters` for each block of the model."""
 
-        def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
+        def count_parameters(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
+            """Count the tensor-sharded and the replicated parameters, and those of routed experts."""
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
             dense = [weight for weight in weights if not weight.expert]
 
             # Transformer Engine's down projections of latent attention are replicated, so they count as such.
             replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
-            return sum(weight.elements for weight in dense) - replicated, replicated, experts
+            sharded = sum(weight.elements for weight in dense) - replicated
+            return sharded, replicated, experts
 
-        return {block: count(weights) for block, weights in self._weights.items()}
+        return {block: count_parameters(weights) for block, weights in self._weights.items()}
 
     def _count_elements(self, expert: bool, *engine_cuts: EngineCut) -> int:
         """Count the elements of the weights of all layers.
@@ -277,14 +283,15 @@ class ModelShape:
         If ``expert``, counts one routed expert per layer, otherwise the weights outside of routed experts.
         ``engine_cuts`` restricts the count to tensors that the engine shards in one of these ways.
         """
-        return sum(
-            count * source.elements
-            for block, count in self._block_counts.items()
-            for weight in self._weights[block]
-            if weight.expert == expert
-            for source in weight.sources
-            if not engine_cuts or source.engine in engine_cuts
-        )
+        elements = 0
+        for block, layer_count in self._block_counts.items():
+            for weight in self._weights[block]:
+                if weight.expert != expert:
+                    continue
+                for source in weight.sources:
+                    if not engine_cuts or source.engine in engine_cuts:
+                        elements += layer_count * source.elements
+        return elements
 
     @cached_property
     def embedding_parameters(self) -> int:
@@ -302,7 +309,7 @@ class ModelShape:
 
     @property
     def _norm_tensors(self) -> int:
-        """Count the tensors of a norm: a LayerNorm has a bias in addition to its weight."""
+        """Return the number of tensors of a norm: a LayerNorm has a bias in addition to its weight."""
         return 1 + self.layer_norm
 
     @cached_property
@@ -373,7 +380,7 @@ class ModelShape:
         return self.parameters - self.routed_expert_parameters + self.active_expert_parameters
 
     @cached_property
-    def tensors(self) -> int:
+    def tensor_count(self) -> int:
         """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
         layers = 0
         for block, count in self._block_counts.items():
@@ -393,23 +400,29 @@ class ModelShape:
         causal mask. The products of projections are not counted.
         """
         total = 0.0
-        for count, sliding, per_key, per_token in self._mixer_flops:
+        for layer_count, sliding_count, flops_per_key, flops_per_token in self._mixer_flops:
             # A layer with a sliding window attends to no more keys than the window has.
-            window: float = 0
-            if sliding:
-                window = min(context, self.sliding_window)
+            window_keys: float = 0
+            if sliding_count:
+                window_keys = min(context, self.sliding_window)
 
-            keys = (count - sliding) * context + sliding * window
-            total += per_key * keys + count * per_token
+            keys = (layer_count - sliding_count) * context + sliding_count * window_keys
+            total += flops_per_key * keys + layer_count * flops_per_token
         return total
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Return per mixer: layers, layers with a sliding window, FLOPs of a layer per key and per token."""
-        sliding = Counter(self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers)
+        """Return, for each mixer, what `attention_flops` needs of it.
+
+        These are the numbers of its layers and of its layers with a sliding window, and the FLOPs of a layer
+        per key and per token.
+        """
+        sliding_counts = Counter(
+            self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers
+        )
         return [
-            (count, sliding[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
-            for mixer, count in self.mixers.items()
+            (layer_count, sliding_counts[mixer], mixer.flops_per_key(self), mixer.flops_per_token(self))
+            for mixer, layer_count in self.mixers.items()
         ]
 
     @cached_property

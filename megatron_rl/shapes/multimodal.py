@@ -113,25 +113,25 @@ def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
     Returns None for any other model, also for one whose language model is not in the table of families.
     """
     architectures = config.get("architectures")
-    for kind in _KINDS:
+    for multimodal in _KINDS:
         # The architecture decides; the model type only for a config.json without architectures.
-        matches = config.get("model_type") == kind.model_type
+        matches = config.get("model_type") == multimodal.model_type
         if isinstance(architectures, list) and architectures:
-            matches = architectures[0] == kind.architecture
-        if matches and _language_type(config, kind) in kind.language_models:
-            return kind
+            matches = architectures[0] == multimodal.architecture
+        if matches and _language_type(config, multimodal) in multimodal.language_models:
+            return multimodal
     return None
 
 
-def _language_type(config: Mapping[str, Any], kind: Multimodal) -> str:
-    """Return the ``model_type`` of the language model in a multimodal config.json."""
-    inner = config.get("text_config")
-    if inner is None:
+def _language_type(config: Mapping[str, Any], multimodal: Multimodal) -> str:
+    """Return the ``model_type`` of the language model in a config.json of the kind ``multimodal``."""
+    text_config = config.get("text_config")
+    if text_config is None:
         # Qwen2-VL and Qwen2.5-VL are published without a nested config.
         return str(config.get("model_type"))
-    if not isinstance(inner, Mapping):
+    if not isinstance(text_config, Mapping):
         return ""
-    return str(inner.get("model_type", next(iter(kind.language_models))))
+    return str(text_config.get("model_type", next(iter(multimodal.language_models))))
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -145,38 +145,38 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> language_config(config)["architectures"], language_config(config)["tie_word_embeddings"]
     (['Gemma3ForCausalLM'], True)
     """
-    kind = multimodal_of(config)
-    if kind is None:
+    multimodal = multimodal_of(config)
+    if multimodal is None:
         return config
 
-    inner = config.get("text_config")
-    if inner is None:
-        inner = {key: value for key, value in config.items() if key != "vision_config"}
+    text_config = config.get("text_config")
+    if text_config is None:
+        text_config = {key: value for key, value in config.items() if key != "vision_config"}
 
     # A value of the language model itself wins over an inherited one, but null does not.
     inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
-    explicit: dict[str, Any] = {}
-    for key, value in inner.items():
+    own_values: dict[str, Any] = {}
+    for key, value in text_config.items():
         if value is not None or key not in inherited:
-            explicit[key] = value
+            own_values[key] = value
 
-    family = FAMILIES[kind.language_models[_language_type(config, kind)]]
+    family = FAMILIES[multimodal.language_models[_language_type(config, multimodal)]]
     result = {
-        **kind.defaults,
+        **multimodal.defaults,
         **inherited,
-        **explicit,
-        **kind.fixed,
+        **own_values,
+        **multimodal.fixed,
         "model_type": family.model_type,
         "architectures": [family.architecture],
     }
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(result.get(key), Mapping):
-            result[key] = _text_rope(result[key])
+            result[key] = _remove_image_sections(result[key])
     return result
 
 
-def _text_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary parameters without the sections for image positions.
+def _remove_image_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters without the sections for positions in images (``mrope``).
 
     The three positions of a text token are equal, so that sections make no difference.
     """

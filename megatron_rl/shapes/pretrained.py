@@ -19,8 +19,8 @@ from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_confi
 from megatron_rl.shapes.quantized import (
     MODELOPT_FILE,
     Quantization,
+    add_modelopt_quantization,
     read_quantization,
-    with_modelopt_file,
 )
 
 LAYER = "model.layers.{layer}."
@@ -46,9 +46,8 @@ def tokenizer_files(folder: Path) -> list[str]:
     """Return the paths of the tokenizer's files in a checkpoint's folder, relative to it."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for pattern in TOKENIZER_PATTERNS:
-        names += sorted(
-            file.relative_to(folder).as_posix() for file in folder.glob(pattern) if file.is_file()
-        )
+        files = (file for file in folder.glob(pattern) if file.is_file())
+        names += sorted(file.relative_to(folder).as_posix() for file in files)
     return names
 
 
@@ -73,7 +72,8 @@ class PretrainedModel:
     shape: ModelShape
     """Sizes of the model."""
     config: Mapping[str, Any]
-    """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
+    """The config.json with one spelling of every key and defaults for absent ones, see
+    `Family.normalise_config`."""
     multimodal: Multimodal | None = None
     """Kind of the multimodal checkpoint that contains this language model; None for a plain checkpoint."""
 
@@ -106,12 +106,12 @@ class PretrainedModel:
             for weight in self.shape.weights(layer)
         )
 
-    def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
+    def outer_weights(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
 
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """Yield sources under this family's names, each with its first row in a fused tensor."""
+        """Yield a parameter's source tensors by this family's names, with their first rows if fused."""
         next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
@@ -126,26 +126,26 @@ class PretrainedModel:
         A tied output layer is not among them: its values are the embedding's.
         """
         # The embedding comes before the layers, the final norm and the output layer after them.
-        before_layers = self.outer(True, False)
-        all_outer = self.outer(True, True)
+        before_layers = self.outer_weights(True, False)
+        all_outer = self.outer_weights(True, True)
 
         for weight in before_layers:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 
         # Equal layers are renamed once: a model of 100 layers has few kinds of them.
-        renamed: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
+        renamed_weights: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
         for layer in range(self.shape.layers):
-            common = self.shape.weights(layer)
-            if common not in renamed:
-                renamed[common] = self.weights(layer)
-            yield from self._layer_tensors(layer, renamed[common])
+            common_weights = self.shape.weights(layer)
+            if common_weights not in renamed_weights:
+                renamed_weights[common_weights] = self.weights(layer)
+            yield from self._list_layer_tensors(layer, renamed_weights[common_weights])
 
         for weight in all_outer[len(before_layers) :]:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 
-    def _layer_tensors(self, layer: int, weights: Sequence[Weight]) -> Iterator[CheckpointTensor]:
+    def _list_layer_tensors(self, layer: int, weights: Sequence[Weight]) -> Iterator[CheckpointTensor]:
         """Yield the tensors of a layer: those outside routed experts, then expert by expert."""
         prefix = LAYER.format(layer=layer)
         for weight in weights:
@@ -170,11 +170,14 @@ class PretrainedModel:
 
     def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
+        # Qwen3-Next and Qwen3.5 have no key for these layers, but names of their own.
+        if name.startswith("mtp."):
+            return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
 
-        # MTP layers are numbered after the model's own.
+        # Other families number them after the model's own layers.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
@@ -257,7 +260,8 @@ def separate_head_error(
     """Return the error of a checkpoint whose output layer differs from the embedding it is tied to.
 
     transformers and vLLM do not tie the two in this case, and train or sample with the output layer.
-    ``shapes`` are the stored shapes by tensor name; ``difference`` describes it, as in "other values".
+    ``shapes`` are the stored shapes by tensor name; ``difference`` says how the output layer differs, as in
+    "other values".
     """
     # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])
@@ -276,20 +280,20 @@ def separate_head_error(
     )
 
 
-def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
-    """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
+def parse_pretrained(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
+    """Return the model that a config.json describes.
 
-    A multimodal config.json describes its language model. ``file`` is the path that errors name. Raises
-    UserError for a family that is not in the table, and UserErrors for values that are missing or not
-    supported.
+    ``config``: content of a checkpoint's config.json, or of ``PretrainedConfig.to_dict()``. A multimodal
+    config.json describes its language model. ``file``: path that errors name. Raises UserError for a family
+    that is not in `FAMILIES`, and UserErrors for values that are missing or not supported.
     """
     family = family_of(config, file)
     language_model = language_config(config)
-    normal = family.normal(language_model)
-    reader = ConfigReader(normal, file)
+    normalised = family.normalise_config(language_model)
+    reader = ConfigReader(normalised, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
-    return PretrainedModel(family, shape, normal, multimodal_of(config))
+    return PretrainedModel(family, shape, normalised, multimodal_of(config))
 
 
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
@@ -364,16 +368,16 @@ def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or not family.engine_family:
         return config
 
-    normal = family.normal(config)
+    normalised = family.normalise_config(config)
     dense = FAMILIES[family.engine_family]
-    result: dict[str, Any] = {}
-    for key, value in normal.items():
+    dense_config: dict[str, Any] = {}
+    for key, value in normalised.items():
         # vLLM takes a model with `index_topk` for a sparse one.
         if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types"):
-            result[key] = value
+            dense_config[key] = value
     return {
-        **result,
-        **family.engine_keys(normal),
+        **dense_config,
+        **family.engine_keys(normalised),
         "model_type": dense.model_type,
         "architectures": [dense.architecture],
     }
@@ -381,7 +385,7 @@ def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_pretrained(path: Path) -> PretrainedModel:
     """Return the model of a config.json file; raises UserError or UserErrors."""
-    return describe(read_config(path), str(path))
+    return parse_pretrained(read_config(path), str(path))
 
 
 def download_command(path: str) -> str:
@@ -398,7 +402,7 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path.with_name(MODELOPT_FILE)
     if not file.is_file():
         return config
-    return with_modelopt_file(config, read_json(file))
+    return add_modelopt_quantization(config, read_json(file))
 
 
 def read_json(path: Path) -> dict[str, Any]:

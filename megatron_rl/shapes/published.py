@@ -57,25 +57,30 @@ _LISTED_KEYS = 12
 
 
 @lru_cache(maxsize=1)
-def presets() -> Mapping[str, Mapping[str, Any]]:
+def load_presets() -> Mapping[str, Mapping[str, Any]]:
     """Return the packaged configurations of published models by name."""
     return json.loads(resources.files("megatron_rl.shapes").joinpath("published.json").read_text())
 
 
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a model by a reference of `named_config`, or by an inline configuration."""
+    """Return the shape of a model.
+
+    ``reference``: a text for `find_named_config`, the values of a config.json, or a mapping with these as
+    ``config`` and with a ``name``.
+    """
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
         return shape_of(config, str(reference.get("name", config.get("_name_or_path") or "inline model")))
 
-    name, config = named_config(reference)
+    name, config = find_named_config(reference)
     return shape_of(config, name)
 
 
-def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
-    """Return name and config.json of a checkpoint directory, of a config.json file, or of a preset.
+def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the config.json of a model.
 
-    Raises UserError with the nearest preset for any other reference.
+    ``reference``: a checkpoint directory, a config.json file or the name of a preset. Raises UserError with
+    the nearest preset for any other text.
     """
     path = Path(reference)
     if path.is_dir():
@@ -83,28 +88,28 @@ def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
     if path.is_file():
         return reference, read_json(path)
 
-    # Presets match without the organisation and in any case: Qwen/Qwen3-8B is qwen3-8b.
-    names = {name.lower(): name for name in presets()}
+    # Names match without the organisation, in upper or lower case: Qwen/Qwen3-8B is qwen3-8b.
+    names = {name.lower(): name for name in load_presets()}
     short_name = reference.lower().rsplit("/", 1)[-1]
     if short_name in names:
         name = names[short_name]
-        return name, presets()[name]["config"]
+        return name, load_presets()[name]["config"]
 
-    close = nearest(short_name, sorted(presets()))
+    similar_name = nearest(short_name, sorted(load_presets()))
     suggestion = ""
-    if close:
-        suggestion = f"did you mean {close}? "
+    if similar_name:
+        suggestion = f"did you mean {similar_name}? "
     raise UserError(
         f"unknown model {reference!r}",
         where="MODEL",
         expected="a preset name, a Hugging Face directory, or a config.json",
         got=reference,
-        fix=f"{suggestion}presets: {', '.join(sorted(presets()))}",
+        fix=f"{suggestion}presets: {', '.join(sorted(load_presets()))}",
     )
 
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """Return the shape of any decoder's config.json: by its family, else by the keys that most models share.
+    """Read the shape of any decoder from its config.json, also of families that the package cannot train.
 
     Raises UserErrors that name the missing keys.
     """
@@ -112,9 +117,9 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
     if family is None:
         reader = ConfigReader(config, name)
-        shape = _read(reader, name)
+        shape = _read_common_shape(reader, name)
     else:
-        reader = ConfigReader(family.normal(config), name)
+        reader = ConfigReader(family.normalise_config(config), name)
         shape = replace(family.shape(reader), name=name)
 
     raise_errors(reader.errors)
@@ -157,7 +162,7 @@ def _describe_untrainable(path: Path) -> str:
     """
     try:
         config = _text_config(read_json(path))
-        features = [*untrainable(shape_of(config)), *_unknown_layer_types(config)]
+        features = [*list_untrainable_features(shape_of(config)), *_unknown_layer_types(config)]
         description = ""
         if features:
             description = f", which needs {', '.join(features)}"
@@ -178,7 +183,7 @@ def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
 def _describe_keys(config: Mapping[str, Any]) -> str:
     """Describe how many keys of a config.json without a known family are read, and name the others."""
     recorder = _KeyRecorder(config)
-    _read(ConfigReader(recorder), "model")
+    _read_common_shape(ConfigReader(recorder), "model")
 
     unread_keys = sorted(config.keys() - recorder.read_keys - _KEYS_READ_ELSEWHERE)
     read_count = len(config) - len(unread_keys)
@@ -204,7 +209,7 @@ class _KeyRecorder(dict[str, Any]):
         return super().get(key, default)
 
 
-def untrainable(shape: ModelShape) -> list[str]:
+def list_untrainable_features(shape: ModelShape) -> list[str]:
     """Return the features of a shape that no layer of this package implements, as nouns for an error."""
     features = []
     for name, feature_value, noun in _UNTRAINABLE_FEATURES:
@@ -214,10 +219,11 @@ def untrainable(shape: ModelShape) -> list[str]:
     return features
 
 
-def _read(reader: ConfigReader, name: str) -> ModelShape:
-    """Read the keys that most models share.
+def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
+    """Read the shape of a decoder outside of the table of families, by the keys that most models share.
 
-    Key-value heads default to heads, the MLP's width to four times the hidden size.
+    ``name``: name of the shape. Key-value heads default to heads, the MLP's width to four times the hidden
+    size. Experts, latent attention and delta nets are read if config.json has their keys.
     """
     config = reader.config
     model_type = str(config.get("model_type", ""))
@@ -225,10 +231,10 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     layers = sizes["layers"]
 
     # Structure that follows from the model type unless config.json has a key for it.
-    gemma = model_type.startswith("gemma")
+    is_gemma = model_type.startswith("gemma")
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
-    gated = gemma or not (activation.startswith(("gelu", "relu")) or model_type in _TWO_MATRIX)
-    bias = bool(config.get("attention_bias", model_type == "qwen2_moe"))
+    is_gated = is_gemma or not (activation.startswith(("gelu", "relu")) or model_type in _TWO_MATRIX)
+    has_bias = bool(config.get("attention_bias", model_type == "qwen2_moe"))
     learned_positions = 0
     if config.get("position_embedding_type") == "learned":
         learned_positions = reader.count("max_position_embeddings")
@@ -238,11 +244,11 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
         "name": name,
         **sizes,
         "mlp_width": reader.size("intermediate_size_mlp", width),
-        "tied": bool(config.get("tie_word_embeddings", gemma)),
-        "gated": gated,
-        "layer_norm": config.get("norm") == "layernorm" or (not gated and config.get("norm") is None),
-        "qkv_bias": bias,
-        "output_bias": bias and model_type not in _QKV_BIAS_ONLY,
+        "tied": bool(config.get("tie_word_embeddings", is_gemma)),
+        "gated": is_gated,
+        "layer_norm": config.get("norm") == "layernorm" or (not is_gated and config.get("norm") is None),
+        "qkv_bias": has_bias,
+        "output_bias": has_bias and model_type not in _QKV_BIAS_ONLY,
         "mlp_bias": reader.flag("mlp_bias"),
         "qk_norm": bool(config.get("qk_norm", reader.flag("use_qk_norm"))),
         "learned_positions": learned_positions,
@@ -250,7 +256,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
 
     # Structures that only some models have.
     fields |= sliding_window_fields(reader, layers)
-    fields |= _mixture(reader, layers)
+    fields |= _read_mixture_fields(reader, layers)
     if reader.flag("kv_lora_rank"):
         fields |= latent_sizes(reader)
     if reader.flag("linear_num_value_heads"):
@@ -260,7 +266,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     return ModelShape(**fields)
 
 
-def _mixture(reader: ConfigReader, layers: int) -> Fields:
+def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the fields of a mixture of experts in any family's spelling; empty for a model without experts."""
     count_keys = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
     if not count_keys:
@@ -271,24 +277,25 @@ def _mixture(reader: ConfigReader, layers: int) -> Fields:
 
     # Shared experts: Qwen gives their width and gates them, DeepSeek their number, Llama 4 has one.
     shared_width = reader.count("shared_expert_intermediate_size")
-    gate = True
+    is_gated = True
     if reader.flag("n_shared_experts"):
         shared_width = reader.count("n_shared_experts") * width
-        gate = False
+        is_gated = False
     if model_type.startswith("llama4"):
         shared_width = width
-        gate = False
+        is_gated = False
 
     # Dense layers: listed, the first ones, or all but every step-th.
     step = reader.size("decoder_sparse_step", reader.size("interleave_moe_layer_step", 1))
     first_dense = reader.count("first_k_dense_replace")
-    dense = reader.get("mlp_only_layers") or range(first_dense)
+    listed_layers = reader.get("mlp_only_layers") or range(first_dense)
+    dense_layers = tuple(layer for layer in range(layers) if layer in listed_layers or (layer + 1) % step)
     return {
         "experts": reader.size(count_keys[0]),
         "experts_per_token": reader.size("num_experts_per_tok", reader.size("experts_per_token", 2)),
         "expert_width": width,
         "shared_width": shared_width,
-        "shared_gate": gate and shared_width > 0,
+        "shared_gate": is_gated and shared_width > 0,
         "router_bias": reader.flag("router_bias"),
-        "dense_layers": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
+        "dense_layers": dense_layers,
     }

@@ -8,6 +8,7 @@ which NVIDIA's ModelOpt writes, it belongs to 16 entries of a row, and a second 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class Quantization:
 
     Example:
         >>> quantization = Quantization("fp8", (128, 128))
-        >>> quantization.block_of((200, 128), (2, 1))
+        >>> quantization.scale_block((200, 128), (2, 1))
         (128, 128)
     """
 
@@ -98,7 +99,7 @@ class Quantization:
             text += f" (the cache's {self.cache} is ignored)"
         return text
 
-    def block_of(self, weight: Shape, scales: Shape) -> Shape | None:
+    def scale_block(self, weight: Shape, scales: Shape) -> Shape | None:
         """Return the size of the block that shares a scale, in each dimension of a weight.
 
         Both arguments are shapes; scales may lack the last dimensions. Returns None if the shapes do not
@@ -109,17 +110,17 @@ class Quantization:
 
         # Only the last two dimensions, rows and columns of a matrix, have blocks of the configured size.
         block: list[int] = []
-        padded = scales + (1,) * (len(weight) - len(scales))
-        first_of_block = len(weight) - 2
-        for dim, (entries, count) in enumerate(zip(weight, padded, strict=True)):
+        padded_scales = scales + (1,) * (len(weight) - len(scales))
+        row_dim = len(weight) - 2
+        for dim, (entries, scale_count) in enumerate(zip(weight, padded_scales, strict=True)):
             size = None
-            if self.block is not None and dim >= first_of_block >= 0:
-                size = self.block[dim - first_of_block]
-            if size is not None and count == -(-entries // size):
+            if self.block is not None and dim >= row_dim >= 0:
+                size = self.block[dim - row_dim]
+            if size is not None and scale_count == math.ceil(entries / size):
                 block.append(size)
-            elif count == 1:
+            elif scale_count == 1:
                 block.append(entries)
-            elif size is None and count == entries:
+            elif size is None and scale_count == entries:
                 block.append(1)
             else:
                 return None
@@ -149,7 +150,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     settings = config[key]
     path = f"{file}: {key}"
     if not isinstance(settings, Mapping):
-        raise _refusal(path, repr(settings))
+        raise _unreadable_error(path, repr(settings))
 
     method = settings.get("quant_method")
     if method == "fp8":
@@ -161,11 +162,14 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
         return Quantization("compressed-tensors", _compressed_block(settings, path))
     if str(method).startswith("modelopt"):
         return _modelopt_quantization(settings, path, file)
-    raise _refusal(path, f"quant_method: {method}")
+    raise _unreadable_error(path, f"quant_method: {method}")
 
 
-def with_modelopt_file(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the quantisation of `MODELOPT_FILE`, unless it has one itself."""
+def add_modelopt_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with the quantisation of `MODELOPT_FILE`, unless it has one itself.
+
+    ``settings``: content of that file.
+    """
     if quantization_keys(config):
         return dict(config)
     # The file has no quant_method, but the library that wrote it.
@@ -178,26 +182,26 @@ def with_modelopt_file(config: Mapping[str, Any], settings: Mapping[str, Any]) -
 
 def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
     """Map each quantised weight among a checkpoint's tensors to the name of its scales."""
-    stored = set(names)
+    stored_names = set(names)
     scales: dict[str, str] = {}
     for suffix in _SCALE_SUFFIXES:
-        scales = _names_with_suffix(stored, suffix) | scales
+        scales = _match_suffixed_names(stored_names, suffix) | scales
     return scales
 
 
 def tensor_scales_by_weight(names: Iterable[str]) -> dict[str, str]:
     """Map each NVFP4 weight among a checkpoint's tensors to the name of its second, per-tensor scale."""
-    return _names_with_suffix(set(names), _TENSOR_SCALE_SUFFIX)
+    return _match_suffixed_names(set(names), _TENSOR_SCALE_SUFFIX)
 
 
-def _names_with_suffix(stored: set[str], suffix: str) -> dict[str, str]:
-    """Return the name with a suffix of each tensor that is stored under both names."""
-    found: dict[str, str] = {}
-    for name in stored:
+def _match_suffixed_names(stored_names: set[str], suffix: str) -> dict[str, str]:
+    """Return weight -> name with ``suffix``, for each weight that is stored together with such a tensor."""
+    suffixed_by_weight: dict[str, str] = {}
+    for name in stored_names:
         weight = name.removesuffix(suffix)
-        if weight != name and weight in stored:
-            found[weight] = name
-    return found
+        if weight != name and weight in stored_names:
+            suffixed_by_weight[weight] = name
+    return suffixed_by_weight
 
 
 def is_activation_scale(name: str) -> bool:
@@ -217,7 +221,10 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
 
 
 def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> UserError:
-    """Return the error of a matrix in mxfp4 that does not have a scale for each of its blocks."""
+    """Return the error of a matrix in mxfp4 that does not have a scale for each of its blocks.
+
+    ``blocks``, ``scales``: stored shapes of both, None for absent scales.
+    """
     got = "no scales"
     if scales is not None:
         got = f"blocks {list(blocks)} with scales {list(scales)}"
@@ -236,7 +243,10 @@ def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
 
 
 def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> UserError:
-    """Return the error of a matrix in NVFP4 without its second scale, or with one of another shape."""
+    """Return the error of a matrix in NVFP4 without its second scale, or with one of another shape.
+
+    ``weight``, ``scale``: shapes of the matrix and of that scale, which is None if it is absent.
+    """
     got = "no such tensor"
     if scale is not None:
         got = f"{list(scale)} for a weight of {list(weight)}"
@@ -264,13 +274,13 @@ def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) ->
 
     algorithm = str(settings.get("quant_algo")).upper()
     if algorithm not in _MODELOPT_ALGORITHMS:
-        raise _refusal(path, f"quant_algo: {settings.get('quant_algo')}")
+        raise _unreadable_error(path, f"quant_algo: {settings.get('quant_algo')}")
 
     block = None
     method = _MODELOPT_ALGORITHMS[algorithm]
     if method == "nvfp4":
         columns = settings.get("group_size") or _NVFP4_BLOCK
-        block = _block([1, columns], f"{path}.group_size")
+        block = _parse_block([1, columns], f"{path}.group_size")
 
     # config.json has the cache's quantisation in the words of compressed-tensors.
     cache = settings.get("kv_cache_quant_algo") or ""
@@ -285,12 +295,12 @@ def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None
     """Return the block of ``quant_method: fp8``, or None for a scale per tensor or row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
-        raise _refusal(path, f"fmt: {number_format}")
+        raise _unreadable_error(path, f"fmt: {number_format}")
 
     block = settings.get("weight_block_size")
     if block is None:
         return None
-    return _block(block, f"{path}.weight_block_size")
+    return _parse_block(block, f"{path}.weight_block_size")
 
 
 def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
@@ -298,46 +308,48 @@ def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int]
     # Sparsity and transforms change the weights beyond the product with the scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise _refusal(path, f"sparsity_config.format: {sparsity['format']}")
+        raise _unreadable_error(path, f"sparsity_config.format: {sparsity['format']}")
     if settings.get("transform_config"):
-        raise _refusal(path, "transform_config")
+        raise _unreadable_error(path, "transform_config")
 
     # Each group of layers has its own description; all must have the same block.
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _refusal(path, "no config_groups")
+        raise _unreadable_error(path, "no config_groups")
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
         group_path = f"{path}.config_groups.{name}.weights"
         weights = isinstance(group, Mapping) and group.get("weights")
         if not isinstance(weights, Mapping):
-            raise _refusal(group_path, repr(weights))
+            raise _unreadable_error(group_path, repr(weights))
 
         # Symmetric scales have no zero point.
         values = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         if (values["type"], values["num_bits"]) != ("float", 8) or values["symmetric"] is False:
-            raise _refusal(group_path, str(values))
+            raise _unreadable_error(group_path, str(values))
         if values["strategy"] == "block":
-            blocks.add(_block(weights.get("block_structure"), f"{group_path}.block_structure"))
+            blocks.add(_parse_block(weights.get("block_structure"), f"{group_path}.block_structure"))
         elif values["strategy"] in ("tensor", "channel"):
             blocks.add(None)
         else:
-            raise _refusal(group_path, str(values))
+            raise _unreadable_error(group_path, str(values))
 
     if len(blocks) > 1:
-        raise _refusal(f"{path}.config_groups", "groups with and without blocks, or with other blocks")
+        got = "groups with and without blocks, or with other blocks"
+        raise _unreadable_error(f"{path}.config_groups", got)
     return blocks.pop()
 
 
-def _block(value: Any, path: str) -> tuple[int, int]:
-    """Return a block's rows and columns; raises UserError unless they are two counts."""
-    if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+def _parse_block(value: Any, path: str) -> tuple[int, int]:
+    """Return a block's rows and columns; raises UserError unless ``value`` has two positive integers."""
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if is_pair and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
-    raise _refusal(path, repr(value), "two counts: rows and columns that share a scale")
+    raise _unreadable_error(path, repr(value), "two counts: rows and columns that share a scale")
 
 
-def _refusal(path: str, got: str, expected: str = _READABLE) -> UserError:
-    """Return the error of a quantisation that cannot be read, set at ``path`` in config.json."""
+def _unreadable_error(path: str, got: str, expected: str = _READABLE) -> UserError:
+    """Return the error of a quantisation that cannot be read; ``path`` is its key in config.json."""
     return UserError(
         "the model's weights are quantised in a way that cannot be read",
         where=path,

@@ -10,7 +10,6 @@ ranks of a replica, at the cost of the bytes that each pair would receive.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,10 +54,10 @@ def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     dim = 0
     if weight.cut == "columns":
         dim = 1
-    bounds = _rank_share
+    find_share = _rank_share
     if weight.cut == "vocabulary":
-        bounds = _padded_rank_share
-    return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
+        find_share = _padded_rank_share
+    return tuple(Slice(dim, *find_share(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
 def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
@@ -71,9 +70,9 @@ def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks
 
     # The shard is a range of fused rows: count each tensor's rows before both of its ends.
     def rows_before(end: int, offset: int, size: int) -> int:
-        """Count the rows of one of the fused tensors among the first ``end`` rows of the fused weight.
+        """Count one tensor's rows among the first ``end`` rows of the fused weight.
 
-        In each group the tensor has ``size`` rows, which begin at row ``offset`` of the group.
+        The tensor (query, key or value) has ``size`` rows in each group, from row ``offset`` of the group.
         """
         # All rows of the complete groups, and the part of the last group that is before its end.
         complete_groups, remainder = divmod(end, group_size)
@@ -131,15 +130,17 @@ def _padded_rank_share(size: int, rank: int, ranks: int, multiple: int = 1) -> t
     return min(rank * rows, size), min((rank + 1) * rows, size)
 
 
-def _common_elements(source: Source, first: Slice, second: Slice) -> int:
+def _common_elements(source: Source, first_slice: Slice, second_slice: Slice) -> int:
     """Count the elements of a tensor that are in both slices."""
     # Slices of different dimensions always intersect, in a box of both lengths.
-    if first.dim != second.dim:
-        lengths = math.prod(piece.stop - piece.start for piece in (first, second))
-        return lengths * source.elements // (source.shape[first.dim] * source.shape[second.dim])
+    if first_slice.dim != second_slice.dim:
+        first_length = first_slice.stop - first_slice.start
+        second_length = second_slice.stop - second_slice.start
+        plane_size = source.shape[first_slice.dim] * source.shape[second_slice.dim]
+        return first_length * second_length * source.elements // plane_size
 
-    length = min(first.stop, second.stop) - max(first.start, second.start)
-    return max(0, length) * source.elements // source.shape[first.dim]
+    length = min(first_slice.stop, second_slice.stop) - max(first_slice.start, second_slice.start)
+    return max(0, length) * source.elements // source.shape[first_slice.dim]
 
 
 Shard = tuple[str | int, ...]
@@ -175,7 +176,7 @@ class SharedBytes:
     """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
-        """Return the bytes that a global rank receives as a rank of a replica."""
+        """Return the bytes of weights that a global rank receives to act as a rank of a replica."""
         resident = self.resident.get(rank)
         # A rank outside the actor receives everything.
         if resident is None:
@@ -220,7 +221,7 @@ class SharedBytes:
         return result
 
 
-def peers_on_node(
+def max_peers_on_node(
     shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
     """Return an upper bound of the number of ranks of its node that a rank exchanges weights with.
@@ -230,31 +231,31 @@ def peers_on_node(
     has needed bytes beyond the ones that every rank of its stage has.
     """
     # By stage, the bytes that all of its ranks have for each rank of a replica, such as norms.
-    common: dict[int, list[int]] = {}
-    stage_of: dict[int, int] = {}
+    common_bytes: dict[int, list[int]] = {}
+    stage_by_rank: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
         bytes_by_rank = [shared_bytes.resident[rank] for rank in stage_ranks]
-        common[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
-        stage_of |= dict.fromkeys(stage_ranks, stage)
+        common_bytes[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
+        stage_by_rank |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
     for position, receiver in enumerate(ranks):
-        index = position % len(shared_bytes.needed)
-        if not shared_bytes.missing_bytes(receiver, index):
+        rank_in_replica = position % len(shared_bytes.needed)
+        if not shared_bytes.missing_bytes(receiver, rank_in_replica):
             continue
 
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
-            stage = stage_of.get(sender)
+            stage = stage_by_rank.get(sender)
             # Ranks with the same shards share one list; equal bytes may be of different experts.
             if stage is None or shared_bytes.resident[sender] is shared_bytes.resident.get(receiver):
                 continue
 
             # A receiver already has the common bytes of its own stage.
             resident_bytes = 0
-            if stage == stage_of.get(receiver):
-                resident_bytes = common[stage][index]
-            if shared_bytes.resident[sender][index] > resident_bytes:
+            if stage == stage_by_rank.get(receiver):
+                resident_bytes = common_bytes[stage][rank_in_replica]
+            if shared_bytes.resident[sender][rank_in_replica] > resident_bytes:
                 peers.setdefault(sender, set()).add(receiver)
                 peers.setdefault(receiver, set()).add(sender)
     return max((len(peers_of_rank) for peers_of_rank in peers.values()), default=0)
@@ -324,11 +325,12 @@ def shared_bytes(
     # Ranks with the same shards share one list.
     shards, shard_bytes = engine.shards(actor, settings)
     resident_bytes = {
-        held: _sum_by_rank(shard_bytes[shard] for shard in held) for held in set(shards.values())
+        rank_shards: _sum_by_rank(shard_bytes[shard] for shard in rank_shards)
+        for rank_shards in set(shards.values())
     }
     return SharedBytes(
         needed=tuple(needed),
-        resident={rank: resident_bytes[held] for rank, held in shards.items()},
+        resident={rank: resident_bytes[rank_shards] for rank, rank_shards in shards.items()},
         model_bytes=model_bytes,
         shards=shards,
         shard_bytes=shard_bytes,
@@ -373,7 +375,10 @@ class _Engine:
     def shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
-        """Return the shards of each trainer rank, and shard -> bytes that each rank of a replica needs."""
+        """Return two mappings: trainer rank -> its shards, and shard -> bytes that each replica rank needs.
+
+        ``settings``: Megatron's settings for uneven pipeline stages.
+        """
         shards: dict[int, frozenset[Shard]] = {}
         sizes: dict[Shard, list[int]] = {}
         layer_bytes: dict[Weights, _LayerBytes] = {}
@@ -389,10 +394,10 @@ class _Engine:
             embedding = tuple(weight for weight in outer if weight.sources[0].name == EMBEDDING)
             counts[tuple(weight for weight in outer if weight not in embedding)] += 1
             for weights in counts.keys() - layer_bytes.keys():
-                layer_bytes[weights] = self._layer_bytes(weights, trainer)
+                layer_bytes[weights] = self._count_layer_bytes(weights, trainer)
 
             if embedding:
-                for tensor, embedding_bytes in enumerate(self._bytes(embedding, trainer.tensor)):
+                for tensor, embedding_bytes in enumerate(self._common_bytes(embedding, trainer.tensor)):
                     sizes["embedding", tensor] = embedding_bytes
             for shard, parts in self._stage_parts(stage, counts, layer_bytes).items():
                 sizes[shard] = _sum_by_rank(parts)
@@ -402,17 +407,22 @@ class _Engine:
                 quotient, expert_tensor = divmod(position, trainer.expert_tensor)
                 tensor = position % trainer.tensor
                 expert = quotient % trainer.expert
-                held: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
-                held += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
+                rank_shards: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
+                rank_shards += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
                 if embedding:
-                    held.append(("embedding", tensor))
-                shards[rank] = frozenset(held)
+                    rank_shards.append(("embedding", tensor))
+                shards[rank] = frozenset(rank_shards)
         return shards, sizes
 
     def _stage_parts(
         self, stage: int, counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
     ) -> dict[Shard, list[list[int]]]:
-        """Return the shards of a pipeline stage, each with its bytes in every kind of layer."""
+        """Return the bytes of each weight shard of a pipeline stage: one list per kind of layer.
+
+        Each list has the bytes that each rank of an engine replica uses of the shard.
+
+            ``counts``: parameters of a kind of layer -> number of such layers in the stage.
+        """
         parts: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in counts.items():
             one_layer = layer_bytes[weights]
@@ -435,8 +445,11 @@ class _Engine:
             return weights
         return adapter_weights(weights, self.lora)
 
-    def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
-        """Return the bytes of ``weights`` (a layer, or those outside the layers) that pairs of ranks hold."""
+    def _count_layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
+        """Return the bytes of ``weights`` that each pair of a trainer rank and an engine rank both hold.
+
+        ``weights``: the parameters of a layer, or those outside the layers.
+        """
         dense = [weight for weight in weights if not weight.expert]
         routed = [weight for weight in weights if weight.expert]
 
@@ -444,56 +457,66 @@ class _Engine:
         replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
         experts_per_rank = self.shape.experts // trainer.expert
-        one_expert = self._expert_bytes(_sharded_weights(routed), trainer.expert_tensor)
-        (one_replicated,) = self._expert_bytes(_replicated_weights(routed), 1)
+        one_expert = self._count_expert_bytes(_sharded_weights(routed), trainer.expert_tensor)
+        (one_replicated,) = self._count_expert_bytes(_replicated_weights(routed), 1)
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
-            local_counts = [self._common_experts(local, index) for index in range(self.replica_size)]
-            replicated_experts.append(_products(local_counts, one_replicated))
+            local_counts = [self._count_common_experts(local, index) for index in range(self.replica_size)]
+            replicated_experts.append(_multiply_lists(local_counts, one_replicated))
             for expert_tensor, sizes in enumerate(one_expert):
-                experts[expert, expert_tensor] = _products(local_counts, sizes)
+                experts[expert, expert_tensor] = _multiply_lists(local_counts, sizes)
 
-        (replicated,) = self._bytes(_replicated_weights(dense), 1)
+        (replicated,) = self._common_bytes(_replicated_weights(dense), 1)
         return _LayerBytes(
             replicated=replicated,
-            dense=self._bytes(_sharded_weights(dense), trainer.tensor),
+            dense=self._common_bytes(_sharded_weights(dense), trainer.tensor),
             replicated_experts=replicated_experts,
             experts=experts,
         )
 
-    def _expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes of one expert that a trainer rank and an engine rank both hold; see `_bytes`."""
+    def _count_expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
+        """Return the bytes of one expert that a trainer rank and an engine rank both hold.
+
+        The result has the form of that of `_common_bytes`.
+        """
         # An expert is complete on one rank of the engine, or sharded over all of them.
         if not self.whole_experts:
-            return self._bytes(weights, trainer_ranks)
-        complete = replace(self, replica_size=1)._bytes(weights, trainer_ranks)
+            return self._common_bytes(weights, trainer_ranks)
+        complete = replace(self, replica_size=1)._common_bytes(weights, trainer_ranks)
         return [sizes * self.replica_size for sizes in complete]
 
-    def _common_experts(self, local: range, index: int) -> int:
-        """Count the trainer rank's ``local`` experts of which rank ``index`` of the replica holds a part."""
+    def _count_common_experts(self, local: range, index: int) -> int:
+        """Count the experts that a trainer rank and an engine rank both hold, completely or in part.
+
+        ``local``: experts of the trainer rank. ``index``: rank in the engine replica.
+        """
         if not self.whole_experts:
             return len(local)
         resident = engine_experts(self.shape.experts, index, self.replica_size)
         return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
 
-    def _bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes that a trainer and an engine rank both hold, [trainer ranks][engine ranks]."""
+    def _common_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
+        """Return the bytes of ``weights`` that a trainer rank and an engine rank both hold.
+
+        ``trainer_ranks``: number of tensor-parallel ranks of the trainer. The result is [trainer
+        ranks][engine ranks].
+        """
         engine_ranks = self.replica_size
-        result = [[0] * engine_ranks for _ in range(trainer_ranks)]
+        common_bytes = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
         # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
         for weight in weights:
-            slices = [trainer_slices(weight, rank, trainer_ranks) for rank in range(trainer_ranks)]
-            for number, source in enumerate(weight.sources):
+            slices_by_rank = [trainer_slices(weight, rank, trainer_ranks) for rank in range(trainer_ranks)]
+            for source_index, source in enumerate(weight.sources):
                 itemsize = self.itemsize
                 if source.float32:
                     itemsize = 4
                 for engine_rank in range(engine_ranks):
-                    target = engine_slice(source, engine_rank, engine_ranks)
-                    for rank in range(trainer_ranks):
-                        elements = _common_elements(source, slices[rank][number], target)
-                        result[rank][engine_rank] += itemsize * elements
-        return result
+                    needed_slice = engine_slice(source, engine_rank, engine_ranks)
+                    for rank, slices in enumerate(slices_by_rank):
+                        elements = _common_elements(source, slices[source_index], needed_slice)
+                        common_bytes[rank][engine_rank] += itemsize * elements
+        return common_bytes
 
 
 def _replicated_weights(weights: Iterable[Weight]) -> list[Weight]:
@@ -506,8 +529,8 @@ def _sharded_weights(weights: Iterable[Weight]) -> list[Weight]:
     return [weight for weight in weights if weight.cut not in _REPLICATED]
 
 
-def _products(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return the products of two lists, element by element."""
+def _multiply_lists(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Multiply two lists element by element."""
     return [count * size for count, size in zip(counts, sizes, strict=True)]
 
 
@@ -524,14 +547,15 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
     return model_bytes * (shards - 1) / shards
 
 
-def received_by_peers(
+def received_by_other_projects(
     model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
 ) -> dict[str, float]:
-    """Return the bytes that each generating rank receives in other projects, by method.
+    """Return the bytes that each generating rank receives in other projects: name of the method -> bytes.
 
-    Colocated: HybridFlow (arXiv 2409.19256) table 2, HybridFlow's own method only if ``tensor`` divides the
-    actor's model parallelism; projects that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as
-    HybridFlow-V. Otherwise only the broadcast of the whole model applies.
+    ``tensor``: tensor-parallel size of the rollout. Colocated: HybridFlow (arXiv 2409.19256) table 2, with
+    HybridFlow's own method only if ``tensor`` divides the actor's model parallelism; projects that gather
+    (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Otherwise only the broadcast of
+    the whole model applies.
     """
     gathered = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
@@ -556,44 +580,48 @@ LARGEST_ISLAND = 64
 
 
 def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
-    """Return ``ranks`` in the order whose replicas, consecutive ranks, receive the fewest bytes of weights.
+    """Order ``ranks`` so that the replicas, which are consecutive ranks, receive the fewest bytes of weights.
 
-    The largest receive of any rank is minimised first, then the sum. Replicas stay inside a node where their
-    size allows it: global rank r is on node r // gpus_per_node.
+    The largest number of bytes that any rank receives is minimised first, then the sum over ranks. Replicas
+    stay inside a node if their size allows it: global rank r is on node r // ``gpus_per_node``.
     """
     replica_size = len(weights.needed)
-    ordered = tuple(sorted(ranks))
+    sorted_ranks = tuple(sorted(ranks))
     if replica_size == 1 or not weights.resident.keys() & set(ranks):
-        return ordered
+        return sorted_ranks
 
-    result: list[int] = []
-    solved: dict[Costs, list[int]] = {}  # many islands have the same costs
-    for island in _islands(ordered, replica_size, gpus_per_node):
+    ordered_ranks: list[int] = []
+    assignments: dict[Costs, list[int]] = {}  # many islands have the same costs
+    for island in _divide_into_islands(sorted_ranks, replica_size, gpus_per_node):
         if len(island) > LARGEST_ISLAND:
-            result += island
+            ordered_ranks += island
             continue
 
         # Assign each rank of the island to a rank in a replica.
         costs = tuple(
             tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
         )
-        if costs not in solved:
-            solved[costs] = assign_columns(costs, len(island) // replica_size)
+        if costs not in assignments:
+            assignments[costs] = assign_columns(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]
-        for rank, rank_in_replica in zip(island, solved[costs], strict=True):
+        for rank, rank_in_replica in zip(island, assignments[costs], strict=True):
             candidates[rank_in_replica].append(rank)
 
         # The i-th candidates of all ranks in a replica make up the island's i-th replica.
-        result += [rank for replica in zip(*candidates, strict=True) for rank in replica]
-    return tuple(result)
+        for replica in zip(*candidates, strict=True):
+            ordered_ranks += replica
+    return tuple(ordered_ranks)
 
 
-def _islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> list[list[int]]:
-    """Divide ranks into the smallest sets of whole nodes whose sizes are multiples of a replica's."""
+def _divide_into_islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> list[list[int]]:
+    """Divide ranks into the smallest sets of whole nodes whose numbers of ranks are multiples of a replica's.
+
+    ``ranks`` are ascending; global rank r is on node r // ``gpus_per_node``.
+    """
     islands: list[list[int]] = [[]]
     for index, rank in enumerate(ranks):
-        new_node = index and rank // gpus_per_node != ranks[index - 1] // gpus_per_node
-        if new_node and len(islands[-1]) % replica_size == 0:
+        begins_node = index and rank // gpus_per_node != ranks[index - 1] // gpus_per_node
+        if begins_node and len(islands[-1]) % replica_size == 0:
             islands.append([])
         islands[-1].append(rank)
     return islands
@@ -638,7 +666,7 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
         matrix.append([cost for cost in scaled for _ in range(capacity)])
 
     # Each column was repeated ``capacity`` times to make the matrix square.
-    return [slot // capacity for slot in _cheapest_assignment(matrix)]
+    return [repeated_column // capacity for repeated_column in _cheapest_assignment(matrix)]
 
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
@@ -646,7 +674,8 @@ def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) ->
     # Rows of each column.
     assigned: list[list[int]] = [[] for _ in costs[0]]
 
-    def augment(row: int, visited: set[int]) -> bool:
+    def try_assign(row: int, visited: set[int]) -> bool:
+        """Assign a row, and move other rows if necessary; skip the columns that were ``visited``."""
         for column, cost in enumerate(costs[row]):
             if cost > limit or column in visited:
                 continue
@@ -658,21 +687,19 @@ def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) ->
 
             # The column is full: move one of its rows to another column.
             for index, occupant in enumerate(assigned[column]):
-                if augment(occupant, visited):
+                if try_assign(occupant, visited):
                     assigned[column][index] = row
                     return True
         return False
 
-    return all(augment(row, set()) for row in range(len(costs)))
+    return all(try_assign(row, set()) for row in range(len(costs)))
 
 
 def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
-    """Return the column of each row in a square matrix's cheapest assignment (Kuhn-Munkres, O(n^3)).
-
-    Rows and columns are counted from 1; column 0 stands for the row that is being inserted.
-    """
-    # The prices are the dual variables: a pair is tight if its cost is the sum of both prices. ``row_of`` is
-    # the row of each column, 0 for a free one; ``previous`` is the column before it on the path.
+    """Return the column of each row in a square matrix's cheapest assignment (Kuhn-Munkres, O(n^3))."""
+    # Rows and columns are counted from 1; column 0 stands for the row that is being inserted. The prices are
+    # the dual variables: a pair is tight if its cost is the sum of both prices. ``row_of`` is the row of each
+    # column, 0 for a free one; ``previous`` is the column before it on the path.
     size = len(matrix)
     infinity = float("inf")
     row_price = [0] * (size + 1)
@@ -689,7 +716,7 @@ def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
         # Grow the tree of cheapest alternating paths until it reaches a free column.
         while row_of[column]:
             visited[column] = True
-            current = row_of[column]
+            tree_row = row_of[column]
             step = infinity
             next_column = 0
 
@@ -697,7 +724,7 @@ def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
             for candidate in range(1, size + 1):
                 if visited[candidate]:
                     continue
-                reduced = matrix[current - 1][candidate - 1] - row_price[current] - column_price[candidate]
+                reduced = matrix[tree_row - 1][candidate - 1] - row_price[tree_row] - column_price[candidate]
                 if reduced < slack[candidate]:
                     slack[candidate] = reduced
                     previous[candidate] = column

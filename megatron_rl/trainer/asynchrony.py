@@ -28,11 +28,11 @@ from megatron_rl.trainer.rewards import (
     keep_informative,
 )
 from megatron_rl.trainer.sample import (
-    Pending,
+    PendingRound,
     RolloutSource,
     SampledBatch,
-    gather_complete,
-    staleness,
+    gather_complete_round,
+    staleness_metrics,
 )
 from megatron_rl.types import Rollouts
 
@@ -68,11 +68,11 @@ class AheadBatches:
         self.answers: list[Rollouts] = []
 
         rollout_ranks = set(roles.rollout.layout.ranks)
-        ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
-        self.learners: tuple[int, ...] | None = ranks
-        self._learns = device.rank() in ranks
+        learner_ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
+        self.learners: tuple[int, ...] | None = learner_ranks
+        self._is_learner = device.rank() in learner_ranks
         # Creating a communicator is collective over the world, and rollout ranks never use this one.
-        communicator(ranks)
+        communicator(learner_ranks)
 
     @contextmanager
     def produce_batch(
@@ -89,55 +89,60 @@ class AheadBatches:
         world = ReplicaGroup(gather_stats=phase.gather_stats)
         steps_ahead = self.config.asynchrony.steps_ahead
         batch = None
-        counts = None
+        group_counts = None
 
         with self.roles.hybrid_engine.generation_mode() as metrics:
             # Fill the queue: it has too few batches in the first step after a start.
             while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
                 pending = self._start_sampling(step + len(self.queue), phase)
-                self.queue.append(self.source.finish(pending, world))
+                self.queue.append(self.source.finish_round(pending, world))
 
             # These calls generate on the rollout's ranks, and return immediately on learners.
-            evaluation = self._start_evaluation(phase)
+            pending_evaluations = self._start_evaluation(phase)
             pending = None
             if step + steps_ahead <= self.config.steps:
                 pending = self._start_sampling(step + steps_ahead, phase)
 
             # Meanwhile, the learners train on the oldest batch.
             sampled = self.queue.pop(0)
-            if self._learns:
-                metrics += self._staleness(sampled)
-                batch, counts = self._compute_rewards(sampled, phase, learners)
+            if self._is_learner:
+                metrics += self._staleness_metrics(sampled)
+                batch, group_counts = self._compute_rewards(sampled, phase, learners)
             yield batch, metrics
 
             # In the first gather the faster side waits for the slower one: this wait is the idle time.
-            with phase("idle_learn" if self._learns else "idle_rollout"):
+            with phase("idle_learn" if self._is_learner else "idle_rollout"):
                 if pending is not None:
-                    self.queue.append(self.source.finish(pending, world))
-                self.answers = [gather_complete(self.roles.rollout, item, world) for item in evaluation]
+                    self.queue.append(self.source.finish_round(pending, world))
+                self.answers = [
+                    gather_complete_round(self.roles.rollout, pending_evaluation, world)
+                    for pending_evaluation in pending_evaluations
+                ]
 
         if self.algorithm.dynamic_sampling.further_rounds:
-            # Rollout ranks have no rewards. They need these counts to compute the size of the next batch.
-            self.source.informative = next(filter(None, gather_objects(counts)))
+            # Rollout ranks have no rewards. They need these counts to compute the size of the next batch, so
+            # all ranks use those of the first learner.
+            gathered_counts = gather_objects(group_counts)
+            self.source.informative = next(counts for counts in gathered_counts if counts is not None)
 
-    def _start_evaluation(self, phase: Phases) -> list[Pending]:
+    def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
         """Sample the scheduled evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
-        if self.sets and not self._learns:
+        if self.sets and not self._is_learner:
             timer = phase("evaluate")
         with timer:
             return start_evaluation(self.roles, self.sets, self.config.seed)
 
-    def _start_sampling(self, step: int, phase: Phases) -> Pending:
+    def _start_sampling(self, step: int, phase: Phases) -> PendingRound:
         """Sample the batch of ``step`` on the rollout's ranks; return immediately on learners."""
         seed = step_seed(self.config, step)
         timer = nullcontext()
-        if not self._learns:
+        if not self._is_learner:
             timer = phase("generate")
         with timer:
-            return self.source.start(self._prompt_count(), seed)
+            return self.source.start_round(self._count_prompts_to_sample(), seed)
 
-    def _prompt_count(self) -> int:
+    def _count_prompts_to_sample(self) -> int:
         """Return the number of prompts to sample for the next batch."""
         prompts_per_step = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling.further_rounds:
@@ -145,18 +150,16 @@ class AheadBatches:
 
         informative, total = self.source.informative
         ceiling = ROUND_CEILING * prompts_per_step
-        return prompts_to_sample(
-            prompts_per_step + informative,
-            informative,
-            total,
-            ceiling=ceiling,
-        )
+        # `prompts_to_sample` subtracts the informative groups that exist. Those of the last batch are used
+        # up, so require them in addition to a complete step.
+        required_groups = prompts_per_step + informative
+        return prompts_to_sample(required_groups, informative, total, ceiling=ceiling)
 
-    def _staleness(self, sampled: SampledBatch) -> Metrics:
+    def _staleness_metrics(self, sampled: SampledBatch) -> Metrics:
         """Return a batch's age in weight updates as metrics; raise StalenessError if it is too old."""
         max_updates = self.config.asynchrony.max_staleness
         assert max_updates is not None
-        return staleness(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)
+        return staleness_metrics(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)
 
     def _compute_rewards(
         self,
@@ -170,7 +173,7 @@ class AheadBatches:
         """
         with phase("reward"):
             batch = compute_rewards(self.roles, sampled, learners)
-        counts = count_informative(batch)
+        group_counts = count_informative(batch)
         if self.algorithm.dynamic_sampling.further_rounds:
             batch = keep_informative(batch, self.config.batch.prompts_per_step, fallback=batch)
-        return batch, counts
+        return batch, group_counts

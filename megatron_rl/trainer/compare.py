@@ -24,12 +24,12 @@ from megatron_rl.trainer.curves import (
     STAGE_METRICS,
     WINDOW,
     RunMetrics,
-    measured_accuracies,
-    overlaid,
+    make_overlay_charts,
+    measured_accuracy_names,
+    metric_series,
     running_mean,
-    series,
 )
-from megatron_rl.trainer.report import pairs_text, revision_text, run_metrics
+from megatron_rl.trainer.report import format_pairs, format_revisions, run_metrics
 from megatron_rl.trainer.starts import Start, read_starts
 
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
@@ -56,9 +56,9 @@ MEANING = (
 )
 
 _START_TEXTS: Mapping[str, Callable[[Start], str]] = {
-    "revision": revision_text,
-    "versions": lambda start: pairs_text(start.versions),
-    "hardware": lambda start: pairs_text(start.hardware),
+    "revision": format_revisions,
+    "versions": lambda start: format_pairs(start.versions),
+    "hardware": lambda start: format_pairs(start.hardware),
 }
 """Facts about a run's start that are compared like settings."""
 
@@ -119,32 +119,36 @@ def compare(folders: Sequence[Path]) -> Comparison:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
-    explicit = frozenset[str]().union(*(run.explicit for run in runs))
+    explicit_keys = frozenset[str]().union(*(run.explicit for run in runs))
     rows = _settings_rows(groups, keys)
-    settings = [row for row in rows if _is_explicit(row[0], explicit)]
-    derived = [row for row in rows if not _is_explicit(row[0], explicit)]
+    settings = [row for row in rows if _is_explicit(row[0], explicit_keys)]
+    derived = [row for row in rows if not _is_explicit(row[0], explicit_keys)]
     return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
 
 
-def _is_explicit(key: str, explicit: Collection[str]) -> bool:
-    """Return whether a key of config.yaml was set, itself or as a part of a mapping."""
+def _is_explicit(key: str, explicit_keys: Collection[str]) -> bool:
+    """Return whether a user has set a configuration key, itself or as a part of a mapping.
+
+    ``explicit_keys``: keys that users have set, such as ``reward`` or ``reward.function``.
+    """
     parts = key.split(".")
-    return any(".".join(parts[: count + 1]) in explicit for count in range(len(parts)))
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return any(prefix in explicit_keys for prefix in prefixes)
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return a table row for each of revision, versions and hardware that differs between groups.
+    """Return a table row for each fact of `_START_TEXTS` that differs between groups, such as the revision.
 
     A row has the name of the fact, then its value for each group.
     """
     rows: list[list[str]] = []
-    for name, text_of in _START_TEXTS.items():
+    for fact_name, format_fact in _START_TEXTS.items():
         cells: list[str] = []
         for group in groups.values():
-            texts = [text_of(run.start) for run in group if run.start is not None]
+            texts = [format_fact(run.start) for run in group if run.start is not None]
             cells.append("; ".join(dict.fromkeys(texts)) or "-")
         if len(set(cells)) > 1:
-            rows.append([name, *cells])
+            rows.append([fact_name, *cells])
     return rows
 
 
@@ -163,7 +167,10 @@ def _group_runs(
         by_settings.setdefault(settings, []).append(run)
 
     # Omit copies: a copy of a run would be counted as a second seed.
-    notes = [note for group in by_settings.values() for note in _remove_copies(group)]
+    notes: list[str] = []
+    for group in by_settings.values():
+        notes += _remove_copies(group)
+
     # Groups are named after their first run; equal names get numbers.
     groups = {_group_name(group): group for group in by_settings.values()}
     if len(groups) < len(by_settings):
@@ -179,9 +186,12 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
         if key in OF_ONE_FOLDER:
             continue
         # All distinct values of a group, since its runs may have different seeds.
-        values = [list(dict.fromkeys(_setting_text(run, key) for run in group)) for group in groups.values()]
-        if any(value != values[0] for value in values):
-            rows.append([key, *(", ".join(value) for value in values)])
+        values_by_group: list[list[str]] = []
+        for group in groups.values():
+            texts = dict.fromkeys(_setting_text(run, key) for run in group)
+            values_by_group.append(list(texts))
+        if any(values != values_by_group[0] for values in values_by_group):
+            rows.append([key, *(", ".join(values) for values in values_by_group)])
     return rows
 
 
@@ -191,14 +201,17 @@ def _result_rows(
     """Return a table row for each result: label, then the mean over the runs of each group."""
     # A row for every result that any run has, with "-" for groups without it.
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
-    results = [[_results(run.metrics) for run in group] for group in groups.values()]
-    labels = dict.fromkeys(label for group in results for run_results in group for label in run_results)
+    results_by_group = [[_run_results(run.metrics) for run in group] for group in groups.values()]
+    labels: dict[str, None] = {}
+    for group_results in results_by_group:
+        for run_results in group_results:
+            labels |= dict.fromkeys(run_results)
 
     for label in labels:
-        cells = [
-            _mean_and_deviation([run_results[label] for run_results in group if label in run_results])
-            for group in results
-        ]
+        cells: list[str] = []
+        for group_results in results_by_group:
+            results = [run_results[label] for run_results in group_results if label in run_results]
+            cells.append(_mean_and_deviation(results))
         rows.append([label, *cells])
     return rows
 
@@ -240,7 +253,7 @@ def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
     return next((line for line in lines if "time/step" in line), None)
 
 
-def write(folders: Sequence[Path], out: Path) -> str:
+def write_comparison(folders: Sequence[Path], out: Path) -> str:
     """Write ``compare.html`` and ``compare.md`` into the folder ``out``; return the Markdown text."""
     comparison = compare(folders)
     names = list(comparison.groups)
@@ -260,24 +273,24 @@ def write(folders: Sequence[Path], out: Path) -> str:
         sections.append(page.paragraph("none"))
     if comparison.derived:
         title = f"{len(comparison.derived)} derived values and defaults that differ"
-        sections.append(page.folded(title, page.table(("", *names), comparison.derived)))
+        sections.append(page.collapsible(title, page.table(("", *names), comparison.derived)))
 
     # One chart per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
     sections += [
         page.heading("Curves"),
-        page.charts(overlaid(runs_by_group)),
+        page.chart_grid(make_overlay_charts(runs_by_group)),
     ]
 
-    markdown = f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
-    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n\n"
+    markdown = f"## Results\n\n{_markdown_table(names, comparison.results)}\n\n"
+    markdown += f"## Settings that differ\n\n{_markdown_table(names, comparison.settings)}\n\n"
     if comparison.derived:
         count = len(comparison.derived)
         markdown += f"{count} derived values and defaults differ, too: compare.html has them.\n\n"
     markdown += "\n\n".join(map(_escape_cell, notes)) + "\n"
 
     out.mkdir(parents=True, exist_ok=True)
-    page.write(out / "compare.html", "Comparison of runs", sections)
+    page.write_page(out / "compare.html", "Comparison of runs", sections)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
     return markdown
 
@@ -291,8 +304,8 @@ def _read_run(path: Path, name: str) -> ComparedRun:
     text = ""
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
-    leaves = read_tree(text, str(folder.config), []).leaves()
-    settings = {key: leaf.value for key, leaf in leaves}
+    setting_leaves = read_tree(text, str(folder.config), []).leaves()
+    settings = {key: leaf.value for key, leaf in setting_leaves}
     starts = read_starts(folder)
     start = None
     if starts:
@@ -301,7 +314,7 @@ def _read_run(path: Path, name: str) -> ComparedRun:
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:
-    """Format the name of a group: its first run, and the number of the others."""
+    """Return the name of a group of runs: that of its first run, and the number of the others."""
     suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return group[0].name + suffix
 
@@ -313,28 +326,28 @@ def _setting_text(run: ComparedRun, key: str) -> str:
     return json.dumps(run.settings[key], ensure_ascii=False, default=str)
 
 
-def _results(run: RunMetrics) -> dict[str, Result]:
+def _run_results(run: RunMetrics) -> dict[str, Result]:
     """Return the results of a run by their labels, in the order of the table."""
     results: dict[str, Result] = {}
-    for name, stage_lines in run.stages.items():
+    for stage_name, stage_lines in run.stages.items():
         for metric, label in STAGE_METRICS:
-            _, values = series(stage_lines, f"{name}/{metric}")
+            _, values = metric_series(stage_lines, f"{stage_name}/{metric}")
             if values:
-                results[f"{name}: final {label}"] = (values[-1], ".3f")
+                results[f"{stage_name}: final {label}"] = (values[-1], ".3f")
 
     # Accuracies are single measurements. Metrics of steps are noisy, so their results are means over steps.
-    for name in measured_accuracies(run.lines):
-        _, values = series(run.lines, name)
-        set_name = name.removeprefix("eval/").removesuffix("/accuracy")
+    for metric in measured_accuracy_names(run.lines):
+        _, values = metric_series(run.lines, metric)
+        set_name = metric.removeprefix("eval/").removesuffix("/accuracy")
         results[f"{set_name}: final accuracy"] = (values[-1], ".3f")
         results[f"{set_name}: best accuracy"] = (max(values), ".3f")
 
-    _, rewards = series(run.lines, "reward/mean")
+    _, rewards = metric_series(run.lines, "reward/mean")
     if rewards:
         results["final reward"] = (fmean(rewards[-WINDOW:]), ".3f")
         results["best reward"] = (max(running_mean(rewards)), ".3f")
-    for name, label, number_format in LAST_MEANS:
-        _, values = series(run.lines, name)
+    for metric, label, number_format in LAST_MEANS:
+        _, values = metric_series(run.lines, metric)
         if values:
             results[label] = (fmean(values[-WINDOW:]), number_format)
     return results | _time_results(run)
@@ -350,11 +363,12 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
         )
 
     # Throughput times the seconds of a step gives the tokens of the step.
-    steps, seconds = series(run.lines, "time/step")
-    speed_at = dict(zip(*series(run.lines, "throughput/tokens_per_second"), strict=True))
-    if speed_at:
-        step_seconds = zip(steps, seconds, strict=True)
-        tokens = sum(speed_at.get(step, 0.0) * duration for step, duration in step_seconds)
+    steps, seconds = metric_series(run.lines, "time/step")
+    speed_steps, speeds = metric_series(run.lines, "throughput/tokens_per_second")
+    speed_by_step = dict(zip(speed_steps, speeds, strict=True))
+    if speed_by_step:
+        seconds_by_step = zip(steps, seconds, strict=True)
+        tokens = sum(speed_by_step.get(step, 0.0) * duration for step, duration in seconds_by_step)
         results["tokens"] = (tokens, ",.0f")
         results["tokens per second"] = (
             tokens / max(sum(seconds), _MIN_SECONDS),
@@ -378,7 +392,7 @@ def _mean_and_deviation(results: Sequence[Result]) -> str:
     return text
 
 
-def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as Markdown; ``names`` are the headings of all columns except the first."""
     if not rows:
         return "none"
@@ -389,12 +403,12 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
-    """Return one row of a Markdown table."""
+    """Return the cells as one row of a Markdown table."""
     return f"| {' | '.join(_escape_cell(cell) for cell in cells)} |"
 
 
 def _escape_cell(text: str) -> str:
     """Escape text for a cell of a Markdown table, so that it is shown verbatim on one line."""
     one_line = escape_unprintable(" ".join(text.split()))
-    marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
-    return escape(marked, quote=False)
+    escaped = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
+    return escape(escaped, quote=False)

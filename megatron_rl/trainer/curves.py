@@ -5,13 +5,14 @@ The charts are drawn in the browser, which can show their values and zoom in; se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.metrics import number_text
-from megatron_rl.trainer.logging import accuracies
+from megatron_rl.trainer.logging import accuracy_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,10 +52,15 @@ _TOP_INCHES = 0.45
 """Top margin of a panel, for its title."""
 _BOTTOM_INCHES = 0.5
 """Bottom margin of a panel, for the labels of the horizontal axis."""
+_LABEL_GAP_INCHES = 0.1
+"""Space to the left of the labels of the vertical axes."""
 _COLUMNS = 3
 """Maximum number of panels side by side, which fit on a page."""
 _TITLE_CHARACTERS = 45
 """Maximum length of a title that fits above its panel."""
+
+_NAME_END_CHARACTERS = 11
+"""Number of characters at the end of a name that remain if it is shortened."""
 
 STEP_PHASES = (
     "time/generate",
@@ -127,15 +133,18 @@ STAGE_METRICS = (
 """Metrics of a stage, named ``STAGE/METRIC``, and their labels."""
 
 
-def series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
+def metric_series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
     """Return the steps at which a metric has a value, and the values."""
     pairs = [(int(line["step"]), float(line[name])) for line in lines if line.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def measured_accuracies(lines: Lines) -> list[str]:
-    """Return the names of the evaluation sets' accuracy metrics that occur in any line."""
-    return accuracies(dict.fromkeys(name for line in lines for name in line))
+def measured_accuracy_names(lines: Lines) -> list[str]:
+    """Return the names of the evaluation sets' accuracy metrics that occur in any line, each once."""
+    names: dict[str, None] = {}
+    for line in lines:
+        names |= dict.fromkeys(line)
+    return accuracy_names(names)
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -144,19 +153,19 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def smooth_curve(values: Sequence[float]) -> list[float]:
     """Return a running mean over `WINDOW` values, or over a quarter of them if the curve is short."""
     return running_mean(values, min(WINDOW, len(values) // 4))
 
 
-def panels_of(lines: Lines) -> list[Panel]:
+def select_panels(lines: Lines) -> list[Panel]:
     """Return a panel for each metric that occurs in the lines, evaluation sets first."""
-    names = measured_accuracies(lines)
+    names = measured_accuracy_names(lines)
     evaluation = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
-    return [panel for panel in (*evaluation, *PANELS) if series(lines, panel.metric)[1]]
+    return [panel for panel in (*evaluation, *PANELS) if metric_series(lines, panel.metric)[1]]
 
 
-def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
+def select_stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
     """Return a panel for each metric of each stage, with the lines of the stage: (lines, panel) pairs."""
     panels: list[tuple[Lines, Panel]] = []
     for name, lines in stages.items():
@@ -164,22 +173,23 @@ def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
             # A held-out loss is evaluated only every few steps.
             smooth = not metric.startswith("held_out")
             panel = Panel(f"{name}/{metric}", f"{name}: {label}", smooth)
-            if series(lines, panel.metric)[1]:
+            if metric_series(lines, panel.metric)[1]:
                 panels.append((lines, panel))
     return panels
 
 
-def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
+def draw_figure(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
     """Return a figure with panels of a run's main metrics, its stages, and the duration of its steps."""
     # A panel per main metric and stage metric; the last panel has the stacked times.
-    panels = [(lines, panel) for panel in panels_of(lines) if panel.main] + stage_panels(stages)
+    panels = [(lines, panel) for panel in select_panels(lines) if panel.main]
+    panels += select_stage_panels(stages)
     has_times = bool(_phase_seconds(lines))
-    axes = _axes(len(panels) + has_times)
+    axes = _make_axes(len(panels) + has_times)
     for axis, (panel_lines, panel) in zip(axes, panels, strict=False):
         _draw_panel(axis, panel_lines, panel)
     if has_times:
-        _draw_times(axes[-1], lines)
-    return _styled_figure(axes)
+        _draw_phase_times(axes[-1], lines)
+    return _style_figure(axes)
 
 
 Chart = dict[str, Any]
@@ -195,63 +205,69 @@ _DIGITS = 6
 """Digits of a chart's numbers, which is more than a picture can show."""
 
 
-def charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
-    """Return the data of a chart for each metric of a run, and of one for the time of the steps."""
-    result: list[Chart] = []
-    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
-        steps, values = series(panel_lines, panel.metric)
-        curve = _curve(panel.metric, BLUE, steps, values, smooth=panel.smooth)
-        result.append(_chart(panel, [curve], _axis_name(panel, stages)))
+def make_charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
+    """Return the data of a chart for each metric of a run, and of one with the time of each phase."""
+    panels = [(lines, panel) for panel in select_panels(lines)]
+    panels += select_stage_panels(stages)
+    charts: list[Chart] = []
+    for panel_lines, panel in panels:
+        steps, values = metric_series(panel_lines, panel.metric)
+        curve = _make_curve(panel.metric, BLUE, steps, values, smooth=panel.smooth)
+        charts.append(_make_chart(panel, [curve], _axis_name(panel, stages)))
 
-    seconds = _phase_seconds(lines)
-    if seconds:
+    seconds_by_phase = _phase_seconds(lines)
+    if seconds_by_phase:
         steps = [int(line["step"]) for line in lines if line["step"] > 0]
         # Smoothed, since a single slow step would hide the shares of the phases.
         curves = [
-            _curve(name.removeprefix("time/"), COLOURS[index], steps, smoothed(values))
-            for index, (name, values) in enumerate(seconds.items())
+            _make_curve(name.removeprefix("time/"), COLOURS[index], steps, smooth_curve(seconds))
+            for index, (name, seconds) in enumerate(seconds_by_phase.items())
         ]
         panel = Panel("time/step", "time of a step by phase (s)", smooth=False)
-        result.append(_chart(panel, curves, _axis_name(panel, stages), stacked=True))
-    return result
+        charts.append(_make_chart(panel, curves, _axis_name(panel, stages), stacked=True))
+    return charts
 
 
-def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
+def make_overlay_charts(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
     """Return the data of a chart for each metric of several runs, with the curves of all runs.
 
     Runs of a group differ only in their seeds: each run has a thin line, and the group's mean a thick one.
     """
     # A panel for each metric that any of the runs has.
     panels: dict[str, Panel] = {}
-    for run in (run for runs in groups.values() for run in runs):
-        panels |= {panel.metric: panel for panel in panels_of(run.lines)}
-        panels |= {panel.metric: panel for _, panel in stage_panels(run.stages)}
-    return [_overlay(panel, groups) for panel in panels.values()]
+    for runs in groups.values():
+        for run in runs:
+            panels |= {panel.metric: panel for panel in select_panels(run.lines)}
+            panels |= {panel.metric: panel for _, panel in select_stage_panels(run.stages)}
+    return [_make_overlay_chart(panel, groups) for panel in panels.values()]
 
 
-def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
-    """Return the chart of one metric over the steps, with a curve for each run and each group's mean."""
+def _make_overlay_chart(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
+    """Return the chart of one metric over the steps, with a curve for each run and each group's mean.
+
+    ``groups``: name of a group -> its runs.
+    """
     stage_name = panel.metric.partition("/")[0]
     curves: list[dict[str, Any]] = []
     for index, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[index % len(COLOURS)]
         # Runs can have different steps: average over the runs that have a value at the step.
-        values_at: dict[int, list[float]] = {}
+        values_by_step: dict[int, list[float]] = {}
         for run in runs:
-            steps, values = series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
+            steps, values = metric_series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
             if panel.smooth:
-                values = smoothed(values)
+                values = smooth_curve(values)
             for step, value in zip(steps, values, strict=True):
-                values_at.setdefault(step, []).append(value)
+                values_by_step.setdefault(step, []).append(value)
             if steps and len(runs) > 1:
-                curves.append(_curve("", colour, steps, values, thin=True))
+                curves.append(_make_curve("", colour, steps, values, thin=True))
 
-        steps = sorted(values_at)
-        means = [fmean(values_at[step]) for step in steps]
+        steps = sorted(values_by_step)
+        means = [fmean(values_by_step[step]) for step in steps]
         if steps:
-            curves.append(_curve(name, colour, steps, means))
+            curves.append(_make_curve(name, colour, steps, means))
     stages = [name for runs in groups.values() for run in runs for name in run.stages]
-    return _chart(panel, curves, _axis_name(panel, stages))
+    return _make_chart(panel, curves, _axis_name(panel, stages))
 
 
 def _axis_name(panel: Panel, stages: Collection[str]) -> str:
@@ -262,7 +278,7 @@ def _axis_name(panel: Panel, stages: Collection[str]) -> str:
     return ""
 
 
-def _chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
+def _make_chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
     """Return the data of one metric's chart: title, axis, limits and the given curves.
 
     ``axis``: name of the horizontal axis that the chart shares with others, see `_axis_name`. ``stacked``:
@@ -282,7 +298,7 @@ def _chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked
     }
 
 
-def _curve(
+def _make_curve(
     label: str,
     colour: str,
     steps: Sequence[int],
@@ -294,7 +310,7 @@ def _curve(
     """Return one curve of a chart; with ``smooth`` it also has a running mean of its values."""
     means = None
     if smooth:
-        means = _round_values(smoothed(values))
+        means = _round_values(smooth_curve(values))
     return {
         "label": label,
         "colour": colour,
@@ -316,26 +332,33 @@ def _set_title(axis: Axes, title: str) -> None:
 
 
 def _shorten_name(name: str, max_characters: int = 32) -> str:
-    """Return a name that can be drawn: shortened in the middle, and without lone surrogates."""
+    """Return a name that can be drawn: without lone surrogates, and shortened in the middle if it is long."""
     name = name.encode("utf-8", "replace").decode("utf-8")
-    return name if len(name) <= max_characters else f"{name[: max_characters - 12]}…{name[-11:]}"
+    if len(name) <= max_characters:
+        return name
+
+    # The ends of two names often differ where their beginnings do not.
+    end = name[-_NAME_END_CHARACTERS:]
+    beginning = name[: max_characters - len(end) - 1]
+    return f"{beginning}…{end}"
 
 
-def _axes(count: int) -> list[Axes]:
-    """Return the axes of a new figure with ``count`` panels, at most `_COLUMNS` in a row."""
+def _make_axes(panel_count: int) -> list[Axes]:
+    """Return the axes of a new figure with ``panel_count`` panels, at most `_COLUMNS` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # A figure needs at least one panel.
-    columns = min(_COLUMNS, max(1, count))
-    rows = max(1, -(-count // columns))
+    panel_count = max(1, panel_count)
+    columns = min(_COLUMNS, panel_count)
+    rows = math.ceil(panel_count / columns)
     width, height = _PANEL_INCHES
     figure = Figure(figsize=(width * columns, height * rows))
     FigureCanvasAgg(figure)
-    return [figure.add_subplot(rows, columns, index + 1) for index in range(max(1, count))]
+    return [figure.add_subplot(rows, columns, index + 1) for index in range(panel_count)]
 
 
-def _styled_figure(axes: Sequence[Axes]) -> Figure:
+def _style_figure(axes: Sequence[Axes]) -> Figure:
     """Set grid, labels and frame of the axes, and arrange them; return their figure."""
     from matplotlib.ticker import MaxNLocator
 
@@ -350,11 +373,11 @@ def _styled_figure(axes: Sequence[Axes]) -> Figure:
 
     figure = axes[0].get_figure()
     assert figure is not None
-    _arrange(figure, axes)  # pyright: ignore[reportArgumentType]
+    _arrange_panels(figure, axes)  # pyright: ignore[reportArgumentType]
     return figure  # pyright: ignore[reportReturnType]
 
 
-def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
+def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
     """Position every panel in the figure, with margins for its texts.
 
     matplotlib's layout engine measures every text and draws the figure twice, which takes three times as
@@ -366,42 +389,50 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
 
     width, height = _PANEL_INCHES
     columns = min(_COLUMNS, len(axes))
-    rows = -(-len(axes) // columns)
+    rows = math.ceil(len(axes) / columns)
+    figure_width = columns * width
+    figure_height = rows * height
 
-    def place(index: int, left_margin: float) -> None:
+    def place_panel(index: int, left_margin: float) -> None:
         """Position the panel with this index in the figure; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
+        # Rows are counted from the top, but matplotlib measures from the bottom, in fractions of the figure.
+        left = column * width + left_margin
+        bottom = (rows - 1 - row) * height + _BOTTOM_INCHES
+        axes_width = width - left_margin - _RIGHT_INCHES
+        axes_height = height - _TOP_INCHES - _BOTTOM_INCHES
         axes[index].set_position(
             (
-                (column * width + left_margin) / (columns * width),
-                ((rows - 1 - row) * height + _BOTTOM_INCHES) / (rows * height),
-                (width - left_margin - _RIGHT_INCHES) / (columns * width),
-                (height - _TOP_INCHES - _BOTTOM_INCHES) / (rows * height),
+                left / figure_width,
+                bottom / figure_height,
+                axes_width / figure_width,
+                axes_height / figure_height,
             )
         )
 
     # The labels of the vertical axes depend on the panels' height, and the left margin on the labels.
-    extents = [0.0]
+    label_pixels = [0.0]
     for index, axis in enumerate(axes):
-        place(index, left_margin=0.0)
-        labels = axis.yaxis.get_tightbbox()
-        if labels is not None:
-            extents.append(axis.bbox.x0 - labels.x0)
+        place_panel(index, left_margin=0.0)
+        label_box = axis.yaxis.get_tightbbox()
+        if label_box is not None:
+            label_pixels.append(axis.bbox.x0 - label_box.x0)
+    left_margin = max(label_pixels) / figure.dpi + _LABEL_GAP_INCHES
     for index in range(len(axes)):
-        place(index, left_margin=max(extents) / figure.dpi + 0.1)
+        place_panel(index, left_margin)
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw one metric over the steps into the axes of its panel.
 
-    A smooth panel shows the values with their running mean, any other one points with labels.
+    A smooth panel shows the values and their running mean; other panels show points, and label the first and
+    the last one.
     """
-    steps, values = series(lines, panel.metric)
+    steps, values = metric_series(lines, panel.metric)
     _set_title(axis, panel.title)
-    # Draw a smoothed curve over the values, or points with labels for the first and the last value.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
-        axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
+        axis.plot(steps, smooth_curve(values), color=BLUE, linewidth=1.8)
     else:
         axis.plot(
             steps,
@@ -412,7 +443,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             markersize=3.5,
         )
         axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
-        _annotate(
+        _annotate_point(
             axis,
             steps[0],
             values[0],
@@ -420,7 +451,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             alignment="left",
             colour=GREY,
         )
-        _annotate(
+        _annotate_point(
             axis,
             steps[-1],
             values[-1],
@@ -441,7 +472,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             axis.set_ylim(bottom=0)
 
 
-def _annotate(
+def _annotate_point(
     axis: Axes,
     step: int,
     value: float,
@@ -450,7 +481,10 @@ def _annotate(
     alignment: str,
     colour: str,
 ) -> None:
-    """Label a point with its value; ``offset`` in points."""
+    """Label a point of a curve with its value.
+
+    ``offset``: horizontal and vertical distance of the label from the point, in 1/72 inch.
+    """
     axis.annotate(
         number_text(value, ".3f"),
         (step, value),
@@ -473,23 +507,21 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
     return seconds
 
 
-def _draw_times(axis: Axes, lines: Lines) -> None:
+def _draw_phase_times(axis: Axes, lines: Lines) -> None:
     """Draw the seconds of each phase over the steps, smoothed and stacked on one another."""
     # Smoothed, since a single slow step would make the other steps' phases too small to see.
-    seconds = _phase_seconds(lines)
+    seconds_by_phase = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
-    curves = [smoothed(values) for values in seconds.values()]
+    curves = [smooth_curve(seconds) for seconds in seconds_by_phase.values()]
     axis.stackplot(
         steps,
         curves,
-        labels=[name.removeprefix("time/") for name in seconds],
-        colors=COLOURS[: len(seconds)],
+        labels=[name.removeprefix("time/") for name in seconds_by_phase],
+        colors=COLOURS[: len(seconds_by_phase)],
         alpha=0.85,
     )
 
     _set_title(axis, "time of a step (s)")
-    axis.set_ylim(
-        0,
-        _LEGEND_HEADROOM * max(sum(values) for values in zip(*curves, strict=True)),
-    )
+    step_totals = [sum(step_seconds) for step_seconds in zip(*curves, strict=True)]
+    axis.set_ylim(0, _LEGEND_HEADROOM * max(step_totals))
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")

@@ -28,30 +28,35 @@ from megatron_rl.algorithms import (
     value_objective,
 )
 from megatron_rl.algorithms.aggregation import SeqMeanTokenSum
-from megatron_rl.algorithms.estimation import train_rows
+from megatron_rl.algorithms.estimation import make_train_rows
 from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
 from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.errors import UserError, UserErrors, numbered
-from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
+from megatron_rl.errors import UserError, UserErrors, numbered_lines
+from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.rollout.limits import length_metrics
-from megatron_rl.trainer.job import Job, Stopped, job
+from megatron_rl.trainer.job import Job, Stopped, open_job
 from megatron_rl.trainer.loop import (
     StepResult,
     check_mismatch,
     compute_log_probs,
-    fresh_difference,
+    fresh_log_prob_difference,
     require_tokens,
     step_seed,
 )
 from megatron_rl.trainer.rewards import ScoredBatch, compute_rewards, concatenate_batches
 from megatron_rl.trainer.run import RunStep, Training
-from megatron_rl.trainer.sample import SampledBatch, gather_complete, start_complete, with_greedy_sampling
+from megatron_rl.trainer.sample import (
+    SampledBatch,
+    gather_complete_round,
+    start_complete_round,
+    with_greedy_sampling,
+)
 from megatron_rl.trainer.stages import PAIR, preference_objective
 from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_counts
 
@@ -75,11 +80,11 @@ class Run:
     """
 
     def __init__(self, config: str | Path, overrides: Iterable[str] = ()) -> None:
-        leave_with_launcher()
-        world_size = current_launch(joins=True).world_size
+        exit_with_launcher()
+        world_size = current_launch(joins_group=True).world_size
         report = check_file(config, list(overrides), world_size, training=True)
         if report.warnings and process_rank() == 0:
-            print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+            print("\n".join(numbered_lines(report.warnings, "warning")), file=sys.stderr, flush=True)
         self.config: RunConfig = report.valid()
         self._explicit_keys = report.explicit_keys()
         _reject_unsupported(self.config)
@@ -90,18 +95,18 @@ class Run:
         self._step: RunStep | None = None
         self._is_complete = False
 
-        # Calls, batches and metrics of the current step.
-        self._rounds = 0
+        # Number of generate calls, batches and metrics of the current step.
+        self._generate_calls = 0
         self._batches: list[ScoredBatch] = []
         self._metrics = Metrics()
         self._local_metrics = Metrics()
 
     def __enter__(self) -> Self:
         """Build the roles, and restore the newest checkpoint if there is one."""
-        self._job: Job = self._stack.enter_context(job(self.config, self._explicit_keys))
+        self._job: Job = self._stack.enter_context(open_job(self.config, self._explicit_keys))
         try:
             self._entered = Training(self._job)
-            self._members = ReplicaGroup(None, self._job.phases.gather_stats)
+            self._world = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
             # As for an error in the block: report it and end this process, and thereby the job.
             self._stack.__exit__(*sys.exc_info())
@@ -110,7 +115,7 @@ class Run:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -120,7 +125,7 @@ class Run:
         if not self._is_complete and (error is None or isinstance(error, Stopped)):
             # Release the servers: a resumed run would otherwise wait until this run's lease expires.
             self._training.roles.close()
-        self._stack.__exit__(kind, error, traceback)
+        self._stack.__exit__(error_type, error, traceback)
 
     @property
     def _training(self) -> Training:
@@ -169,7 +174,7 @@ class Run:
         self._steps = training.steps()
         for step in self._steps:
             self._step = step
-            self._rounds = 0
+            self._generate_calls = 0
             self._batches = []
             self._metrics = Metrics()
             self._local_metrics = Metrics()
@@ -204,16 +209,16 @@ class Run:
         """
         training = self._training
         roles = training.roles
-        seed = step_seed(self.config, self._current.number) + self._rounds
-        self._rounds += 1
+        seed = step_seed(self.config, self._current_step.number) + self._generate_calls
+        self._generate_calls += 1
         if greedy:
             prompts = with_greedy_sampling(prompts)
 
-        count = samples or self.config.batch.samples_per_prompt
+        samples_per_prompt = samples or self.config.batch.samples_per_prompt
         with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
             version = roles.hybrid_engine.rollout_version
-            pending = start_complete(roles.rollout, prompts, count, seed, version)
-            rollouts = gather_complete(roles.rollout, pending, self._members)
+            pending = start_complete_round(roles.rollout, prompts, samples_per_prompt, seed, version)
+            rollouts = gather_complete_round(roles.rollout, pending, self._world)
         self._local_metrics += sync_metrics
         self._metrics += length_metrics(prompts, rollouts, self.config.rollout)
         return rollouts
@@ -227,7 +232,7 @@ class Run:
         training = self._training
         sampled = SampledBatch(prompts, rollouts, None, Metrics())
         with training.phases("reward"):
-            batch = compute_rewards(training.roles, sampled, self._members)
+            batch = compute_rewards(training.roles, sampled, self._world)
         self._batches.append(batch)
         return batch.scores
 
@@ -246,29 +251,29 @@ class Run:
                 batch,
                 training.roles,
                 self.config,
-                self._current.number,
-                self._members,
-                actor_scores=True,
+                self._current_step.number,
+                self._world,
+                force_actor=True,
             )
         scores = batch.scores
         self._local_metrics += batch.metrics
 
         # Only a teacher's server makes rows invalid here.
         if had_valid_rows and not bool(scores.valid.any()):
-            message = "failures on the rank that sends the requests"
+            failure_message = "failures on the rank that sends the requests"
             if batch.failures:
-                message = batch.failures[0].message
+                failure_message = batch.failures[0].message
             raise UserError(
                 "the teacher's server returned no log-probs",
                 where="teacher_server.url",
                 expected="log-probs of the step's rows",
-                got=message,
+                got=failure_message,
                 fix="start the server again, and resume the run",
             )
 
         version = training.roles.hybrid_engine.version
         valid = valid_rows(rollouts, scores, self.algorithm)
-        check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
+        check_mismatch(fresh_log_prob_difference(rollouts, scores, valid, version), self.config.mismatch)
         return scores
 
     def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:
@@ -297,7 +302,9 @@ class Run:
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
         mask = rollouts.response_mask & ~advantages.isnan()
-        batch = replace(train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
+        batch = replace(
+            make_train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0)
+        )
         if scores is not None:
             batch = replace(
                 batch,
@@ -320,10 +327,10 @@ class Run:
         Pairs with an empty response are omitted. ``scores``: result of `score`, whose log-probs are added to
         the pairs; losses with a reference need them.
         """
-        counts = row_counts(rollouts.response_mask, rollouts.lengths)
+        response_lengths = row_counts(rollouts.response_mask, rollouts.lengths)
         pair_rows: list[int] = []
         for pair in zip(chosen, rejected, strict=True):
-            if all(int(counts[row]) for row in pair):
+            if all(int(response_lengths[row]) for row in pair):
                 pair_rows.extend(pair)
 
         # The two rows of a pair form a group, and groups are never split over mini-batches.
@@ -337,15 +344,15 @@ class Run:
         )
 
     @property
-    def _current(self) -> RunStep:
+    def _current_step(self) -> RunStep:
         """Return the current step; raise RuntimeError outside the loop over `steps`."""
         if self._step is None:
             raise RuntimeError("generate, score and update are called inside the loop over run.steps()")
         return self._step
 
-    def _draw(self) -> PromptBatch:
+    def _draw_prompts(self) -> PromptBatch:
         """Draw the prompts of a step from the training data: the next `batch.prompts_per_step`."""
-        return self._training.prompts.next(self.config.batch.prompts_per_step)
+        return self._training.prompts.next_batch(self.config.batch.prompts_per_step)
 
     def _log(self, values: Metrics | Mapping[str, float]) -> None:
         """Add metrics to those of the current step."""
@@ -363,11 +370,11 @@ class Run:
     ) -> None:
         """Run the optimizer steps of a batch, and add their metrics to the step's."""
         algorithm = self.algorithm
-        options: dict[str, Any] = {}
+        update_options: dict[str, Any] = {}
         if isinstance(batch, Pairs):
             # The loss is a mean over pairs; the two rows of a pair must be in the same micro-batch.
             algorithm = replace(algorithm, aggregation=SeqMeanTokenSum())
-            options["unit"] = PAIR
+            update_options["rows_per_unit"] = PAIR
             batch = batch.rows
 
         with self._training.phases("learn"), role.resident():
@@ -376,9 +383,9 @@ class Run:
                 algorithm,
                 optimizer_steps or self.config.batch.optimizer_steps,
                 epochs or self.config.batch.epochs,
-                step_seed(self.config, self._current.number),
+                step_seed(self.config, self._current_step.number),
             ):
-                self._local_metrics += role.update(minibatch, objective, **options)
+                self._local_metrics += role.update(minibatch, objective, **update_options)
         if role is self._training.roles.actor:
             # The next generation syncs the weights to the engine.
             self._training.roles.hybrid_engine.mark_updated()
@@ -410,7 +417,7 @@ class Step:
     def prompts(self) -> PromptBatch:
         """Return the step's prompts: the next `batch.prompts_per_step` of `data.train`."""
         if self._prompts is None:
-            self._prompts = self._run._draw()
+            self._prompts = self._run._draw_prompts()
         return self._prompts
 
     def log(self, values: Metrics | Mapping[str, float]) -> None:
@@ -460,7 +467,7 @@ def _no_prompts() -> PromptBatch:
 
 def _reject_unsupported(config: RunConfig) -> None:
     """Raise UserErrors for settings that only have an effect in the steps of ``train``."""
-    settings = {
+    unsupported = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
@@ -479,7 +486,7 @@ def _reject_unsupported(config: RunConfig) -> None:
             got="another value",
             fix=f"remove {key}, or train with `megatron-rl train`",
         )
-        for key, is_set in settings.items()
+        for key, is_set in unsupported.items()
         if is_set
     ]
 

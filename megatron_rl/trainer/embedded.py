@@ -18,16 +18,16 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.megatron.adoption import (
     adopt_model,
-    layout_of,
-    require_set_up,
+    parallel_sizes,
+    require_megatron_setup,
 )
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer
-from megatron_rl.roles.build import adopted_actor, build_roles
+from megatron_rl.roles.build import adopt_actor, build_roles
 from megatron_rl.trainer.loop import (
     Phases,
     SameStepBatches,
-    gather_step,
+    gather_step_metrics,
     train_step,
 )
 from megatron_rl.trainer.rewards import source_metrics
@@ -62,8 +62,8 @@ class EmbeddedTrainer:
     ) -> None:
         # The script has already initialised communication; this only selects its device.
         device.initialize()
-        require_set_up(model, optimizer, scheduler)
-        self.config = _checked_config(config, model, overrides)
+        require_megatron_setup(model, optimizer, scheduler)
+        self.config = _load_checked_config(config, model, overrides)
         self.algorithm = algorithm_of(self.config)
 
         tokenizer: Any = load_tokenizer(self.config.model.path)
@@ -72,7 +72,7 @@ class EmbeddedTrainer:
         # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
         adopted_optimizer = Optimizer.from_script(parallel_model, optimizer, scheduler, increment)
-        actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
+        actor = adopt_actor(self.config, parallel_model, adopted_optimizer)
         self.roles = build_roles(
             self.config,
             self.algorithm,
@@ -82,7 +82,7 @@ class EmbeddedTrainer:
         )
 
         # All ranks of the script both sample and train, so batches are never sampled ahead.
-        source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
+        source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next_batch)
         self._batches = SameStepBatches(
             self.config,
             self.roles,
@@ -113,7 +113,7 @@ class EmbeddedTrainer:
 
         state.step = phases.step
         state.algorithm = result.algorithm_state
-        metrics = gather_step(result, phases.metrics()) + source_metrics(result.batch, state.prompts)
+        metrics = gather_step_metrics(result, phases.metrics()) + source_metrics(result.batch, state.prompts)
         return metrics.values()
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,23 +133,23 @@ class EmbeddedTrainer:
         self.roles.close()
 
 
-def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterable[str]) -> RunConfig:
+def _load_checked_config(config: str | Path, model: Sequence[Any], overrides: Iterable[str]) -> RunConfig:
     """Return the resolved configuration, with the layout and dtype of the script's model.
 
     Raises UserErrors for settings that are invalid or not supported here.
     """
     # Memory estimate and checks must use the layout and dtype of the script's model.
-    settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
-    settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
+    model_overrides = [f"actor.layout.{name}={size}" for name, size in parallel_sizes(model).items()]
+    model_overrides.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
 
     report = check_config(
-        load(config, [*overrides, *settings]),
+        load(config, [*overrides, *model_overrides]),
         device.world_size(),
         training=True,
     )
-    resolved = report.valid()
-    _reject_unsupported(resolved)
-    return resolved
+    checked_config = report.valid()
+    _reject_unsupported(checked_config)
+    return checked_config
 
 
 def _reject_unsupported(config: RunConfig) -> None:

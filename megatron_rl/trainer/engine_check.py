@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_rl.config.derive import default_mismatch, longest_row
+from megatron_rl.config.derive import default_mismatch_thresholds, longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
@@ -45,15 +45,15 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
     UserError on all ranks if the mean absolute difference is above the larger of `mismatch.stop` and its
     default for the model's dtype. Returns the metrics of the sync. Collective over the world.
     """
-    requests = _requests(config)
+    requests = _make_requests(config)
     # The trainer computes with the newest weights, so the engine must have them.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
-        completions = _sample(roles, requests)
+        completions = _sample_requests(roles, requests)
 
     # One rank per replica has completions to gather; after the gather, every rank has all rows.
     world = ReplicaGroup()
     gathered = chain.from_iterable(world.gather_objects(completions))
-    rollouts = _rollouts(requests, gathered, roles.hybrid_engine.version)
+    rollouts = _collate_rollouts(requests, gathered, roles.hybrid_engine.version)
     if rollouts is None:
         raise UserError(
             "the rollout engine sampled no token in its check at the start of the run",
@@ -68,27 +68,27 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
     return sync_metrics
 
 
-def _requests(config: RunConfig) -> list[GenerationRequest]:
-    """Return the requests that are sent to each replica; they are equal in all runs of a model."""
+def _make_requests(config: RunConfig) -> list[GenerationRequest]:
+    """Return the requests of the check, with random prompts that are equal in all runs of a model."""
     # At least one per server: a client sends consecutive requests to different servers.
-    count = max(_REQUESTS, len(config.rollout.server.urls))
+    request_count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines reject requests with more tokens than the longest row of the run.
     max_tokens = longest_row(config)
     prompt_tokens = min(_PROMPT_TOKENS, max(1, max_tokens // 2))
-    limit = min(_RESPONSE_TOKENS, max_tokens - prompt_tokens)
+    response_tokens = min(_RESPONSE_TOKENS, max_tokens - prompt_tokens)
 
-    vocab = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
+    vocab_size = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
     generator = random.Random(0)
-    sampling = SamplingParameters(max_response_tokens=limit)
+    sampling = SamplingParameters(max_response_tokens=response_tokens)
     requests = []
-    for number in range(count):
-        tokens = [generator.randrange(vocab) for _ in range(prompt_tokens)]
-        requests.append(GenerationRequest(number, tokens, sampling, limit, seed=number))
+    for number in range(request_count):
+        prompt = [generator.randrange(vocab_size) for _ in range(prompt_tokens)]
+        requests.append(GenerationRequest(number, prompt, sampling, response_tokens, seed=number))
     return requests
 
 
-def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
-    """Sample the requests; return the completions on the first rank of each replica, [] on other ranks.
+def _sample_requests(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
+    """Sample the requests on each replica; return the completions on its first rank, [] on other ranks.
 
     Collective over the ranks of a replica.
     """
@@ -107,7 +107,7 @@ def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]
     return completions if is_first else []
 
 
-def _rollouts(
+def _collate_rollouts(
     requests: list[GenerationRequest], completions: Iterable[Completion], version: int
 ) -> Rollouts | None:
     """Return the completions with tokens as a ragged batch, or None if no completion has tokens."""
@@ -131,22 +131,23 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     """Raise UserError if log-probs of trainer and engine differ by more than rounding can explain."""
     mask = rollouts.response_mask
     difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
-    mean = float(difference.mean())
+    mean_difference = float(difference.mean())
 
     # At least the default: the mean over a few tokens of random prompts has more variance than the mean over
     # a batch, to which `mismatch.stop` normally applies.
     assert config.mismatch.stop is not None
-    _, default_stop, _ = default_mismatch(config.model.dtype)
-    bound = max(config.mismatch.stop, default_stop)
+    _, default_stop, _ = default_mismatch_thresholds(config.model.dtype)
+    max_difference = max(config.mismatch.stop, default_stop)
     # A NaN is not within the bound either.
-    if mean <= bound:
+    if mean_difference <= max_difference:
         return
     raise UserError(
         "the rollout engine computes other log-probs than the trainer from the same weights",
         where="rollout.engine",
-        expected=f"a mean difference of at most {bound:.0e} nats per token, by mismatch.stop and model.dtype",
-        got=f"{mean:.2e}, at most {float(difference.max()):.2e}, over {len(difference)} tokens that "
-        f"{config.rollout.engine} sampled after its first weight sync",
+        expected=f"a mean difference of at most {max_difference:.0e} nats per token, by mismatch.stop and "
+        "model.dtype",
+        got=f"{mean_difference:.2e}, at most {float(difference.max()):.2e}, over {len(difference)} tokens "
+        f"that {config.rollout.engine} sampled after its first weight sync",
         fix="set rollout.engine=torch to compare; remove settings of rollout.vllm that change the numbers; "
         "or report the model's family: a layer of the engine computes with a copy of its weights that the "
         "sync does not reach",

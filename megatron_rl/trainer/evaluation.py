@@ -17,7 +17,7 @@ from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
-from megatron_rl.rewards.math_answer import marked_answer
+from megatron_rl.rewards.math_answer import find_marked_answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, RewardRole
 from megatron_rl.trainer.rewards import (
@@ -25,9 +25,9 @@ from megatron_rl.trainer.rewards import (
     distinct_failures,
 )
 from megatron_rl.trainer.sample import (
-    Pending,
-    gather_complete,
-    start_complete,
+    PendingRound,
+    gather_complete_round,
+    start_complete_round,
 )
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
@@ -88,7 +88,7 @@ class EvaluationResult:
     """Examples of failures on this rank: (name of the reward or evaluator that failed, failure)."""
 
 
-def evaluation_sets(
+def make_evaluation_sets(
     config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Any
 ) -> tuple[EvaluationSet, ...]:
     """Create the configured evaluation sets; raise UserError if one of their functions cannot be loaded.
@@ -98,33 +98,33 @@ def evaluation_sets(
     sets: list[EvaluationSet] = []
     for name, source in sources.items():
         settings = config.evaluation.sets[name]
-        path = f"evaluation.sets.{name}"
+        set_key = f"evaluation.sets.{name}"
 
         # A set without a reward function uses the rewards of the training samples.
         reward = None
         if settings.reward is not None:
-            reward = _function_role(config, settings.reward, f"{path}.reward", tokenizer)
+            reward = _make_function_role(config, settings.reward, f"{set_key}.reward", tokenizer)
         evaluators = {
-            key: _function_role(config, function, f"{path}.evaluators.{key}", tokenizer)
+            key: _make_function_role(config, function, f"{set_key}.evaluators.{key}", tokenizer)
             for key, function in settings.evaluators.items()
         }
 
-        prompts = source.in_file_order(settings.max_prompts, settings.temperature, settings.top_p)
+        prompts = source.batch_in_file_order(settings.max_prompts, settings.temperature, settings.top_p)
         sets.append(EvaluationSet(name, settings, prompts, reward, evaluators))
     return tuple(sets)
 
 
-def _function_role(
+def _make_function_role(
     config: RunConfig,
     function: str,
-    path: str,
+    key: str,
     tokenizer: Any,
 ) -> RewardRole:
     """Create a role that only calls ``function``, with the time and resource limits of the run's rewards.
 
-    ``path``: configuration key of the function, for errors.
+    ``key``: configuration key of the function, for errors.
     """
-    return RewardRole(config.reward.of_function(function), tokenizer, path)
+    return RewardRole(config.reward.with_function(function), tokenizer, key)
 
 
 def evaluate(
@@ -141,20 +141,27 @@ def evaluate(
     # Evaluate the newest weights, even if training responses are sampled from older ones.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
-        answers = [gather_complete(roles.rollout, item, world) for item in pending]
+        answers = [gather_complete_round(roles.rollout, pending_set, world) for pending_set in pending]
 
     # Drop the sync's sums, which are seconds of a step: here time/evaluate already includes them.
     return reward_answers(roles, sets, answers), Metrics({}, sync_metrics.maxima)
 
 
-def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
+def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[PendingRound]:
     """Start to sample answers to each set with the engine's weights; return the rounds to finish.
 
     Returns immediately on ranks outside the rollout. Collective over the rollout's ranks.
     """
     version = roles.hybrid_engine.version
     return [
-        start_complete(roles.rollout, item.prompts, item.settings.samples, seed, version) for item in sets
+        start_complete_round(
+            roles.rollout,
+            evaluation_set.prompts,
+            evaluation_set.settings.samples,
+            seed,
+            version,
+        )
+        for evaluation_set in sets
     ]
 
 
@@ -164,12 +171,12 @@ def reward_answers(
     """Compute rewards and metrics of the answers to each set, see `evaluate`. Collective over the world."""
     world = ReplicaGroup()
     return [
-        _reward_set(roles, evaluation_set, rollouts, world)
+        _compute_set_result(roles, evaluation_set, rollouts, world)
         for evaluation_set, rollouts in zip(sets, answers, strict=True)
     ]
 
 
-def _reward_set(
+def _compute_set_result(
     roles: Roles,
     evaluation_set: EvaluationSet,
     rollouts: Rollouts,
@@ -187,10 +194,10 @@ def _reward_set(
     valid = result.scores.valid
 
     # With several scorers, the first scorer's reward determines whether an answer is correct, not the sum.
-    marks = rewards
+    deciding_rewards = rewards
     if not roles.has_single_scorer:
-        marks = result.scores.components[roles.reward.first_scorer]
-    correct = valid & (marks >= CORRECT_REWARD)
+        deciding_rewards = result.scores.components[roles.reward.first_scorer]
+    correct = valid & (deciding_rewards >= CORRECT_REWARD)
 
     # All are means over all answers, except for the reward: failed answers have none.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
@@ -238,31 +245,31 @@ def _answer_statistics(
     ``correct``: [B] bool. ``texts``: the answers as text.
     """
     samples = evaluation_set.settings.samples
-    marks = correct.view(-1, samples).numpy().astype(float)
+    correct_by_prompt = correct.view(-1, samples).numpy().astype(float)
 
     # A vote is the marked answer of a response, or the whole response without a marked one.
-    votes = [marked_answer(text) or text.strip() for text in texts]
+    votes = [find_marked_answer(text) or text.strip() for text in texts]
     votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
 
-    # Estimates per prompt, [P] each, since the bootstrap resamples prompts.
-    estimates = {"accuracy": marks.mean(axis=1)}
-    for count in evaluation_set.settings.draws():
-        estimates[f"pass_at_{count}"] = pass_at(marks, count)
-        estimates[f"majority_at_{count}"] = majority_at(marks, votes_by_prompt, count)
+    # Estimates for each prompt ([P] per statistic), since the bootstrap resamples prompts.
+    estimates = {"accuracy": correct_by_prompt.mean(axis=1)}
+    for draw_count in evaluation_set.settings.sample_counts():
+        estimates[f"pass_at_{draw_count}"] = pass_at(correct_by_prompt, draw_count)
+        estimates[f"majority_at_{draw_count}"] = majority_at(correct_by_prompt, votes_by_prompt, draw_count)
 
     statistics = {key: float(values.mean()) for key, values in estimates.items() if key != "accuracy"}
-    for key, (low, high) in intervals(estimates).items():
+    for key, (low, high) in bootstrap_intervals(estimates).items():
         statistics[f"{key}_low"] = low
         statistics[f"{key}_high"] = high
 
     # Split the response tokens by answer.
-    ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
-    responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), ends)
-    return statistics | diversity(responses, samples)
+    response_ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
+    responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), response_ends)
+    return statistics | diversity_statistics(responses, samples)
 
 
 def _run_evaluator(
-    name: str,
+    prefix: str,
     role: RewardRole,
     prompts: PromptBatch,
     rollouts: Rollouts,
@@ -270,26 +277,27 @@ def _run_evaluator(
 ) -> tuple[Metrics, tuple[Failure, ...]]:
     """Run one evaluator; return the means of its results over the answers on which it succeeded.
 
-    Also returns its failures on this rank. ``name`` is the metrics' prefix. Collective over the world.
+    Also returns its failures on this rank. ``prefix`` begins the metrics' names. Collective over the world.
     """
+    # The role of an evaluator has a single function, and so a single result.
     (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
     for key, values in world.gather_rows(result.shard).values.items():
         finite = values.isfinite()
         is_reward = key == "rewards"
-        metric = name if is_reward else f"{name}/{key.removeprefix(COMPONENT)}"
+        metric = prefix if is_reward else f"{prefix}/{key.removeprefix(COMPONENT)}"
         metrics += Metrics.mean(metric, float(values[finite].sum()), float(finite.sum()))
         if is_reward:
-            metrics += Metrics.mean(f"{name}_failed", float((~finite).sum()), len(values))
+            metrics += Metrics.mean(f"{prefix}_failed", float((~finite).sum()), len(values))
     return metrics, result.failures
 
 
 def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[str]:
     """Yield a console line for each kind of failed reward or evaluator on this rank."""
     for result in results:
-        for key, failure in result.failures:
+        for source, failure in result.failures:
             last_line = failure.message.strip().rpartition("\n")[2][-300:]
-            yield f"step {step}: warning: {key} of {result.name} failed ({failure.reason}): {last_line}"
+            yield f"step {step}: warning: {source} of {result.name} failed ({failure.reason}): {last_line}"
 
 
 # Estimators over several answers to the same prompt.
@@ -325,28 +333,31 @@ def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) ->
     generator = numpy.random.default_rng(0)
     samples = correct.shape[1]
     probabilities = numpy.zeros(len(correct))
-    for prompt, texts in enumerate(votes):
+    for prompt_index, texts in enumerate(votes):
         # Number the distinct texts of this prompt.
-        _, answers = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
-        distinct_count = int(answers.max()) + 1
-        frequency = numpy.bincount(answers, minlength=distinct_count)
-        # A reward may differ for equal texts, so their credit is the fraction that is correct.
-        credit = numpy.bincount(answers, correct[prompt], distinct_count) / frequency
+        _, text_ids = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
+        distinct_count = int(text_ids.max()) + 1
+        frequency = numpy.bincount(text_ids, minlength=distinct_count)
+        # Rewards of equal texts may differ: the credit of a text is the fraction of its answers that is
+        # correct.
+        credit = numpy.bincount(text_ids, correct[prompt_index], distinct_count) / frequency
 
         # One subset with all answers, or random subsets.
         if count == samples:
-            subsets = answers[None, :]
+            subsets = text_ids[None, :]
         else:
-            subsets = answers[generator.random((SUBSETS, samples)).argsort(axis=1)[:, :count]]
+            permutations = generator.random((SUBSETS, samples)).argsort(axis=1)
+            subsets = text_ids[permutations[:, :count]]
 
         # Count the votes for each distinct text in each subset; equally frequent texts share the win.
         counts = (subsets[:, :, None] == numpy.arange(distinct_count)).sum(axis=1)
         winners = counts == counts.max(axis=1, keepdims=True)
-        probabilities[prompt] = ((winners * credit).sum(axis=1) / winners.sum(axis=1)).mean()
+        subset_probabilities = (winners * credit).sum(axis=1) / winners.sum(axis=1)
+        probabilities[prompt_index] = subset_probabilities.mean()
     return probabilities
 
 
-def intervals(
+def bootstrap_intervals(
     values: Mapping[str, ndarray],
 ) -> dict[str, tuple[float, float]]:
     """Return, for each [P] array, the 95% bootstrap interval (low, high) of its mean over prompts.
@@ -355,15 +366,17 @@ def intervals(
     """
     # [P, arrays], so that all arrays use the same resamples of prompts.
     stacked = numpy.stack(list(values.values()), axis=1)
+    prompt_count = len(stacked)
     generator = numpy.random.default_rng(0)
-    means = [
-        stacked[generator.integers(0, len(stacked), len(stacked))].mean(axis=0) for _ in range(RESAMPLES)
-    ]
+    means: list[ndarray] = []
+    for _ in range(RESAMPLES):
+        drawn_prompts = generator.integers(0, prompt_count, prompt_count)
+        means.append(stacked[drawn_prompts].mean(axis=0))
     low, high = numpy.percentile(means, (_TAIL_PERCENT, 100 - _TAIL_PERCENT), axis=0)
     return {name: (float(low[index]), float(high[index])) for index, name in enumerate(values)}
 
 
-def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
+def diversity_statistics(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
     """Return measures of the diversity of responses.
 
     ``responses``: token ids of each response, with ``samples`` consecutive ones per prompt. Keys:
@@ -374,13 +387,14 @@ def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
     ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
     """
     groups = [responses[start : start + samples] for start in range(0, len(responses), samples)]
+    unrepeated_fractions = [_distinct_fraction(_ngrams([response], 4)) for response in responses]
     _, counts = numpy.unique(_ngrams(responses, 2), axis=0, return_counts=True)
     frequencies = counts / max(counts.sum(), 1)
     return {
-        "distinct_1": _mean([_distinct_fraction(_ngrams(group, 1)) for group in groups]),
-        "distinct_2": _mean([_distinct_fraction(_ngrams(group, 2)) for group in groups]),
+        "distinct_1": _mean_or_nan([_distinct_fraction(_ngrams(group, 1)) for group in groups]),
+        "distinct_2": _mean_or_nan([_distinct_fraction(_ngrams(group, 2)) for group in groups]),
         "ngram_entropy": float(-(frequencies * numpy.log(frequencies)).sum()),
-        "repetition": 1.0 - _mean([_distinct_fraction(_ngrams([response], 4)) for response in responses]),
+        "repetition": 1.0 - _mean_or_nan(unrepeated_fractions),
     }
 
 
@@ -403,6 +417,6 @@ def _distinct_fraction(ngrams: ndarray) -> float:
     return len(numpy.unique(ngrams, axis=0)) / len(ngrams)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_or_nan(values: Sequence[float]) -> float:
     """Return the mean of the values, or NaN if there are none."""
     return math.fsum(values) / len(values) if values else math.nan

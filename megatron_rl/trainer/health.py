@@ -17,7 +17,7 @@ from megatron_rl.config import health
 from megatron_rl.config.health import HealthRule
 from megatron_rl.config.sections.health import STOP
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.trainer.logging import spans
+from megatron_rl.trainer.logging import format_step_ranges
 
 PREFIX = "health/"
 """Group of the rules' metrics."""
@@ -100,8 +100,8 @@ class HealthMonitor:
             metric = rule.metrics[0]
             if rule.name in health.RULE_OF or states[rule.name].measured or metric.startswith("eval/"):
                 continue
-            close = nearest(metric, values)
-            hint = f"; did you mean {close}?" if close else ""
+            similar_name = nearest(metric, values)
+            hint = f"; did you mean {similar_name}?" if similar_name else ""
             self._say(f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}")
 
     def _update_rule(
@@ -128,18 +128,19 @@ class HealthMonitor:
         state.firing = not state.firing
         if not state.firing:
             steps = step - state.begun
-            self._say(f"step {step}: health rule {rule.name} ended after {steps} steps: {_text(value)}")
+            text = _format_value(value)
+            self._say(f"step {step}: health rule {rule.name} ended after {steps} steps: {text}")
             return
 
         state.begun = step
-        self._say(f"step {step}: warning: {warning(rule, measurements)}")
+        self._say(f"step {step}: warning: {warning_text(rule, measurements)}")
         if rule.act == STOP and self.error is None:
             self.error = stop_error(rule, measurements)
 
 
-def warning(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
+def warning_text(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
     """Return the warning of a rule that begins to fire; ``measurements`` are (step, value) pairs."""
-    text = f"health rule {rule.name}: {rule.meaning}: {_facts(rule, measurements)}"
+    text = f"health rule {rule.name}: {rule.meaning}: {_describe_measurements(rule, measurements)}"
     if rule.causes:
         text += f"; likely causes: {rule.causes}; change {rule.change} ({PAGE})"
     return text.replace("`", "")
@@ -154,29 +155,32 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
     return UserError(
         f"a health rule has ended the run: {rule.meaning}",
         where=f"{path} (step {measurements[-1][0]})",
-        expected=f"{rule.band()} ({_measure_text(rule)})",
-        got=_facts(rule, measurements),
+        expected=f"{rule.band_text()} ({_measure_text(rule)})",
+        got=_describe_measurements(rule, measurements),
         fix=fix,
     )
 
 
-def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return a rule's newest measurements, the steps of these measurements, and its healthy band as text."""
+def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
+    """Return a text with a rule's newest measurements, the steps of all of them, and its healthy band.
+
+    ``measurements``: (step, value) pairs.
+    """
     # Only the last values, since a rule can require hundreds of steps.
-    last = ", ".join(_text(value) for _, value in measurements[-3:])
-    steps = spans([step for step, _ in measurements])
-    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band()} is healthy"
+    last = ", ".join(_format_value(value) for _, value in measurements[-3:])
+    steps = format_step_ranges([step for step, _ in measurements])
+    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band_text()} is healthy"
 
 
 def _measure_text(rule: HealthRule) -> str:
-    """Return the names of a rule's metrics, with the name of its measure unless that is the plain value."""
-    names = ", ".join(rule.metrics)
+    """Return the names of a rule's metrics as text, with its measure unless that is the plain value."""
     if rule.measure in (health.VALUE, health.FRESH):
         return rule.metrics[0]
+    names = ", ".join(rule.metrics)
     return f"{names} ({rule.measure})"
 
 
-def _text(value: float) -> str:
+def _format_value(value: float) -> str:
     """Format a measured value with three significant digits."""
     return f"{value:.3g}"
 
@@ -187,31 +191,31 @@ def _text(value: float) -> str:
 Memory = dict[str, list[float]]
 
 
-def _value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the value of the rule's first metric, or None if the step does not have it."""
     return values.get(rule.metrics[0])
 
 
-def _fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the rule's first metric if its second one, the maximum age of the step's tokens, is 0.
 
     Otherwise returns None: for old tokens, the metric also contains the effect of updates since sampling.
     """
-    metric, age = rule.metrics
+    metric, age_metric = rule.metrics
     # A run without old tokens has no age metric.
-    if values.get(age, 0.0) > 0:
+    if values.get(age_metric, 0.0) > 0:
         return None
     return values.get(metric)
 
 
-def _sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the sum of all metrics whose names match the pattern in the rule's first metric."""
     matching = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
     return math.fsum(matching) if matching else None
 
 
-def _share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest of the rule's times as a fraction of the step's time, its last metric."""
+def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the largest of the rule's times as a fraction of the step's time, the rule's last metric."""
     *names, step_name = rule.metrics
     times = [values[name] for name in names if name in values]
     step_time = values.get(step_name, 0.0)
@@ -220,74 +224,84 @@ def _share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory
     return max(times) / step_time
 
 
-def _ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its first values, or None if that is not positive."""
+def _measure_ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the metric divided by the median of its first `health.REFERENCE` values.
+
+    Returns None in steps without the metric, until there are that many values, and if their median is not
+    positive.
+    """
     value = values.get(rule.metrics[0])
     if value is None:
         return None
 
-    start = memory.setdefault("start", [])
-    if len(start) < health.REFERENCE:
-        start.extend(filter(math.isfinite, [value]))
+    first_values = memory.setdefault("start", [])
+    if len(first_values) < health.REFERENCE:
+        if math.isfinite(value):
+            first_values.append(value)
         return None
-    return _ratio(value, start)
+    return _divide_by_median(value, first_values)
 
 
-def _ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the metric divided by the median of its previous values, or None if that is not positive."""
+def _measure_ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the metric divided by the median of its last `health.MEDIAN_WINDOW` earlier values.
+
+    Returns None in steps without the metric, until there are `health.REFERENCE` values, and if their median
+    is not positive.
+    """
     value = values.get(rule.metrics[0])
     if value is None:
         return None
 
-    previous_values = memory.get("before", [])
-    memory["before"] = [*previous_values, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
+    previous_values = memory.setdefault("before", [])
+    if math.isfinite(value):
+        memory["before"] = [*previous_values, value][-health.MEDIAN_WINDOW :]
     if len(previous_values) < health.REFERENCE:
         return None
-    return _ratio(value, previous_values)
+    return _divide_by_median(value, previous_values)
 
 
-def _ratio(value: float, earlier_values: Sequence[float]) -> float | None:
+def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | None:
     """Return a value divided by the median of earlier values, or None if the median is not positive."""
     reference = median(earlier_values)
     return value / reference if reference > 0 else None
 
 
-def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the largest fall of an accuracy from its best value while the mean reward has risen.
 
     Returns 0 without such a fall, and None in steps without an evaluation. The mean reward is over the steps
     since the previous evaluation.
     """
     reward_name, accuracy_pattern = rule.metrics
-    total, count = memory.pop("rewards", [0.0, 0.0])
+    reward_sum, reward_count = memory.pop("rewards", [0.0, 0.0])
     if reward_name in values:
-        total += values[reward_name]
-        count += 1
+        reward_sum += values[reward_name]
+        reward_count += 1
     accuracies = {name: value for name, value in values.items() if fnmatchcase(name, accuracy_pattern)}
     if not accuracies:
-        memory["rewards"] = [total, count]
+        memory["rewards"] = [reward_sum, reward_count]
         return None
 
     falls = [0.0]
     for name, accuracy in accuracies.items():
         # An evaluation before the first step has no mean reward: the next evaluation adds one.
-        if not count:
+        if not reward_count:
             memory.setdefault(name, [accuracy])
             continue
-        reward = total / count
+        mean_reward = reward_sum / reward_count
 
         # A best value from before the first step has no mean reward: use that of this evaluation.
         best = memory.get(name, [accuracy])
         best_accuracy = best[0]
-        reward_at_best = reward
+        reward_at_best = mean_reward
         if len(best) > 1:
             reward_at_best = best[1]
 
         if accuracy >= best_accuracy:
-            memory[name] = [accuracy, reward]
+            memory[name] = [accuracy, mean_reward]
             continue
         memory[name] = [best_accuracy, reward_at_best]
-        if reward > reward_at_best:
+        if mean_reward > reward_at_best:
             falls.append(best_accuracy - accuracy)
     return max(falls)
 
@@ -295,13 +309,13 @@ def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Mem
 Measure = Callable[[HealthRule, Mapping[str, float], Memory], float | None]
 
 MEASURES: Mapping[str, Measure] = {
-    health.VALUE: _value,
-    health.FRESH: _fresh_value,
-    health.SUM: _sum,
-    health.SHARE_OF_STEP: _share_of_step,
-    health.TO_START: _ratio_to_start,
-    health.TO_MEDIAN: _ratio_to_median,
-    health.FALL: _fall_of_accuracy,
+    health.VALUE: _measure_value,
+    health.FRESH: _measure_fresh_value,
+    health.SUM: _measure_sum,
+    health.SHARE_OF_STEP: _measure_share_of_step,
+    health.TO_START: _measure_ratio_to_start,
+    health.TO_MEDIAN: _measure_ratio_to_median,
+    health.FALL: _measure_fall_of_accuracy,
 }
 """Measure of a rule -> its function."""
 
@@ -319,8 +333,8 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
     return steps
 
 
-def rule_named(name: str) -> HealthRule:
-    """Return the built-in rule of a name, or a rule with a generic description for a user-defined one."""
+def find_rule(name: str) -> HealthRule:
+    """Return the built-in rule ``name``, or a rule with a generic description if a user has defined it."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 
@@ -333,18 +347,24 @@ def select_samples(rule: HealthRule, samples: Sequence[Sample], limit: int) -> l
     return SELECTIONS[rule.samples](samples)[:limit]
 
 
-def _rewards_below(samples: Sequence[Sample]) -> list[Sample]:
+def _sort_by_reward(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples with a reward, sorted by ascending reward."""
-    return sorted((item for item in samples if item["reward"] is not None), key=lambda item: item["reward"])
+    samples_with_reward = [sample for sample in samples if sample["reward"] is not None]
+    return sorted(samples_with_reward, key=lambda sample: sample["reward"])
 
 
-def _equal_groups(samples: Sequence[Sample]) -> list[Sample]:
+def _select_equal_groups(samples: Sequence[Sample]) -> list[Sample]:
     """Return the samples of prompts with several samples whose rewards are all equal."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample["prompt"], []).append(sample)
-    equal = [group for group in groups.values() if len(group) > 1 and len({s["reward"] for s in group}) == 1]
-    return [sample for group in equal for sample in group]
+
+    selected: list[Sample] = []
+    for group in groups.values():
+        distinct_rewards = {sample["reward"] for sample in group}
+        if len(group) > 1 and len(distinct_rewards) == 1:
+            selected += group
+    return selected
 
 
 def _is_filtered(sample: Sample) -> bool:
@@ -353,11 +373,11 @@ def _is_filtered(sample: Sample) -> bool:
 
 
 SELECTIONS: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = {
-    health.HIGHEST_REWARD: lambda samples: _rewards_below(samples)[::-1],
-    health.LOWEST_EVALUATION: _rewards_below,
+    health.HIGHEST_REWARD: lambda samples: _sort_by_reward(samples)[::-1],
+    health.LOWEST_EVALUATION: _sort_by_reward,
     health.LONGEST: lambda samples: sorted(samples, key=lambda item: -(item["length"] or 0)),
     health.TRUNCATED: lambda samples: [item for item in samples if item["finish"] == "length"],
-    health.EQUAL_GROUPS: _equal_groups,
+    health.EQUAL_GROUPS: _select_equal_groups,
     health.FAILED: lambda samples: [item for item in samples if item["failure"] and not _is_filtered(item)],
     health.FILTERED: lambda samples: [item for item in samples if _is_filtered(item)],
     health.NO_SAMPLES: lambda samples: [],

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rl.config.load import changes, dump, to_plain, without_secrets
+from megatron_rl.config.load import describe_changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import accelerated_job, role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
@@ -38,14 +38,14 @@ from megatron_rl.distributed.watch import last_calls
 from megatron_rl.durable import file_error, write_text
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import current_launch, report_errors
-from megatron_rl.rewards.judgement import is_function
+from megatron_rl.rewards.judgement import is_function_path
 from megatron_rl.shapes.accelerator import ENVIRONMENT, accelerator_defaults
 from megatron_rl.shapes.layout import problems
-from megatron_rl.trainer.logging import output_to
+from megatron_rl.trainer.logging import redirect_output
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.memory_report import out_of_memory_error
-from megatron_rl.trainer.starts import Start, current_start, write_start
-from megatron_rl.trainer.trackers import Trackers, host
+from megatron_rl.trainer.starts import Start, describe_current_start, write_start
+from megatron_rl.trainer.trackers import Trackers, describe_host
 from megatron_rl.user_code import (
     activate_copies,
     read_code,
@@ -81,7 +81,7 @@ class Job:
     """Current phase and step of this rank."""
     main: bool
     """Whether this is rank 0, the only rank that writes the run folder, the console and the trackers."""
-    stop: Stop
+    stop: StopRequest
     """State of this rank's stop request."""
     trackers: Trackers | None = None
     """Experiment trackers on the main rank, None on others."""
@@ -99,18 +99,19 @@ class Job:
     def say(self, text: str) -> None:
         """Print a text on the console of the main rank, with all lines after the first indented.
 
-        So a text from outside, such as a reward function's message, cannot be mistaken for a line of the run.
+        The indent shows that a text from outside, such as a reward function's message, is not a line of the
+        run.
         """
         if self.main:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
-    def stop_if_asked(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
+    def stop_if_requested(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
         """Save the current step and raise Stopped, if any rank has received a stop signal or has an error.
 
+        Called after each step. All ranks gather the requests, so that they end after the same step.
         ``save``: writes a checkpoint of a step and returns its path. ``error``: this rank's error after which
-        the run can be resumed, such as a health rule's, or None. All ranks gather the requests, so that they
-        end after the same step. Collective over the world.
+        the run can be resumed, such as a health rule's, or None. Collective over the world.
         """
         requests = gather_objects((self.stop.signal_number, error is not None))
         signals = [number for number, _ in requests if number is not None]
@@ -130,7 +131,7 @@ class Job:
         barrier()
         raise Stopped(code, error)
 
-    def join(self) -> None:
+    def join_ranks(self) -> None:
         """Start communication between the ranks, then write the run folder's configuration.
 
         Collective over the world.
@@ -140,11 +141,11 @@ class Job:
 
         # Set before the first use of the device, when CUDA and PyTorch's allocator read these variables.
         layouts = role_layouts(self.config, device.world_size())
-        job = accelerated_job(self.config, layouts)
-        device.set_environment(accelerator_defaults(job, ENVIRONMENT))
+        accelerated = accelerated_job(self.config, layouts)
+        device.set_environment(accelerator_defaults(accelerated, ENVIRONMENT))
 
         # From here on, the hang detector ends ranks that wait for an unresponsive rank.
-        watch.join(
+        watch.join_job(
             self.config.rank_timeout,
             lambda: f"{self.stop.rank_text} {self.phases.location}",
             self.stop.end_process,
@@ -153,37 +154,37 @@ class Job:
 
         # The main rank compares the settings with those of an earlier job before it overwrites them.
         if self.main:
-            for change in self._changes():
+            for change in self._changed_settings():
                 self.say(f"warning: this run resumes with a changed setting: {change}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
             if self.start is not None:
-                write_start(self.folder, self.start, resumed=_resumes(self.config, self.folder))
+                write_start(self.folder, self.start, resumed=_resumes_run(self.config, self.folder))
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
         # Other ranks must not write into the folder before `start_over` has cleared it.
         barrier()
 
-    def _changes(self) -> list[str]:
-        """Return a text for each setting that differs from the run being resumed."""
+    def _changed_settings(self) -> list[str]:
+        """Return a description of each setting that differs from the run being resumed."""
         resume = self.config.checkpoint.resume
         folder = self.folder
         if resume not in ("auto", "never"):
             folder = folder_of_checkpoint(Path(resume))
         if resume == "never" or folder is None or not (folder.config.is_file() and folder.has_begun()):
             return []
-        return changes(
+        return describe_changes(
             folder.config.read_text(encoding="utf-8", errors="replace"),
             self.config,
         )
 
 
 @contextmanager
-def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
+def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    ``explicit``: keys that the user has set, for the record of the start. A failure is reported with the
+    ``explicit_keys``: keys that the user has set, for the record of the start. A failure is reported with the
     rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
@@ -195,14 +196,15 @@ def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
     assert stop_seconds is not None, "the configuration is resolved"
     with (
         # Outermost, because a rank can be stopped while it reports a failure.
-        report_stop(rank_text, phases, stop_seconds) as stop,
+        handle_stop_signals(rank_text, phases, stop_seconds) as stop,
         report_failure(config, phases),
-        only_job_in(folder.path, sys.stdout) if main else nullcontext(),
-        output_to(folder.rank_log(device.rank()), main) as console,
+        lock_run_folder(folder.path, sys.stdout) if main else nullcontext(),
+        redirect_output(folder.rank_log(device.rank()), main) as console,
     ):
         start = None
         if main:
-            start = current_start(installed_versions(NUMBERS_DEPEND_ON), _hardware(), explicit)
+            versions = installed_versions(NUMBERS_DEPEND_ON)
+            start = describe_current_start(versions, _describe_hardware(), explicit_keys)
         # Innermost, so that trackers are closed before the console.
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
             yield Job(
@@ -213,24 +215,25 @@ def job(config: RunConfig, explicit: Sequence[str] = ()) -> Iterator[Job]:
                 main,
                 stop,
                 trackers,
-                _first_start(config, folder),
+                _first_start_time(config, folder),
                 start,
             )
 
         # Not after an exception: `report_failure` ends a failed rank's process immediately.
-        watch.leave()
+        watch.leave_job()
 
 
-def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
+def _first_start_time(config: RunConfig, folder: RunFolder) -> datetime:
     """Return the time of the run's first start, equal on all ranks.
 
-    Process groups do not exist yet, so ranks read it from the run folder; without a file they use the day.
+    Process groups do not exist yet, so ranks read the time from the run folder. A run that may not read it
+    uses the start of the current day.
     """
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 
-    # A time in the folder belongs to an earlier run. Without a shared file, ranks start at different seconds,
-    # so only the day is used.
+    # A time in the folder belongs to an earlier run. Ranks start at different seconds, so without a shared
+    # file they can only agree on the day.
     if resume == "never":
         return now.replace(hour=0, minute=0, second=0)
 
@@ -239,7 +242,7 @@ def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
         resumed_folder = folder_of_checkpoint(Path(resume))
         if resumed_folder is not None:
             first_start = resumed_folder.read_first_start()
-    return first_start or folder.keep_first_start(now)
+    return first_start or folder.store_first_start(now)
 
 
 def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
@@ -253,27 +256,27 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
     run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": _hardware(),
+        "hardware": _describe_hardware(),
     }
-    return Trackers(config.logging, folder, run_info, resumed=_resumes(config, folder), say=say)
+    return Trackers(config.logging, folder, run_info, resumed=_resumes_run(config, folder), say=say)
 
 
-def _hardware() -> dict[str, Any]:
+def _describe_hardware() -> dict[str, Any]:
     """Return the name and processor of this host, the device of this rank and the number of ranks."""
-    return {**host(), "device": device.name(), "ranks": device.world_size()}
+    return {**describe_host(), "device": device.product_name(), "ranks": device.world_size()}
 
 
-def _resumes(config: RunConfig, folder: RunFolder) -> bool:
+def _resumes_run(config: RunConfig, folder: RunFolder) -> bool:
     """Return whether a job resumes the run that its run folder contains, instead of starting a new one."""
     return folder.has_begun() and config.checkpoint.resume != "never"
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
-    """Describe a rank by its roles and its coordinates in each of them.
+    """Return a text with a rank's roles and its coordinates in each of them, for messages.
 
     Example: ``rank 1 (actor: tensor 0, pipeline 1, data 0; rollout: replica 0, tensor 1)``.
     """
-    roles = []
+    role_texts = []
     for role, layout in role_layouts(config, device.world_size()).items():
         # `export` runs on any number of ranks, for which the layouts of the run's roles may be invalid.
         if rank not in layout.ranks or problems(layout):
@@ -281,12 +284,12 @@ def describe_rank(config: RunConfig, rank: int) -> str:
 
         position = layout.coordinates(rank)
         if role == "rollout":
-            roles.append(f"rollout: replica {position.data}, tensor {position.tensor}")
+            role_texts.append(f"rollout: replica {position.data}, tensor {position.tensor}")
         else:
-            roles.append(
+            role_texts.append(
                 f"{role}: tensor {position.tensor}, pipeline {position.pipeline}, data {position.data}"
             )
-    return f"rank {rank} ({'; '.join(roles) or 'no role'})"
+    return f"rank {rank} ({'; '.join(role_texts) or 'no role'})"
 
 
 # Failures.
@@ -302,7 +305,7 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        # Python raises this only outside `report_stop`, which handles SIGINT.
+        # Python raises this only outside `handle_stop_signals`, which handles SIGINT.
         raise
     except Stopped as stopped:
         # All ranks have saved their state. Only the rank with the error reports it.
@@ -382,7 +385,7 @@ class Stopped(BaseException):
         self.error = error
 
 
-class Stop:
+class StopRequest:
     """State of this rank's stop request, and handler of the signals that request a stop.
 
     ``signal_number``: the signal that requested a stop, or None without a request.
@@ -390,36 +393,40 @@ class Stop:
 
     Arguments:
         phases: current phase and step of this rank.
-        console: file descriptor for messages.
-        seconds: maximum time from a request until its step has ended and is saved.
+        console_descriptor: file descriptor to which messages are written.
+        stop_seconds: maximum time from a request until its step has ended and is saved.
     """
 
     def __init__(
         self,
         rank_text: str,
         phases: Phases,
-        console: int,
-        seconds: float,
+        console_descriptor: int,
+        stop_seconds: float,
     ) -> None:
         self.signal_number: int | None = None
         self.rank_text = rank_text
         self._phases = phases
-        self._console = console
-        self._seconds = seconds
+        self._console_descriptor = console_descriptor
+        self._stop_seconds = stop_seconds
         self._can_save = False
         self._last_request = 0.0
         self._main_thread = threading.main_thread().ident
 
     @contextmanager
-    def saves(self) -> Iterator[None]:
-        """Defer a requested stop to the end of a step, in which `Job.stop_if_asked` saves a checkpoint."""
+    def defer_stops(self) -> Iterator[None]:
+        """Inside the block, defer a requested stop to the end of the step.
+
+        There `Job.stop_if_requested` saves a checkpoint and stops the run. Outside, a signal ends the process
+        immediately.
+        """
         self._can_save = True
         try:
             yield
         finally:
             self._can_save = False
 
-    def handle(self, number: int) -> None:
+    def handle_signal(self, signal_number: int) -> None:
         """Handle a signal: request a stop after the step, or end the process immediately.
 
         The process ends immediately if the step cannot be saved, or a stop has already been requested. A
@@ -427,47 +434,47 @@ class Stop:
         """
         # Slurm and torchrun may both deliver the same SIGUSR1: the second delivery is no second request.
         is_echo = time.monotonic() - self._last_request < ECHO_SECONDS
-        if number == self.signal_number == signal.SIGUSR1 and is_echo:
+        if signal_number == self.signal_number == signal.SIGUSR1 and is_echo:
             return
 
         # A user who sends a second signal does not want to wait for the step.
-        name = signal.Signals(number).name
+        name = signal.Signals(signal_number).name
         if not self._can_save or self.signal_number is not None:
-            self._end(number)
-        self.signal_number = number
+            self._end_after_signal(signal_number)
+        self.signal_number = signal_number
         self._last_request = time.monotonic()
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
-        os.write(self._console, message.encode())
+        os.write(self._console_descriptor, message.encode())
 
         # Bound the wait: a step that waits for a lost rank never ends.
-        timer = threading.Timer(self._seconds, self._end, args=(number,))
+        timer = threading.Timer(self._stop_seconds, self._end_after_signal, args=(signal_number,))
         timer.daemon = True
         timer.start()
 
     def end_process(self, message: str, code: int = 1) -> None:
         """Print the message on the console and end the process immediately."""
-        os.write(self._console, f"\n{message}\n".encode())
+        os.write(self._console_descriptor, f"\n{message}\n".encode())
         os._exit(code)
 
-    def _end(self, number: int) -> None:
+    def _end_after_signal(self, signal_number: int) -> None:
         """End the process because of a signal; report its phase and the main thread's current calls."""
         calls = last_calls(self._main_thread)
         self.end_process(
             f"{self.rank_text} was stopped {self._phases.location}, inside {calls}",
-            128 + number,
+            128 + signal_number,
         )
 
 
 @contextmanager
-def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop]:
+def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> Iterator[StopRequest]:
     """Handle `SIGNALS` inside the block: request a stop after the step, or end the process immediately.
 
     Messages are written to the standard error at the block's start. If the step does not end within
-    ``seconds`` after a request, the process ends. Python runs signal handlers only between bytecode
+    ``stop_seconds`` after a request, the process ends. Python runs signal handlers only between bytecode
     instructions, so none would run while a collective blocks. Here a signal wakes a separate thread, which
     handles it.
     """
-    console = os.dup(2)
+    console_descriptor = os.dup(2)
     read_end, write_end = os.pipe()
     # `signal.set_wakeup_fd` requires a non-blocking descriptor.
     os.set_blocking(write_end, False)
@@ -475,18 +482,18 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
     # Under nohup a process must outlive its terminal, so SIGHUP remains ignored. This does not apply under
     # torchrun, which kills ranks that ignore the signals that it forwards.
     nohup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    handled = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
-    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+    handled_signals = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
+    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals}
     old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    stop = Stop(rank_text, phases, console, seconds)
+    stop = StopRequest(rank_text, phases, console_descriptor, stop_seconds)
 
     def listen() -> None:
         while received := os.read(read_end, 1):
             if received[0] in SIGNALS:
-                stop.handle(received[0])
+                stop.handle_signal(received[0])
 
     # A daemon thread does not keep the process alive after its main thread has ended.
-    listener = threading.Thread(target=listen, name="report_stop", daemon=True)
+    listener = threading.Thread(target=listen, name="stop_signals", daemon=True)
     listener.start()
     try:
         yield stop
@@ -498,7 +505,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
         os.close(write_end)
         listener.join()
         os.close(read_end)
-        os.close(console)
+        os.close(console_descriptor)
 
 
 # The user's code: every process of a run executes copies of the files, made at the run's start.
@@ -509,22 +516,25 @@ def copy_code(job: Job) -> None:
 
     Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
     """
-    files = _code_files(job) if job.main else None
+    files = _load_code_files(job) if job.main else None
     activate_copies(gather_objects(files)[0])
 
 
-def code_of(config: RunConfig) -> Iterator[str]:
-    """Yield the user's functions that run in contained processes, as ``module:name`` or ``file.py:name``."""
+def contained_functions(config: RunConfig) -> Iterator[str]:
+    """Yield the configured functions of the user that run in sandboxed (contained) processes.
+
+    Each is a text ``module:name`` or ``file.py:name``.
+    """
     reward = config.reward
     if reward.function is not None:
         yield reward.function
     if reward.judge is not None:
         yield reward.judge.parser
-        if is_function(reward.judge.template):
+        if is_function_path(reward.judge.template):
             yield reward.judge.template
 
     for settings in config.evaluation.sets.values():
-        yield from settings.functions().values()
+        yield from settings.user_functions().values()
 
     if config.rollout.filters.function is not None:
         yield config.rollout.filters.function
@@ -532,31 +542,31 @@ def code_of(config: RunConfig) -> Iterator[str]:
         yield config.rollout.environment.name
 
 
-def _code_files(job: Job) -> dict[str, bytes]:
-    """Return path -> content of the user's code files, from the copy in use or from a new copy."""
+def _load_code_files(job: Job) -> dict[str, bytes]:
+    """Return the user's code files (path -> content), from the copy in use or from a new copy."""
     folder = job.folder.code
     try:
-        old_name = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
+        used_copy = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
-        old_name = ""
+        used_copy = ""
 
     # After a restart by the launcher, the files may have been edited since the start of the run.
-    if old_name and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        files = read_copy(folder / old_name)
+    if used_copy and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        files = read_copy(folder / used_copy)
         if files is not None:
             return files
-        job.say(f"warning: {folder / old_name} was changed or is not complete; the code is copied again")
+        job.say(f"warning: {folder / used_copy} was changed or is not complete; the code is copied again")
 
-    files = read_code(code_of(job.config))
+    files = read_code(contained_functions(job.config))
     if not files:
         return files
 
     # A copy's name is derived from its content, so that unchanged files share the copy of the previous run.
-    copy = write_copy(folder, files)
-    resumes = _resumes(job.config, job.folder)
-    if old_name and old_name != copy.name and resumes:
-        job.say(f"warning: this run resumes with other code: {folder / old_name} was used, now {copy}")
-    write_text(folder / CURRENT_CODE, copy.name + "\n")
+    new_copy = write_copy(folder, files)
+    resumes = _resumes_run(job.config, job.folder)
+    if used_copy and used_copy != new_copy.name and resumes:
+        job.say(f"warning: this run resumes with other code: {folder / used_copy} was used, now {new_copy}")
+    write_text(folder / CURRENT_CODE, new_copy.name + "\n")
     return files
 
 
@@ -572,21 +582,22 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
-def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
+def lock_run_folder(run_dir: Path, console: Any = None) -> Iterator[None]:
     """Lock the run folder inside the block, on the rank that writes there; raise UserError if it is locked.
 
-    It is locked if another process holds the operating system's lock. Not every file system shares these
-    locks between hosts, so the lock file's modification time is used, too: the job that holds the lock
+    The folder is locked if another process holds the operating system's lock. Not every file system shares
+    these locks between hosts, so the lock file's modification time is used, too: the job that holds the lock
     updates it (a heartbeat). If the file names a job on another host, this waits until there was no heartbeat
-    for `STALE_SECONDS`, and then acquires the lock.
+    for `STALE_SECONDS`, and then acquires the lock. ``console``: stream for a message while this waits, or
+    None.
     """
     # The file is never removed: otherwise two jobs could lock two different files of the same name.
     path = run_dir / "run.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     stop_heartbeat = threading.Event()
     try:
-        if not _acquire(descriptor):
-            raise _locked_error(path, _holder(path))
+        if not _acquire_lock(descriptor):
+            raise _locked_error(path, _read_lock_holder(path))
         _wait_until_stale(path, console)
 
         # The error of another job that cannot lock the folder shows these values.
@@ -598,7 +609,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(content).encode(), 0)
         heartbeat = threading.Thread(
-            target=_heartbeat,
+            target=_send_heartbeats,
             args=(descriptor, stop_heartbeat),
             name="run_lock",
             daemon=True,
@@ -615,7 +626,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _acquire(descriptor: int) -> bool:
+def _acquire_lock(descriptor: int) -> bool:
     """Acquire the operating system's lock; return False if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -628,8 +639,11 @@ def _acquire(descriptor: int) -> bool:
 
 
 def _wait_until_stale(path: Path, console: Any) -> None:
-    """Wait until the job that the lock file names counts as dead; raise UserError at its next heartbeat."""
-    holder = _holder(path)
+    """Wait until the job that the lock file names counts as dead; raise UserError if it sends a heartbeat.
+
+    ``console``: stream for a message about the wait, or None.
+    """
+    holder = _read_lock_holder(path)
     # A job on this host is dead: otherwise it would hold the operating system's lock, which we have acquired.
     if not holder or holder.get("host") == socket.gethostname():
         return
@@ -657,7 +671,7 @@ def _file_system_time(folder: Path) -> float:
         return os.stat(probe.name).st_mtime
 
 
-def _holder(path: Path) -> dict[str, Any]:
+def _read_lock_holder(path: Path) -> dict[str, Any]:
     """Return host, process and start time of the job that the lock file names, or {} if it names none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -668,19 +682,19 @@ def _holder(path: Path) -> dict[str, Any]:
 
 def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
     """Return the error for a run folder that the job ``holder`` has locked."""
-    values = {"process": "?", "host": "?", "since": "?"} | holder
+    holder_values = {"process": "?", "host": "?", "since": "?"} | holder
     return UserError(
         "another job trains in this run folder",
         where=str(path.parent),
         expected="a folder that no job is writing to",
-        got="process {process} on {host}, since {since}".format_map(values),
+        got="process {process} on {host}, since {since}".format_map(holder_values),
         fix="wait for that job, end it, or set another run_dir",
     )
 
 
-def _heartbeat(descriptor: int, stop: threading.Event) -> None:
+def _send_heartbeats(lock_descriptor: int, stop: threading.Event) -> None:
     """Update the lock file's modification time every `HEARTBEAT_SECONDS` until ``stop`` is set."""
     while not stop.wait(HEARTBEAT_SECONDS):
         # A file system that is temporarily unavailable must not end the run.
         with contextlib.suppress(OSError):
-            os.utime(descriptor)
+            os.utime(lock_descriptor)

@@ -14,15 +14,15 @@ from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
 from megatron_rl.durable import write_text
-from megatron_rl.metrics import is_measurable, number_text, read_lines
+from megatron_rl.metrics import is_measurable, number_text, read_metric_lines
 from megatron_rl.trainer.trackers import Trackers
 
-MAX_SPANS = 8
-"""Maximum number of ranges that `spans` lists."""
+MAX_STEP_RANGES = 8
+"""Maximum number of ranges that `format_step_ranges` lists."""
 PLAIN_SECONDS = 10.0
 """Minimum seconds between two progress lines on a console that is not a terminal."""
 _LONGEST_CLOCK = 1e15
-"""From this number of seconds on, `clock` prints seconds instead of hours and minutes."""
+"""From this number of seconds on, `format_clock` prints seconds instead of hours and minutes."""
 
 WIDTH = 100
 """Maximum number of columns of a step's console line."""
@@ -58,13 +58,16 @@ _SHOWN_PHASES = 2
 """Number of phases that a step's console line shows, namely the longest ones."""
 
 
-def accuracies(names: Iterable[str]) -> list[str]:
-    """Return those of the metrics ``names`` that are accuracies of evaluation sets."""
+def accuracy_names(names: Iterable[str]) -> list[str]:
+    """Return the metrics among ``names`` that are accuracies of evaluation sets."""
     return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
 
 
-def _health_texts(values: Mapping[str, float]) -> list[str]:
-    """Return a text with the first health rule that fires and the number of others; [] if none fires."""
+def _format_health(values: Mapping[str, float]) -> list[str]:
+    """Return [text] with the first health rule that fires and the number of others; [] if none fires.
+
+    ``values``: metrics of a step.
+    """
     prefix = "health/"
     firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
     if not firing:
@@ -75,20 +78,23 @@ def _health_texts(values: Mapping[str, float]) -> list[str]:
     return [text]
 
 
-def _phases_text(values: Mapping[str, float]) -> str:
-    """Return the seconds of a step's longest phases as text, in the order in which they run."""
+def _format_phases(values: Mapping[str, float]) -> str:
+    """Return the seconds of a step's longest phases as text, in the order in which they run.
+
+    ``values``: metrics of the step.
+    """
     seconds = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
     # The time of an evaluation is in the metrics of a step, but is not part of the step.
     if "time/step" in values:
         seconds.pop("evaluate", None)
     longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
-    text = ", ".join(f"{name} {_seconds_text(seconds[name])}" for name in seconds if name in longest)
+    text = ", ".join(f"{name} {_format_seconds(seconds[name])}" for name in seconds if name in longest)
     if not text:
         return ""
     return f"({text})"
 
 
-def _seconds_text(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     """Format seconds with three significant digits and without an exponent."""
     if abs(seconds) < 1000:
         return number_text(seconds, ".3g")
@@ -96,7 +102,7 @@ def _seconds_text(seconds: float) -> str:
 
 
 def _wrap_results(line: str, results: Sequence[str]) -> list[str]:
-    """Append result texts to a line; those that do not fit into `WIDTH` columns become further lines."""
+    """Append results to a line; those that do not fit into `WIDTH` columns start further lines."""
     lines = [line]
     for result in results:
         if len(lines[-1]) + len(result) + 2 <= WIDTH:
@@ -142,15 +148,15 @@ class MetricsLog:
         if resumed_step is None:
             set_aside(self.path)
         else:
-            self._cut_after(resumed_step)
+            self._remove_lines_after(resumed_step)
 
         self._file = self.path.open("a")
         self._trackers = trackers
         if trackers is not None:
-            trackers.begin(phase, resumed_step)
+            trackers.begin_phase(phase, resumed_step)
 
         # Needed to estimate the remaining time.
-        self._start = time.monotonic()
+        self._start_time = time.monotonic()
         self._first_step = resumed_step or 0
 
     def write(
@@ -160,75 +166,83 @@ class MetricsLog:
         to_console: bool = True,
     ) -> None:
         """Write the metrics of ``step``; values that are not finite are stored as null."""
-        stored = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **stored}, allow_nan=False) + "\n")
+        stored_values = {
+            name: float(value) if is_measurable(value) else None for name, value in values.items()
+        }
+        self._file.write(json.dumps({"step": step, **stored_values}, allow_nan=False) + "\n")
         self._file.flush()
 
         # Flush to the disk: a checkpoint that survives a crash of the machine needs the lines up to its step.
         os.fsync(self._file.fileno())
 
         if self._trackers is not None:
-            measurable = {name: value for name, value in stored.items() if value is not None}
+            measurable = {name: value for name, value in stored_values.items() if value is not None}
             self._trackers.write(self.phase, step, measurable)
         if to_console:
-            self.console.write(self.line(step, values) + "\n")
+            self.console.write(self.format_line(step, values) + "\n")
             self.console.flush()
 
-    def line(self, step: int, values: Mapping[str, float]) -> str:
-        """Return the console text of a step: a line of at most `WIDTH` columns, with evaluation results."""
-        width = len(str(self.total_steps))
-        columns = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
-        end: list[str] = []
+    def format_line(self, step: int, values: Mapping[str, float]) -> str:
+        """Return the console text of a step: a line of at most `WIDTH` columns, with evaluation results.
+
+        ``values``: metrics of the step.
+        """
+        step_width = len(str(self.total_steps))
+        columns = [f"{self.phase} {step:>{step_width}}/{self.total_steps}"]
+        last_columns: list[str] = []
         # Show failed rewards only if there are any.
         if values.get("reward/invalid"):
-            end.append(f"invalid {number_text(values['reward/invalid'], '.3f')}")
-        end += _health_texts(values)
+            last_columns.append(f"invalid {number_text(values['reward/invalid'], '.3f')}")
+        last_columns += _format_health(values)
         if "time/step" in values:
-            end.append(f"{_seconds_text(values['time/step'])} s")
+            last_columns.append(f"{_format_seconds(values['time/step'])} s")
 
         # Estimate the remaining time from the mean time of this process's steps.
         steps_taken = step - self._first_step
         if steps_taken > 0 and step < self.total_steps:
-            seconds_per_step = (time.monotonic() - self._start) / steps_taken
-            end.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
+            seconds_per_step = (time.monotonic() - self._start_time) / steps_taken
+            last_columns.append(f"eta {format_clock(seconds_per_step * (self.total_steps - step))}")
 
         # Add further texts in order of importance while they fit: phases before most metrics.
-        phases = _phases_text(values)
+        phases = _format_phases(values)
         metrics = [
             f"{label} {number_text(values[name], number_format)}"
             for label, name, number_format in COLUMNS
             if name in values
         ]
         # The first metric, such as the reward, takes precedence over the phases.
-        if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:
+        if len("  ".join([*columns, *metrics[:1], *last_columns, phases])) > WIDTH:
             phases = ""
-        reserved = len("  ".join(filter(None, [*end, phases])))
+        reserved = len("  ".join(filter(None, [*last_columns, phases])))
         for metric in metrics:
             if len("  ".join([*columns, metric])) + 2 + reserved <= WIDTH:
                 columns.append(metric)
-        if phases and len("  ".join([*columns, *end, phases])) <= WIDTH:
+        if phases and len("  ".join([*columns, *last_columns, phases])) <= WIDTH:
             # The remaining time comes last.
-            is_eta_last = bool(end) and end[-1].startswith("eta")
-            end.insert(len(end) - is_eta_last, phases)
-        line = "  ".join([*columns, *end])
-        results = [f"{name} {values[name]:.3f}" for name in accuracies(values)]
+            phases_position = len(last_columns)
+            if last_columns and last_columns[-1].startswith("eta"):
+                phases_position -= 1
+            last_columns.insert(phases_position, phases)
+        line = "  ".join([*columns, *last_columns])
+        results = [f"{name} {values[name]:.3f}" for name in accuracy_names(values)]
         return "\n    ".join(_wrap_results(line, results))
 
-    def _cut_after(self, step: int) -> None:
-        """Remove the lines of later steps; warn of missing lines, and of removed ones that will not return.
+    def _remove_lines_after(self, step: int) -> None:
+        """Remove the lines of steps after ``step`` from the metrics file of a run that resumes there.
 
-        The file is copied before lines are removed that no later step will replace.
+        Warns of missing lines, and of lines after the run's last step, which no later step will write again:
+        the file is copied before those are removed.
         """
-        lines, damaged = read_lines(self.path)
+        lines, damaged = read_metric_lines(self.path)
         # A step that ran twice has two lines: retain the later one.
-        line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
-        retained = [text for number, text in sorted(line_of.items()) if number <= step]
-        missing_steps = [number for number in range(1, step + 1) if number not in line_of]
-        steps_beyond_end = [number for number in line_of if number > self.total_steps]
+        line_by_step = {line["step"]: json.dumps(line) + "\n" for line in lines}
+        retained = [text for line_step, text in sorted(line_by_step.items()) if line_step <= step]
+        missing_steps = [line_step for line_step in range(1, step + 1) if line_step not in line_by_step]
+        steps_beyond_end = [line_step for line_step in line_by_step if line_step > self.total_steps]
 
         if missing_steps or steps_beyond_end:
             if missing_steps:
-                reason = f"has no line of steps {spans(missing_steps)}"
+                reason = f"has no line of steps {format_step_ranges(missing_steps)}"
             else:
                 reason = f"has lines up to step {max(steps_beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
@@ -273,12 +287,12 @@ class Progress:
         self.console = console if console is not None else sys.stdout
         self._count = 0
         self._bar: Any = None
-        self._start = 0.0
-        self._last_line = 0.0
+        self._start_time = 0.0
+        self._last_line_time = 0.0
 
     def __enter__(self) -> Progress:
-        self._start = time.monotonic()
-        self._last_line = self._start
+        self._start_time = time.monotonic()
+        self._last_line_time = self._start_time
         if self.enabled and self.console.isatty():
             self._bar = self._start_bar()
         elif self.enabled:
@@ -317,8 +331,8 @@ class Progress:
 
         # Lines of text accumulate in a log file, so print one every few seconds only.
         now = time.monotonic()
-        if self.enabled and now - self._last_line >= PLAIN_SECONDS:
-            self._last_line = now
+        if self.enabled and now - self._last_line_time >= PLAIN_SECONDS:
+            self._last_line_time = now
             line = f"{self.title} {self._count}"
             if self.total is not None:
                 line += f"/{self.total}"
@@ -326,8 +340,8 @@ class Progress:
                 line += f"  {note}"
             self._print(line)
 
-    def begin(self, name: str) -> None:
-        """Show the ``name`` of the current part of the phase, such as a model to be built."""
+    def show_part(self, name: str) -> None:
+        """Show the ``name`` of the part of the phase that begins now, such as the model to be built."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], note=name)
         elif self.enabled:
@@ -342,7 +356,7 @@ class Progress:
             self._bar.stop()
         if self.enabled:
             outcome = "done" if kind is None else "stopped"
-            self._print(f"{self.title}: {outcome} after {clock(time.monotonic() - self._start)}")
+            self._print(f"{self.title}: {outcome} after {format_clock(time.monotonic() - self._start_time)}")
 
     def _print(self, text: str) -> None:
         self.console.write(text + "\n")
@@ -350,23 +364,23 @@ class Progress:
 
 
 @contextlib.contextmanager
-def output_to(path: Path, main: bool) -> Iterator[TextIO]:
+def redirect_output(path: Path, is_main: bool) -> Iterator[TextIO]:
     """Redirect the output of this process to ``path`` inside the block; yield the console.
 
     File descriptors are redirected, which includes the output of C libraries. The console is the original
-    standard output on the ``main`` rank, and the log file on others. When the block ends, even by an
-    exception, the output is restored, so that errors are shown to the user.
+    standard output if ``is_main``, and the log file otherwise. When the block ends, even by an exception, the
+    output is restored, so that errors are shown to the user.
     """
     # Write buffered text to the original target first.
     sys.stdout.flush()
     sys.stderr.flush()
-    saved = (os.dup(1), os.dup(2))
+    saved_descriptors = (os.dup(1), os.dup(2))
     with path.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
     # Line-buffered, so that each line is visible immediately.
-    console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
+    console = os.fdopen(os.dup(saved_descriptors[0] if is_main else 1), "w", buffering=1)
 
     try:
         yield console
@@ -375,12 +389,12 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
         console.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        for target, descriptor in zip((1, 2), saved, strict=True):
-            os.dup2(descriptor, target)
+        for standard_descriptor, descriptor in zip((1, 2), saved_descriptors, strict=True):
+            os.dup2(descriptor, standard_descriptor)
             os.close(descriptor)
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Format seconds as a clock shows them: ``0:07``, ``12:34`` or ``1:02:03``."""
     # `not <` instead of `>=`, so that this branch handles NaN, too.
     if not abs(seconds) < _LONGEST_CLOCK:
@@ -393,8 +407,8 @@ def clock(seconds: float) -> str:
     return f"{minute}:{second:02}"
 
 
-def spans(steps: Sequence[int]) -> str:
-    """Format ascending steps as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
+def format_step_ranges(steps: Sequence[int]) -> str:
+    """Format ascending steps as ranges such as ``1-3, 7``, at most `MAX_STEP_RANGES` of them."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and ranges[-1][1] == step - 1:
@@ -403,5 +417,5 @@ def spans(steps: Sequence[int]) -> str:
             ranges.append([step, step])
 
     texts = [f"{first}-{last}" if last > first else str(first) for first, last in ranges]
-    text = ", ".join(texts[:MAX_SPANS])
-    return f"{text} and more" if len(texts) > MAX_SPANS else text
+    text = ", ".join(texts[:MAX_STEP_RANGES])
+    return f"{text} and more" if len(texts) > MAX_STEP_RANGES else text

@@ -50,10 +50,10 @@ from megatron_rl.trainer.rewards import (
     ScoredBatch,
     combine_rounds,
     compute_rewards,
-    prompts_to_add,
+    count_prompts_to_add,
     record_groups,
 )
-from megatron_rl.trainer.sample import RolloutSource, refill
+from megatron_rl.trainer.sample import RolloutSource, refill_filtered_rows
 from megatron_rl.types import (
     Rollouts,
     Scores,
@@ -76,7 +76,7 @@ class StepResult:
     metrics: Metrics
     """Metrics of the whole batch, equal on every rank that trained."""
     local_metrics: Metrics
-    """Metrics of this rank only, which `gather_step` sums over the ranks."""
+    """Metrics of this rank only, which `gather_step_metrics` sums over the ranks."""
     batch: ScoredBatch | None
     """The rows of the step with their rewards; None if the step computed no rewards. ``failures`` and
     ``metrics`` of the batch are those of this rank only."""
@@ -144,16 +144,16 @@ class SameStepBatches:
         """
         rounds: list[ScoredBatch] = []
         sync_metrics = Metrics()
-        while prompt_count := prompts_to_add(rounds, self.algorithm, self.config):
+        while prompt_count := count_prompts_to_add(rounds, self.algorithm, self.config):
             # Every round of a step has a different seed, see `step_seed`.
             seed = step_seed(self.config, step) + len(rounds)
             with (
                 phase("generate"),
                 self.roles.hybrid_engine.generation_mode() as round_metrics,
             ):
-                pending = self.source.start(prompt_count, seed)
-                sampled = self.source.finish(pending, learners)
-                sampled = refill(self.source, sampled, seed, learners)
+                pending = self.source.start_round(prompt_count, seed)
+                sampled = self.source.finish_round(pending, learners)
+                sampled = refill_filtered_rows(self.source, sampled, seed, learners)
 
             with phase("reward"):
                 rounds.append(compute_rewards(self.roles, sampled, learners))
@@ -206,7 +206,7 @@ def train_step(
                     learners,
                 )
 
-            result = _step_result(
+            result = _make_step_result(
                 batch,
                 train_batch,
                 batch_metrics,
@@ -229,26 +229,26 @@ def compute_log_probs(
     step: int,
     learners: ReplicaGroup,
     *,
-    actor_scores: bool = False,
+    force_actor: bool = False,
 ) -> ScoredBatch:
     """Run the actor, critic and reference forward passes and attach their log-probs and values.
 
     The actor's pass is skipped if the first pass of `update_weights` computes the same log-probs;
-    ``actor_scores`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in its
+    ``force_actor`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in its
     ``columns``. Collective over the learners.
     """
     roles_to_run = list(roles.scorers.values())
-    if actor_scores or roles.scoring_pass or not actor_learns(config, roles, step):
+    if force_actor or roles.scoring_pass or not actor_learns(config, roles, step):
         roles_to_run.insert(0, roles.actor)
 
     # Requests to a teacher's server run in a thread while the roles compute.
-    pending: Future[TeacherResults] | None = None
-    served = roles.served_teacher
+    pending_results: Future[TeacherResults] | None = None
+    served_teacher = roles.served_teacher
     rows_by_role = _rows_by_teacher(batch, roles, config)
-    if served is not None:
-        served_rows = rows_by_role.get(served.name)
+    if served_teacher is not None:
+        served_rows = rows_by_role.get(served_teacher.name)
         rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
-        pending = served.start(rollouts, learners.rank == learners.ranks[0])
+        pending_results = served_teacher.start_requests(rollouts, learners.rank == learners.ranks[0])
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
     shards: list[tuple[list[int] | None, RowShard]] = []
@@ -266,9 +266,10 @@ def compute_log_probs(
             columns |= outputs
         else:
             _scatter_columns(columns, outputs, batch.rollouts.lengths, rows)
-    if pending is not None:
-        assert served is not None
-        batch = _add_served_columns(batch, columns, pending.result(), rows_by_role.get(served.name), learners)
+    if pending_results is not None:
+        assert served_teacher is not None
+        served_rows = rows_by_role.get(served_teacher.name)
+        batch = _add_served_columns(batch, columns, pending_results.result(), served_rows, learners)
 
     # Store the outputs in the fields of `Scores`; the remaining ones are extra columns.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
@@ -287,14 +288,15 @@ def _rows_by_teacher(
     """
     if not config.teachers:
         return {}
-    teachers = teacher_of_task(config)
-    names = [name for name in roles.scorers if name == TEACHER.name or name in teachers.values()]
-    other_tasks = TEACHER.name
+    teacher_by_task = teacher_of_task(config)
+    task_teachers = (TEACHER.name, *teacher_by_task.values())
+    teacher_names = [name for name in roles.scorers if name in task_teachers]
+    default_teacher = TEACHER.name
     if roles.served_teacher is not None:
-        other_tasks = roles.served_teacher.name
-        names.append(other_tasks)
+        default_teacher = roles.served_teacher.name
+        teacher_names.append(default_teacher)
     # The algorithm may use none of them.
-    if not names:
+    if not teacher_names:
         return {}
 
     # A script with its own step may score rows without their prompts.
@@ -307,19 +309,19 @@ def _rows_by_teacher(
             fix="use one `teacher` for all tasks",
         )
 
-    rows: dict[str, list[int]] = {section_of(name): [] for name in names}
+    rows_by_section: dict[str, list[int]] = {section_of(name): [] for name in teacher_names}
     for row, task in enumerate(batch.prompts.tasks):
-        section = section_of(teachers.get(task, other_tasks))
-        if section not in rows:
+        section = section_of(teacher_by_task.get(task, default_teacher))
+        if section not in rows_by_section:
             raise UserError(
                 f"the task {task!r} has no teacher",
                 where="teachers",
-                expected=f"a teacher for each task; they have {', '.join(sorted(teachers))}",
+                expected=f"a teacher for each task; they have {', '.join(sorted(teacher_by_task))}",
                 got=f"a response to {task!r}",
                 fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
             )
-        rows[section].append(row)
-    return rows
+        rows_by_section[section].append(row)
+    return rows_by_section
 
 
 def _scatter_columns(
@@ -328,12 +330,16 @@ def _scatter_columns(
     lengths: Tensor,
     rows: list[int],
 ) -> None:
-    """Write the outputs for some rows into columns of all rows, which are 0 where no role has written."""
-    index = token_index(lengths, torch.tensor(rows, dtype=torch.long))
+    """Write a role's outputs for some rows into ``columns``, which have the tokens of all rows.
+
+    ``outputs``: name -> values of the tokens of ``rows`` (row indices). ``lengths``: number of tokens of each
+    row of the batch. Tokens to which no role has written are 0.
+    """
+    token_indices = token_index(lengths, torch.tensor(rows, dtype=torch.long))
     for name, values in outputs.items():
         if name not in columns:
             columns[name] = values.new_zeros((int(lengths.sum()), *values.shape[1:]))
-        columns[name][index] = values
+        columns[name][token_indices] = values
 
 
 def _add_served_columns(
@@ -343,9 +349,9 @@ def _add_served_columns(
     rows: list[int] | None,
     learners: ReplicaGroup,
 ) -> ScoredBatch:
-    """Write a served teacher's outputs into ``columns``, and return the batch without its failed rows.
+    """Write a served teacher's outputs into ``columns``; return the batch with failed rows marked invalid.
 
-    ``rows`` are those of its tasks, or None for all. Collective over the learners.
+    ``rows``: indices of the rows of its tasks, or None for all rows. Collective over the learners.
     """
     if rows is None:
         rows = list(range(len(batch.rollouts)))
@@ -353,24 +359,22 @@ def _add_served_columns(
     _scatter_columns(columns, gathered.tokens, batch.rollouts.lengths, rows)
 
     # A row without log-probs is invalid everywhere, as one without a reward.
-    failed = {
-        row for row, is_valid in zip(rows, gathered.values[VALID].tolist(), strict=True) if not is_valid
-    }
+    has_log_probs = gathered.values[VALID].tolist()
+    failed_rows = {row for row, is_valid in zip(rows, has_log_probs, strict=True) if not is_valid}
     valid = batch.scores.valid.clone()
-    valid[sorted(failed)] = False
+    valid[sorted(failed_rows)] = False
     reasons = tuple(
-        NO_LOG_PROBS if row in failed and reason is None else reason
+        NO_LOG_PROBS if row in failed_rows and reason is None else reason
         for row, reason in enumerate(batch.reasons)
     )
+    # The teacher numbers only the rows that it received.
+    teacher_failures = [failure._replace(row=rows[failure.row]) for failure in results.failures]
     return replace(
         batch,
         scores=replace(batch.scores, valid=valid),
         reasons=reasons,
         metrics=batch.metrics + results.metrics,
-        failures=(
-            *batch.failures,
-            *(failure._replace(row=rows[failure.row]) for failure in results.failures),
-        ),
+        failures=(*batch.failures, *teacher_failures),
     )
 
 
@@ -402,8 +406,9 @@ def update_weights(
     """
 
     def compare_with_engine(scores: Scores) -> None:
+        """Raise MismatchError if the actor's log-probs differ too much from the engine's."""
         valid = valid_rows(batch.rollouts, scores, algorithm)
-        difference = fresh_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
+        difference = fresh_log_prob_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
         check_mismatch(difference, config.mismatch)
 
     # If `compute_log_probs` ran the actor, raise a mismatch before any role's weights change.
@@ -462,13 +467,13 @@ def scatter_log_probs(
     0.
     """
     assert minibatch.position is not None
-    index = token_index(lengths, minibatch.position)
+    token_indices = token_index(lengths, minibatch.position)
     zeros = torch.zeros(int(lengths.sum()))
-    columns = {name: zeros.index_put((index,), values) for name, values in outputs.tokens.items()}
+    columns = {name: zeros.index_put((token_indices,), values) for name, values in outputs.tokens.items()}
     return replace(scores, **columns)
 
 
-def _step_result(
+def _make_step_result(
     batch: ScoredBatch,
     train_batch: TrainBatch,
     batch_metrics: Metrics,
@@ -490,7 +495,7 @@ def _step_result(
     return StepResult(batch_metrics, local_metrics, batch, state, advantages)
 
 
-def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
+def gather_step_metrics(result: StepResult | None, local_metrics: Metrics) -> Metrics:
     """Sum a step's local metrics over all ranks, and add the metrics of the batch. Collective over the world.
 
     This is the only gather of metrics in a step. A rank that only sampled has ``result`` None, and gets the
@@ -500,12 +505,12 @@ def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
         return gather_metrics(local_metrics)
 
     metrics = result.metrics + gather_metrics(local_metrics + result.local_metrics)
-    require_unrejected(metrics)
+    require_accepted_tokens(metrics)
     return metrics
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
-    """Return whether the actor is updated in ``step``, which it is not during the critic's warmup."""
+    """Return whether the actor is updated in ``step``, as in all steps but those of the critic's warmup."""
     return roles.critic is None or config.critic is None or step > config.critic.warmup_steps
 
 
@@ -526,10 +531,10 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     has_rewards = counts is not None and bool(counts.any())
     if has_rewards and not bool(batch.response_mask.any()):
         raise _no_tokens_error(metrics.values())
-    require_unrejected(metrics)
+    require_accepted_tokens(metrics)
 
 
-def require_unrejected(metrics: Metrics) -> None:
+def require_accepted_tokens(metrics: Metrics) -> None:
     """Raise UserError if importance-ratio rejection removed every token of the step.
 
     With `Correction.bypass`, this is only known after the update, from its metrics.
@@ -542,30 +547,30 @@ def require_unrejected(metrics: Metrics) -> None:
 
 def _no_tokens_error(values: Mapping[str, float]) -> UserError:
     """Return the error of a step in which no token has a loss."""
-    rejected = values.get("mismatch/rejected_fraction", 0.0)
+    rejected_fraction = values.get("mismatch/rejected_fraction", 0.0)
     log_ratio = -values.get("mismatch/kl", 0.0)
-    truncated = values.get("response/truncated_fraction", 0.0)
+    truncated_fraction = values.get("response/truncated_fraction", 0.0)
 
     # Two filters can remove every token: rejection by importance ratio, and the filter of truncated
     # responses.
-    if rejected:
-        path = "algorithm.correction.rejection"
+    if rejected_fraction:
+        setting = "algorithm.correction.rejection"
         fix = "widen the bands of rejection, lower asynchrony.steps_ahead or batch.optimizer_steps"
     else:
-        path = "algorithm.overlong.filter"
+        setting = "algorithm.overlong.filter"
         fix = "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false"
 
     return UserError(
         "no token of this step's responses is left to learn from",
-        where=path,
+        where=setting,
         expected="responses that take part in the loss",
-        got=f"{rejected:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "
-        f"{log_ratio:.1e}; {truncated:.0%} of the responses cut off",
+        got=f"{rejected_fraction:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "
+        f"{log_ratio:.1e}; {truncated_fraction:.0%} of the responses cut off",
         fix=fix,
     )
 
 
-def fresh_difference(
+def fresh_log_prob_difference(
     rollouts: Rollouts,
     scores: Scores,
     valid: Tensor,
@@ -587,8 +592,8 @@ def fresh_difference(
         versions = rollouts.policy_version[rows]
 
     # Sum in float64: float32 has too few digits for a large batch.
-    fresh = rollouts.response_mask & (versions == version) & valid[rows]
-    difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
+    is_fresh = rollouts.response_mask & (versions == version) & valid[rows]
+    difference = (scores.old_log_probs - rollouts.rollout_log_probs)[is_fresh].abs().double()
     if not len(difference):
         return None
     return float(difference.mean())
@@ -599,7 +604,7 @@ class MismatchError(RuntimeError):
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
-    """Raise MismatchError if the result of `fresh_difference` is above `mismatch.stop`.
+    """Raise MismatchError if the result of `fresh_log_prob_difference` is above `mismatch.stop`.
 
     The gradients would be those of a different policy than the one that sampled. The health rule ``mismatch``
     warns of smaller differences.
@@ -643,19 +648,19 @@ class Phases:
 
         After an exception, ``current`` remains this phase, so that the report of the failure can name it.
         """
-        outer = self.current
+        outer_phase = self.current
         self.current = name
         # Kernels are asynchronous: without this synchronization, the time of earlier kernels would be
         # included.
         device.synchronize()
-        start = time.perf_counter()
+        start_time = time.perf_counter()
 
         yield
 
         device.synchronize()
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start_time
         self._peak_bytes[name] = max(self._peak_bytes.get(name, 0), device.peak_memory(reset=True))
-        self.current = outer
+        self.current = outer_phase
 
     def metrics(self) -> Metrics:
         """Return and reset the measurements since the last call, as metrics to be maximised over ranks."""

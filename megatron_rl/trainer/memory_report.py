@@ -39,36 +39,36 @@ def out_of_memory_error(
     subject = rank_text
     if shortage.role:
         subject = f"{shortage.role} on rank {shortage.rank}"
-    got = shortage.message
+    details = shortage.message
     if shortage.tokens:
-        got += f"; micro-batches of up to {shortage.tokens:,} tokens"
+        details += f"; micro-batches of up to {shortage.tokens:,} tokens"
     if shortage.reason:
-        got += f"; the pass was not repeated: {shortage.reason}"
+        details += f"; the pass was not repeated: {shortage.reason}"
     tensors = "; ".join(shortage.tensors) or "none that Python reaches"
-    got += f"; largest tensors, without those saved for the backward pass: {tensors}"
+    details += f"; largest tensors, without those saved for the backward pass: {tensors}"
     return UserError(
         f"{subject} ran out of memory in the phase {phase} of step {step}",
         where=shortage.role or "the device",
-        expected=_estimate_text(config, shortage.rank, phase),
-        got=got,
-        fix=_fix(config, bool(shortage.role), phase),
+        expected=_format_estimate(config, shortage.rank, phase),
+        got=details,
+        fix=_advise_less_memory(config, bool(shortage.role), phase),
     )
 
 
-def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
-    """Return the memory that `check` estimates for a rank in a phase, as text with the largest items."""
+def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
+    """Return a text with the memory that `check` estimates for a rank in a phase, and the largest items."""
     # Phases of stages have other names, and use the memory of training.
     estimated_phase = phase if phase in ("generate", "score") else "learn"
     try:
         layouts = role_layouts(config, device.world_size())
-        shapes = {"actor": read_pretrained(Path(config.model.path) / "config.json").shape}
-        for path, model in explicit_model_paths(config).items():
-            if model is not None:
-                shapes[role_of(path)] = read_pretrained(Path(model) / "config.json").shape
+        shape_by_role = {"actor": read_pretrained(Path(config.model.path) / "config.json").shape}
+        for key, model_path in explicit_model_paths(config).items():
+            if model_path is not None:
+                shape_by_role[role_of(key)] = read_pretrained(Path(model_path) / "config.json").shape
         batch = None
         if config.job == TRAIN:
             batch = batch_plan(config, layouts)
-        plans = memory_plan(config, layouts, shapes, batch)
+        plans = memory_plan(config, layouts, shape_by_role, batch)
     except Exception as error:
         # Report the out-of-memory error even if the estimate fails.
         return f"a rank that fits; `check` has no estimate: {first_line(error)}"
@@ -79,25 +79,26 @@ def _estimate_text(config: RunConfig, rank: int, phase: str) -> str:
     items.sort(key=lambda item: -item.bytes)
     largest = ", ".join(f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS])
     return (
-        f"{plan.total(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, as `check` estimates: "
+        f"{plan.phase_peak(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, "
+        "as `check` estimates: "
         f"{largest}"
     )
 
 
-def _fix(config: RunConfig, in_pass: bool, phase: str) -> str:
+def _advise_less_memory(config: RunConfig, is_in_pass: bool, phase: str) -> str:
     """Return advice that names the configuration keys with which the phase needs less memory.
 
-    ``in_pass``: whether the memory ran out in a forward or backward pass, rather than elsewhere in the phase.
+    ``is_in_pass``: whether the memory ran out in a forward or backward pass, not elsewhere in the phase.
     """
     if phase == "generate":
         return "lower rollout.memory_fraction, or rollout.max_in_flight"
-    if not in_pass:
+    if not is_in_pass:
         return "set actor.offload=true or actor.optimizer.offload=true, or use more GPUs"
-    first = "lower batch.tokens_per_microbatch"
+    advice = "lower batch.tokens_per_microbatch"
     if config.batch.memory_target is not None:
-        first = "lower batch.memory_target"
+        advice = "lower batch.memory_target"
     elif config.batch.tokens_per_microbatch is not None:
-        first += f" (now {config.batch.tokens_per_microbatch})"
+        advice += f" (now {config.batch.tokens_per_microbatch})"
     if config.actor.recompute != "full":
-        first += ", set actor.recompute=full"
-    return f"{first}, or raise tensor or pipeline"
+        advice += ", set actor.recompute=full"
+    return f"{advice}, or raise tensor or pipeline"

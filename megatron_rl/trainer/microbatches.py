@@ -32,20 +32,20 @@ class MicroBatchControl:
         budget = state.budget
         if budget is None:
             return
-        reading = device.read_memory()
-        gib = job.config.gpu_memory_gib or 0.0
+        device_memory = device.read_memory()
+        configured_gib = job.config.gpu_memory_gib or 0.0
         job.say(
             f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens by the estimate of check"
         )
-        if reading is None:
+        if device_memory is None:
             job.say("batch.memory_target: a host measures no passes, so they stay as large")
-        elif reading.total < _SMALLER_DEVICE * gib * _GIB:
+        elif device_memory.total < _SMALLER_DEVICE * configured_gib * _GIB:
             raise UserError(
                 "the GPU has less memory than the configuration states",
                 where="gpu_memory_gib",
-                expected=f"{gib:g} GiB, of which batch.memory_target is a share",
-                got=f"{reading.total / _GIB:.1f} GiB on {device.name()}",
-                fix=f"set gpu_memory_gib={reading.total / _GIB:.1f}",
+                expected=f"{configured_gib:g} GiB, of which batch.memory_target is a share",
+                got=f"{device_memory.total / _GIB:.1f} GiB on {device.product_name()}",
+                fix=f"set gpu_memory_gib={device_memory.total / _GIB:.1f}",
             )
 
     def resume(self) -> None:
@@ -53,9 +53,9 @@ class MicroBatchControl:
         budget = self._state.budget
         if budget is not None and budget.tokens != budget.estimate:
             self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
-        self._apply()
+        self._apply_budget()
 
-    def _apply(self) -> None:
+    def _apply_budget(self) -> None:
         """Set the tokens per micro-batch of all roles from the budget, if there is one."""
         budget = self._state.budget
         if budget is None:
@@ -63,7 +63,7 @@ class MicroBatchControl:
         for role in self._roles.models:
             role.tokens_per_microbatch = budget.tokens
 
-    def after_step(self, values: Mapping[str, float]) -> Metrics:
+    def adapt_to_step(self, values: Mapping[str, float]) -> Metrics:
         """Adapt the budget to a step's memory use, and print a change.
 
         ``values``: the step's metrics, gathered over all ranks, so that all ranks compute the same budget.
@@ -74,16 +74,18 @@ class MicroBatchControl:
         if old_budget is None:
             return Metrics()
 
-        resident = values.get(RESIDENT_BYTES)
-        per_token = values.get(BYTES_PER_TOKEN)
-        budget = old_budget.after_step(resident, per_token, values.get(SPLIT_TOKENS))
+        resident_bytes = values.get(RESIDENT_BYTES)
+        bytes_per_token = values.get(BYTES_PER_TOKEN)
+        budget = old_budget.after_step(resident_bytes, bytes_per_token, values.get(SPLIT_TOKENS))
         self._state.budget = budget
-        self._apply()
+        self._apply_budget()
 
         if budget.tokens != old_budget.tokens:
             reason = "the repeated passes"
-            if resident is not None and per_token is not None:
-                reason = f"{resident / _GIB:.1f} GiB and {per_token / 2**20:.2f} MiB a token are in use"
+            if resident_bytes is not None and bytes_per_token is not None:
+                resident_gib = resident_bytes / _GIB
+                mib_per_token = bytes_per_token / 2**20
+                reason = f"{resident_gib:.1f} GiB and {mib_per_token:.2f} MiB a token are in use"
             self._job.say(
                 f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
                 f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}, of "
@@ -97,19 +99,19 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
 
     ``values``: the step's metrics, gathered over all ranks.
     """
-    split = values.get(SPLIT_TOKENS)
-    if split is None:
+    split_tokens = values.get(SPLIT_TOKENS)
+    if split_tokens is None:
         return
-    repeated = int(values[SPLIT_PASSES])
-    passes = "1 pass" if repeated == 1 else f"{repeated} passes"
+    pass_count = int(values[SPLIT_PASSES])
+    passes_text = "1 pass" if pass_count == 1 else f"{pass_count} passes"
     job.say(
-        f"step {job.phases.step}: {passes} of a role ran out of memory and succeeded in micro-batches of up "
-        f"to {int(split):,} tokens; {_advice(job.config)}"
+        f"step {job.phases.step}: {passes_text} of a role ran out of memory and succeeded in micro-batches "
+        f"of up to {int(split_tokens):,} tokens; {_advise_smaller_batches(job.config)}"
     )
 
 
-def _advice(config: RunConfig) -> str:
-    """Return a clause with the setting that makes micro-batches smaller, for the console."""
+def _advise_smaller_batches(config: RunConfig) -> str:
+    """Return advice for the console: the setting that makes micro-batches smaller."""
     if config.batch.memory_target is not None:
         return "the next steps have no larger ones; lower batch.memory_target"
     return "each such pass takes its time twice; lower batch.tokens_per_microbatch"

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import from_first_rank, require_intact_models
+from megatron_rl.checkpoint.folders import compute_on_first_rank, require_intact_models
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     save_megatron,
 )
 from megatron_rl.config.checkpoint_meta import (
-    check_same_model,
     is_checkpoint,
     model_identity,
+    require_same_model,
 )
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
@@ -28,10 +28,10 @@ from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
-from megatron_rl.errors import UserError, requires
-from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.errors import UserError, requirement_error
+from megatron_rl.hf.export import export_adapters, export_model
 from megatron_rl.hf.weights import load_weights
-from megatron_rl.metrics import merge
+from megatron_rl.metrics import merge_metrics
 from megatron_rl.roles.build import (
     Roles,
     build_frozen_policy,
@@ -41,8 +41,8 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
-    evaluation_sets,
     failure_lines,
+    make_evaluation_sets,
 )
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
@@ -77,13 +77,13 @@ def evaluate_checkpoints(
                 )
                 for name, settings in config.evaluation.sets.items()
             }
-        _join(config, phases)
-        keys = {str(path): "--checkpoint" for path in hf_models}
-        require_intact_models(keys | from_first_rank(lambda: existing_models(config)))
+        _join_ranks(config, phases)
+        key_by_model = {str(path): "--checkpoint" for path in hf_models}
+        require_intact_models(key_by_model | compute_on_first_rank(lambda: existing_models(config)))
 
         only_hf_models = len(hf_models) == len(paths)
         with phases("build"):
-            sets = evaluation_sets(config, sources, tokenizer)
+            sets = make_evaluation_sets(config, sources, tokenizer)
             roles = build_frozen_roles(
                 config,
                 tokenizer,
@@ -98,8 +98,8 @@ def evaluate_checkpoints(
             evaluation_set.close()
         roles.close()
         if device.rank() == 0:
-            print(table([str(path) for path in paths], metrics), flush=True)
-        watch.leave()
+            print(format_metrics_table([str(path) for path in paths], metrics), flush=True)
+        watch.leave_job()
         # Raise only after the table is printed, so that metrics are shown even if too many rewards failed.
         _require_rewards(config, paths, metrics)
     return metrics
@@ -113,7 +113,7 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
     model = read_pretrained(Path(config.model.path) / "config.json")
     for path in hf_models:
         identity = model_identity(read_pretrained(path / "config.json"))
-        check_same_model(
+        require_same_model(
             path,
             identity,
             model,
@@ -156,7 +156,7 @@ def _evaluate_path(
         results, _ = evaluate(roles, sets, config.seed)
     for line in failure_lines(results, 0):
         print(line, flush=True)
-    return merge(result.metrics for result in results).values()
+    return merge_metrics(result.metrics for result in results).values()
 
 
 def _require_rewards(
@@ -168,10 +168,10 @@ def _require_rewards(
     max_fraction = config.reward.max_invalid_fraction
     for path, values in zip(paths, metrics, strict=True):
         for name in config.evaluation.sets:
-            invalid = values[f"eval/{name}/invalid"]
-            if invalid > max_fraction:
+            invalid_fraction = values[f"eval/{name}/invalid"]
+            if invalid_fraction > max_fraction:
                 raise UserError(
-                    f"rewards failed on {invalid:.0%} of the answers of {path}",
+                    f"rewards failed on {invalid_fraction:.0%} of the answers of {path}",
                     where=f"evaluation.sets.{name}",
                     expected=f"at most {max_fraction:.0%} (reward.max_invalid_fraction)",
                     got="the failures above; an answer whose reward failed counts as not correct",
@@ -179,39 +179,39 @@ def _require_rewards(
                 )
 
 
-def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
+def format_metrics_table(model_names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     """Format the metrics of models as text, with a line per metric and a column per model.
 
     An interval follows its value. Several models are numbered, and listed with their numbers above the table.
     """
     # The bounds of intervals are metrics, too, but are shown next to the metric to which they belong.
-    is_interval = tuple(f"_{end}" for end in INTERVALS)
+    interval_suffixes = tuple(f"_{end}" for end in INTERVALS)
     metric_names = list(dict.fromkeys(name for values in metrics for name in values))
-    metric_names = [name for name in metric_names if not name.endswith(is_interval)]
+    metric_names = [name for name in metric_names if not name.endswith(interval_suffixes)]
 
     lines: list[str] = []
-    rows: list[list[str]] = []
-    if len(names) > 1:
-        numbers = [f"[{number}]" for number in range(1, len(names) + 1)]
-        lines = [f"{number} {name}" for number, name in zip(numbers, names, strict=True)]
-        rows = [["", *numbers]]
+    cell_rows: list[list[str]] = []
+    if len(model_names) > 1:
+        numbers = [f"[{number}]" for number in range(1, len(model_names) + 1)]
+        lines = [f"{number} {name}" for number, name in zip(numbers, model_names, strict=True)]
+        cell_rows = [["", *numbers]]
     for name in metric_names:
-        rows.append([name, *(_with_interval(name, values) for values in metrics)])
+        cell_rows.append([name, *(_format_with_interval(name, values) for values in metrics)])
 
     # Pad each column to its longest cell.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    widths = [max(map(len, column)) for column in zip(*cell_rows, strict=True)]
+    for row in cell_rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 
-def _with_interval(name: str, values: Mapping[str, float]) -> str:
+def _format_with_interval(metric: str, values: Mapping[str, float]) -> str:
     """Format a metric's value, with its interval if it has one; "-" if the model lacks the metric."""
-    if name not in values:
+    if metric not in values:
         return "-"
-    low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
-    text = f"{values[name]:.4f}"
+    low, high = (values.get(f"{metric}_{end}") for end in INTERVALS)
+    text = f"{values[metric]:.4f}"
     return text if low is None else f"{text} ({low:.3f}-{high:.3f})"
 
 
@@ -219,21 +219,21 @@ def export_checkpoint(
     path: Path,
     out: Path,
     *,
-    form: str = "hf",
+    checkpoint_format: str = "hf",
     trusted: bool = False,
 ) -> None:
     """Export a run's checkpoint to the folder ``out``.
 
-    ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM can load,
-        ``peft`` for the adapters only.
+    ``checkpoint_format``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM can
+        load, ``peft`` for the adapters only.
     ``trusted``: whether the checkpoint may contain code.
 
     If there are as many processes as in the run, the run's layout is used; otherwise each process is a
     pipeline stage. Collective over the world.
     """
     config, layout = _export_config(path)
-    if form == "peft" and config.actor.lora is None:
-        raise requires(
+    if checkpoint_format == "peft" and config.actor.lora is None:
+        raise requirement_error(
             "--format",
             "peft",
             "a checkpoint of a run with actor.lora",
@@ -241,8 +241,8 @@ def export_checkpoint(
             fix="remove --format, which writes the complete model",
         )
 
-    if form == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
-        raise requires(
+    if checkpoint_format == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
+        raise requirement_error(
             "--format",
             "peft",
             "a model that is only a language model",
@@ -255,26 +255,26 @@ def export_checkpoint(
         # Arguments that Megatron-LM reads from a checkpoint, and the iteration at the run's start.
         arguments = {}
         first_iteration = 0
-        if form == "megatron":
+        if checkpoint_format == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
-        _join(config, phases)
-        require_intact_models(from_first_rank(lambda: existing_models(config)))
+        _join_ranks(config, phases)
+        require_intact_models(compute_on_first_rank(lambda: existing_models(config)))
 
         # Any layout can load a distributed checkpoint.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)
         meta = checkpoint.load_model(path, model, trusted=trusted)
-        if form == "megatron":
+        if checkpoint_format == "megatron":
             save_megatron(out, model, arguments, first_iteration + int(meta["step"]))
-        elif model is not None and form == "peft":
+        elif model is not None and checkpoint_format == "peft":
             lora = config.actor.lora or LoraConfig()
             export_adapters(model, out, present_model(config), dropout=lora.dropout)
         elif model is not None:
-            export(model, out, config.model.path)
-        watch.leave()
+            export_model(model, out, config.model.path)
+        watch.leave_job()
 
     if device.rank() == 0:
         print(
-            f"wrote {out}{MEGATRON_HINT if form == 'megatron' else ''}",
+            f"wrote {out}{MEGATRON_HINT if checkpoint_format == 'megatron' else ''}",
             flush=True,
         )
 
@@ -302,9 +302,9 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
     return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 
 
-def _join(config: RunConfig, phases: Phases) -> None:
+def _join_ranks(config: RunConfig, phases: Phases) -> None:
     """Start communication between the ranks and the hang detector. Collective over the world."""
-    watch.join(
+    watch.join_job(
         config.rank_timeout,
         lambda: f"{describe_rank(config, device.rank())} {phases.location}",
     )

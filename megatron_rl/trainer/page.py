@@ -38,7 +38,7 @@ def _render(template: str, **values: Any) -> Markup:
     return Markup(_templates().get_template(template).render(**values))
 
 
-def write(path: Path, title: str, sections: Sequence[Markup]) -> None:
+def write_page(path: Path, title: str, sections: Sequence[Markup]) -> None:
     """Write a page that consists of ``sections``; lone surrogates are replaced by question marks."""
     page = _render("page.html", title=title, parts=sections)
     path.write_text(page, encoding="utf-8", errors="replace")
@@ -59,21 +59,21 @@ def table(
     rows: Sequence[Sequence[str]],
     numeric: Sequence[int] = (),
 ) -> Markup:
-    """Return a table as HTML; ``numeric`` are the indices of the columns that are aligned to the right."""
+    """Return a table as HTML; ``numeric`` are the indices of columns to align to the right."""
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 
 
-def about(rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return the names and values of facts about a page's subject, as HTML without a heading."""
+def facts(rows: Sequence[tuple[str, str]]) -> Markup:
+    """Return a list of facts about a page's subject as HTML; ``rows`` are pairs of name and value."""
     return _render("about.html", rows=rows)
 
 
-def folded(title: str, content: Markup) -> Markup:
-    """Return content as HTML that is only shown once its title is clicked."""
+def collapsible(title: str, content: Markup) -> Markup:
+    """Return HTML that shows ``title``, and ``content`` only after a click on it."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, content)
 
 
-def charts(charts: Sequence[Mapping[str, Any]]) -> Markup:
+def chart_grid(charts: Sequence[Mapping[str, Any]]) -> Markup:
     """Return the HTML of charts, side by side if there is room; a page can have it only once.
 
     ``charts``: values that `curves.charts` returns.
@@ -81,8 +81,8 @@ def charts(charts: Sequence[Mapping[str, Any]]) -> Markup:
     return _render("charts.html", charts=charts)
 
 
-def text(content: str) -> Markup:
-    """Return preformatted text as HTML, in a fixed-width font and with its line breaks."""
+def preformatted_text(content: str) -> Markup:
+    """Return ``content`` as HTML in a fixed-width font, with its line breaks."""
     return Markup("<pre>{}</pre>").format(content)
 
 

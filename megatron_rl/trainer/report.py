@@ -20,7 +20,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
-from megatron_rl.durable import require_file
+from megatron_rl.durable import require_regular_file
 from megatron_rl.errors import UserError, first_line
 from megatron_rl.metrics import number_text, read_metrics
 from megatron_rl.trainer import page
@@ -29,13 +29,13 @@ from megatron_rl.trainer.curves import (
     WINDOW,
     Lines,
     RunMetrics,
-    charts,
-    draw,
-    measured_accuracies,
-    series,
+    draw_figure,
+    make_charts,
+    measured_accuracy_names,
+    metric_series,
 )
-from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
-from megatron_rl.trainer.logging import clock, spans
+from megatron_rl.trainer.health import PAGE, PREFIX, find_rule, firing_steps, select_samples
+from megatron_rl.trainer.logging import format_clock, format_step_ranges
 from megatron_rl.trainer.starts import Start, read_starts
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ PHASES_NOTE = (
     "roles on ranks of their own phases also run at the same time."
 )
 
-_NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
+_NAMED_COMPONENTS = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SAMPLES = 2000
@@ -156,7 +156,7 @@ def _readable_lines(path: Path) -> list[dict[str, Any]]:
     return [{escape_unprintable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
-def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
+def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
     """Write ``learning_curve.png`` and ``report.html`` of a run, and print its final table.
 
     Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist. Returns the
@@ -164,15 +164,15 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     """
     folder = RunFolder(run_dir)
     run = run_metrics(folder)
-    rows = summary(run.lines, run.stages)
+    rows = summary_rows(run.lines, run.stages)
     phases = phase_times(run.lines or [line for lines in run.stages.values() for line in lines])
 
     # Print the table before files are written: the folder of another user's run may not be writable.
     _print_tables(folder, rows, phases, console)
-    draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
-    samples = stored_samples(folder)
+    draw_figure(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
+    samples = read_stored_samples(folder)
     sections = _page_sections(folder, run, rows, phases, samples)
-    page.write(folder.report, folder.path.resolve().name, sections)
+    page.write_page(folder.report, folder.path.resolve().name, sections)
 
     for line in samples.unreadable:
         print(f"warning: {line}", file=console)
@@ -198,17 +198,17 @@ def _page_sections(
 ) -> list[Markup]:
     """Return the sections of the page, from the run's start to its configuration."""
     sections = [
-        page.about(about_rows(folder, run)),
+        page.facts(about_rows(folder, run)),
         page.heading("Result"),
         page.table(("", "value", ""), rows, numeric=(1,)),
         page.heading("Learning curves"),
-        page.charts(charts(run.lines, run.stages)),
+        page.chart_grid(make_charts(run.lines, run.stages)),
     ]
 
     sections += _health_sections(folder, run.lines)
-    pieces = algorithm_rows(folder)
-    if pieces:
-        sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
+    components = algorithm_rows(folder)
+    if components:
+        sections += [page.heading("Algorithm"), page.table(("", "settings"), components)]
     if phases:
         sections.append(page.heading("Time by phase"))
         sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
@@ -225,12 +225,12 @@ def _page_sections(
 
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
-        sections += [page.heading("Configuration"), page.text(text)]
+        sections += [page.heading("Configuration"), page.preformatted_text(text)]
     return sections
 
 
 def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
-    """Return when, how, with what and for how long a run ran: names and values.
+    """Return facts about a run as (name, value) pairs: start, command, versions, hardware, duration.
 
     A run without a record of its starts has only its folder and the time of its steps.
     """
@@ -239,35 +239,35 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
     if starts:
         first = starts[0]
         last = starts[-1]
-        started = first.time.replace("T", " ")
+        start_text = first.time.replace("T", " ")
         if len(starts) > 1:
-            started += f"; {len(starts)} starts, the last {last.time.replace('T', ' ')}"
-        rows += [("started", started), ("command", last.command)]
-        rows += [("revision", revision_text(last)), ("versions", pairs_text(last.versions))]
-        rows.append(("hardware", pairs_text(last.hardware)))
+            start_text += f"; {len(starts)} starts, the last {last.time.replace('T', ' ')}"
+        rows += [("started", start_text), ("command", last.command)]
+        rows += [("revision", format_revisions(last)), ("versions", format_pairs(last.versions))]
+        rows.append(("hardware", format_pairs(last.hardware)))
 
     # Each start may have had another command, version or machine: the last one's are named above.
     durations: list[str] = []
     if starts and starts[0].moment is not None and folder.metrics.is_file():
         seconds = folder.metrics.stat().st_mtime - starts[0].moment.timestamp()
-        durations.append(f"{clock(max(0.0, seconds))} from the start to the last step")
-    _, step_seconds = series(run.lines, "time/step")
+        durations.append(f"{format_clock(max(0.0, seconds))} from the start to the last step")
+    _, step_seconds = metric_series(run.lines, "time/step")
     if step_seconds:
-        durations.append(f"{clock(sum(step_seconds))} in {len(step_seconds)} steps")
+        durations.append(f"{format_clock(sum(step_seconds))} in {len(step_seconds)} steps")
     if durations:
         rows.append(("duration", "; ".join(durations)))
     return [(name, escape_unprintable(value)) for name, value in rows]
 
 
-def revision_text(start: Start) -> str:
-    """Return the git revisions of the package and of the folder in which a run was started, as text."""
+def format_revisions(start: Start) -> str:
+    """Format the git revisions of the package and of the folder in which a run was started."""
     package_revision = start.revision or "installed from a package"
     if start.working_revision in (None, start.revision):
         return package_revision
     return f"{package_revision}; {start.working_revision} of the folder in which it was started"
 
 
-def pairs_text(values: Mapping[str, Any]) -> str:
+def format_pairs(values: Mapping[str, Any]) -> str:
     """Format names and values as one line, such as ``torch 2.9, vllm 0.12``."""
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
@@ -277,22 +277,23 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
     Returns no section for a run without health metrics.
     """
-    fired = firing_steps(lines)
+    steps_by_rule = firing_steps(lines)
     if not any(name.startswith(PREFIX) for line in lines for name in line):
         return []
     sections = [page.heading("Health")]
-    if not fired:
+    if not steps_by_rule:
         return [*sections, page.paragraph("No rule has fired.")]
 
     headings = ("rule", "steps", "meaning", "likely causes", "change")
-    rules = {name: rule_named(name) for name in fired}
-    rows = [
-        (name, spans(steps), rules[name].meaning, rules[name].causes, rules[name].change.replace("`", ""))
-        for name, steps in fired.items()
-    ]
+    rules = {name: find_rule(name) for name in steps_by_rule}
+    rows: list[tuple[str, ...]] = []
+    for name, steps in steps_by_rule.items():
+        rule = rules[name]
+        change = rule.change.replace("`", "")
+        rows.append((name, format_step_ranges(steps), rule.meaning, rule.causes, change))
     sections.append(page.table(headings, rows))
 
-    for name, steps in fired.items():
+    for name, steps in steps_by_rule.items():
         samples = _health_samples(folder, rules[name], steps[0])
         if samples:
             text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
@@ -314,7 +315,7 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
         (
             sample["prompt"],
             sample["response"],
-            "failed" if sample["reward"] is None else _three_digits(sample["reward"]),
+            "failed" if sample["reward"] is None else _format_three_digits(sample["reward"]),
             str(sample["length"]),
             sample["failure"] or sample["finish"] or "",
         )
@@ -323,9 +324,9 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
 
 
 def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return table rows with a run's algorithm and its components with their settings, from config.yaml.
+    """Return table rows with a run's algorithm, and with its components and their settings.
 
-    Empty for a job without an algorithm, and for a folder without a readable configuration.
+    They are read from config.yaml. Returns no rows for a job without an algorithm, or without that file.
     """
     if not folder.config.is_file():
         return []
@@ -335,70 +336,71 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
         return []
 
     # Collect the settings of each component: `algorithm.COMPONENT`, or `algorithm.COMPONENT.SETTING`.
-    pieces: dict[str, Any] = {}
+    components: dict[str, Any] = {}
     for path, value in values.items():
         section, _, subpath = path.partition(".")
         key, _, setting = subpath.partition(".")
         if section != "algorithm" or (value is None and not setting):
             continue
         if setting:
-            pieces.setdefault(key, {})[setting] = value
+            components.setdefault(key, {})[setting] = value
         else:
-            pieces[key] = value
-    return [(key, escape_unprintable(piece_text(value))) for key, value in pieces.items()]
+            components[key] = value
+    return [(key, escape_unprintable(piece_text(value))) for key, value in components.items()]
 
 
-def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
+def summary_rows(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
     """Return the rows of the report's final table; a metric that was not measured has no row."""
-    rows = [_accuracy_row(lines, name) for name in measured_accuracies(lines)]
+    rows = [_accuracy_row(lines, name) for name in measured_accuracy_names(lines)]
     rows += _trend_rows(lines)
     if lines:
         # Line 0 is an evaluation before the first step.
-        steps, _ = series([line for line in lines if line["step"] > 0], "step")
+        steps, _ = metric_series([line for line in lines if line["step"] > 0], "step")
         rows.append(("steps", str(len(steps)), ""))
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
     # Indicators of a run's health: mean over the steps, with the worst or best step.
-    _, speed = series(lines, "throughput/tokens_per_second")
+    _, speed = metric_series(lines, "throughput/tokens_per_second")
     if speed:
         remark = f"best step {number_text(max(speed), ',.0f')}"
         rows.append(("tokens per second", number_text(fmean(speed), ",.0f"), remark))
-    _, mismatch = series(lines, "mismatch/abs_diff")
+    _, mismatch = metric_series(lines, "mismatch/abs_diff")
     if mismatch:
         remark = f"largest step mean {max(mismatch):.1e}"
         rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", remark))
-    _, invalid = series(lines, "reward/invalid")
+    _, invalid = metric_series(lines, "reward/invalid")
     if invalid:
         remark = f"worst step {number_text(max(invalid), '.2%')}"
         rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), remark))
     for name, steps_fired in firing_steps(lines).items():
-        rows.append((f"health: {name}", f"{len(steps_fired)} steps", f"{spans(steps_fired)}; see {PAGE}"))
+        remark = f"{format_step_ranges(steps_fired)}; see {PAGE}"
+        rows.append((f"health: {name}", f"{len(steps_fired)} steps", remark))
     return rows
 
 
 def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
     """Return the row with the first, last and best value of an evaluation set's accuracy."""
-    steps, accuracy = series(lines, name)
-    best = max(range(len(accuracy)), key=accuracy.__getitem__)
-    difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
-    remark = f"{difference}; best {_three_digits(accuracy[best])} at step {steps[best]}"
-    return name, _change_text(accuracy[0], accuracy[-1]), remark
+    steps, accuracies = metric_series(lines, name)
+    best_index = max(range(len(accuracies)), key=accuracies.__getitem__)
+    difference = number_text(accuracies[-1] - accuracies[0], "+.3f")
+    remark = f"{difference}; best {_format_three_digits(accuracies[best_index])} at step {steps[best_index]}"
+    return name, _format_change(accuracies[0], accuracies[-1]), remark
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
     """Return rows with the means over the first and over the last steps, for metrics that show a trend."""
     rows: list[SummaryRow] = []
-    for name, label, form in (
+    for name, label, number_format in (
         ("reward/mean", "mean reward", ".3f"),
         ("response/length", "response length", ".1f"),
         ("policy/entropy", "policy entropy", ".3f"),
     ):
-        _, values = series(lines, name)
+        _, values = metric_series(lines, name)
         if values:
             # At most half of the steps, so that first and last steps do not overlap in a short run.
-            steps = max(1, min(WINDOW, len(values) // 2))
-            remark = f"means of the first and last {steps} steps"
-            change = _change_text(fmean(values[:steps]), fmean(values[-steps:]), form)
+            step_count = max(1, min(WINDOW, len(values) // 2))
+            remark = f"means of the first and last {step_count} steps"
+            change = _format_change(fmean(values[:step_count]), fmean(values[-step_count:]), number_format)
             rows.append((label, change, remark))
 
     return rows
@@ -408,36 +410,37 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
     """Return the row with the number of steps of a stage, and the first and last values of its metrics."""
     changes: list[str] = []
     for metric, label in STAGE_METRICS:
-        _, values = series(lines, f"{name}/{metric}")
+        _, values = metric_series(lines, f"{name}/{metric}")
         if values:
-            changes.append(f"{label} {_change_text(values[0], values[-1])}")
-    steps, _ = series(lines, f"{name}/loss")
+            changes.append(f"{label} {_format_change(values[0], values[-1])}")
+    steps, _ = metric_series(lines, f"{name}/loss")
     return name, f"{len(steps)} steps", "; ".join(changes)
 
 
-def _three_digits(value: float) -> str:
+def _format_three_digits(value: float) -> str:
     """Format a number with three digits after the decimal point."""
     return number_text(value, ".3f")
 
 
-def _change_text(first: float, last: float, form: str = ".3f") -> str:
-    """Format a metric's first and last value as ``FIRST → LAST``; ``form`` is their number format."""
-    return f"{number_text(first, form)} → {number_text(last, form)}"
+def _format_change(first: float, last: float, number_format: str = ".3f") -> str:
+    """Format a metric's first and last value as ``FIRST → LAST``, both in ``number_format``."""
+    return f"{number_text(first, number_format)} → {number_text(last, number_format)}"
 
 
 def phase_times(lines: Lines) -> list[PhaseTime]:
-    """Return the time of each phase, the longest first.
+    """Return the time of each phase of a step, the longest first.
 
-    A phase that is a part of others, such as reshard of generate, follows the rest: its share is in theirs.
+    Phases that are parts of others come last, such as reshard, which is a part of generate: the time of the
+    whole includes that of the part.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
-    seconds = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
-    step_seconds = seconds.pop("step", [])
+    seconds_by_phase = {name.removeprefix("time/"): metric_series(lines, name)[1] for name in names}
+    step_seconds = seconds_by_phase.pop("step", [])
     step_total = sum(step_seconds)
 
     # Shares are fractions of the time of all steps, which stages do not measure.
     phases: list[PhaseTime] = []
-    for name, values in seconds.items():
+    for name, values in seconds_by_phase.items():
         if values:
             has_share = bool(step_total) and name not in OUTSIDE_STEPS
             share = sum(values) / step_total if has_share else None
@@ -456,36 +459,36 @@ def _print_tables(
     phases: Sequence[PhaseTime],
     out: TextIO | None,
 ) -> None:
-    """Print the report's final table and the times of the phases; ``out`` is None for standard output."""
+    """Print the report's final table and the times of the phases to ``out``, or standard output for None."""
     from rich.console import Console
     from rich.table import Table
 
     # Names of sets and folders come from users, so markup and emoji in them must not be interpreted.
     console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
-    table = Table(title=f"{folder.path.name}: result", title_justify="left")
+    result_table = Table(title=f"{folder.path.name}: result", title_justify="left")
     for heading, justify in (
         ("", "left"),
         ("value", "right"),
         ("", "left"),
     ):
-        table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
+        result_table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    pieces = algorithm_rows(folder)
-    if pieces:
-        names = [f"{key} {text.partition(': ')[0]}" for key, text in pieces if key in _NAMED_PIECES]
-        console.print(f"algorithm: {', '.join([pieces[0][1], *names])}")
+        result_table.add_row(*row)
+    console.print(result_table)
+    components = algorithm_rows(folder)
+    if components:
+        names = [f"{key} {text.partition(': ')[0]}" for key, text in components if key in _NAMED_COMPONENTS]
+        console.print(f"algorithm: {', '.join([components[0][1], *names])}")
 
     if phases:
-        times = Table(title="time by phase", title_justify="left")
-        times.add_column(PHASE_HEADINGS[0])
+        phase_table = Table(title="time by phase", title_justify="left")
+        phase_table.add_column(PHASE_HEADINGS[0])
         for heading in PHASE_HEADINGS[1:-1]:
-            times.add_column(heading, justify="right")
-        times.add_column(PHASE_HEADINGS[-1])
+            phase_table.add_column(heading, justify="right")
+        phase_table.add_column(PHASE_HEADINGS[-1])
         for row in _phase_rows(phases):
-            times.add_row(*row)
-        console.print(times)
+            phase_table.add_row(*row)
+        console.print(phase_table)
 
 
 def _phase_rows(
@@ -498,8 +501,8 @@ def _phase_rows(
         if phase.share is not None:
             share = number_text(phase.share, ".0%")
 
-        total = clock(phase.total)
-        per_step = f"{_three_digits(phase.per_step)} s"
+        total = format_clock(phase.total)
+        per_step = f"{_format_three_digits(phase.per_step)} s"
         rows.append((phase.name, total, per_step, share, phase.part_of))
     return rows
 
@@ -508,7 +511,7 @@ def _phase_rows(
 # worst, the best, the longest and the invalid ones, then the other samples of their groups, then others.
 
 
-def stored_samples(folder: RunFolder) -> StoredSamples:
+def read_stored_samples(folder: RunFolder) -> StoredSamples:
     """Return samples of every step and evaluation of a run, with long texts cut."""
     files: list[tuple[str, int, Path]] = []
     for path in folder.rollouts.glob("*.parquet"):
@@ -527,14 +530,14 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
     files = selected
 
     # The more files, the fewer samples of each, and the shorter their texts.
-    limit = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
-    characters = _PAGE_CHARACTERS // max(1, 2 * limit * len(files))
-    characters = min(MAX_TEXT_CHARACTERS, max(_MIN_TEXT_CHARACTERS, characters))
+    samples_per_file = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
+    max_characters = _PAGE_CHARACTERS // max(1, 2 * samples_per_file * len(files))
+    max_characters = min(MAX_TEXT_CHARACTERS, max(_MIN_TEXT_CHARACTERS, max_characters))
 
     samples = StoredSamples([], [], [])
     for kind, step, path in files:
         try:
-            rows, stored = read_samples(kind, step, path, limit, characters)
+            rows, stored = read_samples(kind, step, path, samples_per_file, max_characters)
         except Exception as error:  # anything that pyarrow, or a row with an unexpected structure, raises
             reason = first_line(error)
             samples.unreadable.append(f"{path.name} is omitted, since it cannot be read: {reason}")
@@ -546,37 +549,36 @@ def stored_samples(folder: RunFolder) -> StoredSamples:
 
 
 def read_samples(
-    kind: str, step: int, path: Path, limit: int, characters: int = MAX_TEXT_CHARACTERS
+    kind: str, step: int, path: Path, limit: int, max_characters: int = MAX_TEXT_CHARACTERS
 ) -> tuple[list[dict[str, Any]], int]:
     """Return at most ``limit`` samples of a file, and the number of samples in the file.
 
-    ``characters``: length to which texts are cut.
+    ``kind``: "step" for a file of training samples, "eval_NAME" for one of an evaluation set. ``step``: step
+    of the samples. ``max_characters``: length to which texts are cut.
     """
     import pyarrow.parquet
 
-    require_file(path)
+    require_regular_file(path)
     table = pyarrow.parquet.read_table(path)
-    rewards = [
-        _trained_reward(reward, is_valid)
-        for reward, is_valid in zip(_column(table, "reward"), _column(table, "valid"), strict=True)
-    ]
-    lengths = _numbers(table, "length")
-    groups = _column(table, "group")
-    marks = select_rows(rewards, lengths, groups, limit, spread=kind == "step")
+    rewards_with_valid = zip(_column_values(table, "reward"), _column_values(table, "valid"), strict=True)
+    rewards = [_trained_reward(reward, is_valid) for reward, is_valid in rewards_with_valid]
+    lengths = _column_numbers(table, "length")
+    groups = _column_values(table, "group")
+    marks_by_row = select_rows(rewards, lengths, groups, limit, spread=kind == "step")
     if "reward" not in table.column_names:
-        marks = {row: [] for row in marks}
+        marks_by_row = {row: [] for row in marks_by_row}
 
     # Count the complete groups, since only a part of a group may be selected.
-    sizes = Counter(groups)
+    group_sizes = Counter(groups)
 
     # Only the selected rows are converted to Python: texts are long.
-    rows = table.take(list(marks)).to_pylist()
+    rows = table.take(list(marks_by_row)).to_pylist()
     samples = [
-        _sample(row, _set_name(kind), step, row_marks, characters)
-        for row, row_marks in zip(rows, marks.values(), strict=True)
+        _format_sample(row, _set_name(kind), step, row_marks, max_characters)
+        for row, row_marks in zip(rows, marks_by_row.values(), strict=True)
     ]
     for sample in samples:
-        sample["group_size"] = sizes[sample["group"]]
+        sample["group_size"] = group_sizes[sample["group"]]
     return samples, table.num_rows
 
 
@@ -590,55 +592,56 @@ def select_rows(
 ) -> dict[int, list[str]]:
     """Return at most ``limit`` rows in ascending order, each with its marks.
 
-    Marked rows come first, then the other rows of their groups. The remaining ones are ``spread`` over the
-    file, or else its first ones, which in an evaluation set have the same prompts in every step.
+    Marked rows are selected first, then the other rows of their groups, then further rows: with ``spread``
+    every n-th row of the file, otherwise its first rows, which in an evaluation set have the same prompts in
+    every step.
 
     Example:
         >>> select_rows([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 3, spread=True)
         {0: ['worst'], 1: ['best', 'longest'], 2: ['invalid']}
     """
-    count = len(rewards)
-    valid = [row for row in range(count) if rewards[row] is not None]
-    with_length = [row for row in range(count) if lengths[row] is not None]
+    row_count = len(rewards)
+    valid = [row for row in range(row_count) if rewards[row] is not None]
+    with_length = [row for row in range(row_count) if lengths[row] is not None]
     # Sorting is stable: of equal rows the first ones are selected.
-    ranked = {
+    candidates_by_mark = {
         "worst": sorted(valid, key=lambda row: rewards[row] or 0.0),
         "best": sorted(valid, key=lambda row: -(rewards[row] or 0.0)),
         "longest": sorted(with_length, key=lambda row: -(lengths[row] or 0.0)),
-        "invalid": [row for row in range(count) if rewards[row] is None],
+        "invalid": [row for row in range(row_count) if rewards[row] is None],
     }
 
     # Two rows of each kind, as far as there is room for the complete groups of some of them.
-    of_each = 1
-    if min(limit, count) >= 4 * len(MARKS):
-        of_each = 2
-    marks: dict[int, list[str]] = {}
-    for index in range(of_each):
+    rows_per_mark = 1
+    if min(limit, row_count) >= 4 * len(MARKS):
+        rows_per_mark = 2
+    marks_by_row: dict[int, list[str]] = {}
+    for index in range(rows_per_mark):
         for mark in MARKS:
-            for row in ranked[mark][index : index + 1]:
-                marks.setdefault(row, []).append(mark)
+            for row in candidates_by_mark[mark][index : index + 1]:
+                marks_by_row.setdefault(row, []).append(mark)
 
     # All candidates in order of importance; a dict drops repeated rows and keeps the order.
-    marked_groups = list(dict.fromkeys(groups[row] for row in marks if groups[row] is not None))
-    siblings = [row for group in marked_groups for row in range(count) if groups[row] == group]
+    marked_groups = list(dict.fromkeys(groups[row] for row in marks_by_row if groups[row] is not None))
+    group_rows = [row for group in marked_groups for row in range(row_count) if groups[row] == group]
     stride = 1
     if spread:
-        stride = max(1, -(-count // limit))
-    candidates = [*marks, *siblings, *range(0, count, stride), *range(count)]
+        stride = max(1, -(-row_count // limit))
+    candidates = [*marks_by_row, *group_rows, *range(0, row_count, stride), *range(row_count)]
     selected = sorted(list(dict.fromkeys(candidates))[:limit])
-    return {row: marks.get(row, []) for row in selected}
+    return {row: marks_by_row.get(row, []) for row in selected}
 
 
-def _column(table: Table, name: str) -> list[Any]:
+def _column_values(table: Table, name: str) -> list[Any]:
     """Return the values of a samples file's column, None for each row if there is no such column."""
     if name not in table.column_names:
         return [None] * table.num_rows
     return table.column(name).to_pylist()
 
 
-def _numbers(table: Table, name: str) -> list[float | None]:
+def _column_numbers(table: Table, name: str) -> list[float | None]:
     """Return the numbers of the column ``name``, None for NaN (a failed reward) and infinity."""
-    return [_finite(value) for value in _column(table, name)]
+    return [_round_finite(value) for value in _column_values(table, name)]
 
 
 def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None:
@@ -649,10 +652,10 @@ def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None
     """
     if is_valid is False:
         return None
-    return _finite(reward)
+    return _round_finite(reward)
 
 
-def _finite(value: float | None) -> float | None:
+def _round_finite(value: float | None) -> float | None:
     """Return a number with six decimals, or None for NaN and infinity, which JSON does not have."""
     if value is None or not math.isfinite(value):
         return None
@@ -660,21 +663,24 @@ def _finite(value: float | None) -> float | None:
 
 
 def _set_name(kind: str) -> str:
-    """Return the name of the set whose samples a file holds: `TRAINING`, or an evaluation set."""
+    """Return the set that a file's samples belong to: `TRAINING`, or the name of an evaluation set.
+
+    ``kind``: "step" for a file of training samples, "eval_NAME" for one of an evaluation set.
+    """
     if kind == "step":
         return TRAINING
     return kind.removeprefix("eval_")
 
 
-def _sample(
-    row: dict[str, Any], set_name: str, step: int, marks: Sequence[str], characters: int
+def _format_sample(
+    row: dict[str, Any], set_name: str, step: int, marks: Sequence[str], max_characters: int
 ) -> dict[str, Any]:
     """Convert a row of a samples file to the format of `page.sample_browser`."""
     finish = row.get("finish_reason")
     if finish is not None:
         finish = FINISH_REASONS[finish]
     components = {
-        name.removeprefix(_COMPONENT): _finite(value)
+        name.removeprefix(_COMPONENT): _round_finite(value)
         for name, value in row.items()
         if name.startswith(_COMPONENT)
     }
@@ -682,22 +688,22 @@ def _sample(
     return {
         "set": set_name,
         "step": step,
-        "prompt": _cut(row.get("prompt"), characters),
-        "response": _cut(row.get("response"), characters),
-        "truth": _cut_optional(row.get("ground_truth"), characters),
+        "prompt": _cut_text(row.get("prompt"), max_characters),
+        "response": _cut_text(row.get("response"), max_characters),
+        "truth": _cut_optional_text(row.get("ground_truth"), max_characters),
         "reward": _trained_reward(row.get("reward"), row.get("valid")),
         "components": components,
-        "advantage": _finite(row.get("advantage")),
+        "advantage": _round_finite(row.get("advantage")),
         "length": row.get("length"),
         "finish": finish,
-        "turns": _turns(row.get("conversation"), characters),
-        "failure": _cut_optional(row.get("failure"), characters),
+        "turns": _format_turns(row.get("conversation"), max_characters),
+        "failure": _cut_optional_text(row.get("failure"), max_characters),
         "group": row.get("group"),
         "marks": list(marks),
     }
 
 
-def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
+def _format_turns(conversation: Any, max_characters: int) -> list[dict[str, Any]] | None:
     """Return the turns of a stored conversation, or None for a single response."""
     if conversation is None:
         return None
@@ -709,10 +715,10 @@ def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
     return [
         {
             "role": turn["role"],
-            "content": _cut(turn["content"], characters),
+            "content": _cut_text(turn["content"], max_characters),
             "tokens": turn["tokens"],
             "calls": [
-                _cut(f"{call['function']['name']} {call['function']['arguments']}", characters)
+                _cut_text(f"{call['function']['name']} {call['function']['arguments']}", max_characters)
                 for call in turn.get("tool_calls") or ()
             ],
         }
@@ -720,14 +726,15 @@ def _turns(conversation: Any, characters: int) -> list[dict[str, Any]] | None:
     ]
 
 
-def _cut(value: Any, characters: int) -> str:
-    """Cut a value's text to ``characters``, and append the number of characters that were cut off."""
+def _cut_text(value: Any, max_characters: int) -> str:
+    """Cut a value's text to ``max_characters``, and append the number of characters that were cut off."""
     text = str(value)
-    surplus = len(text) - characters
-    if surplus <= 0:
+    cut_off_count = len(text) - max_characters
+    if cut_off_count <= 0:
         return text
-    return f"{text[:characters]} … ({surplus} more characters)"
+    return f"{text[:max_characters]} … ({cut_off_count} more characters)"
 
 
-def _cut_optional(value: Any, characters: int) -> str | None:
-    return None if value is None else _cut(value, characters)
+def _cut_optional_text(value: Any, max_characters: int) -> str | None:
+    """Cut a value's text as `_cut_text` does; return None for None."""
+    return None if value is None else _cut_text(value, max_characters)

@@ -27,7 +27,7 @@ from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.rewards.filters import FILTERED, NOTHING_FILTERED, FilteredRows
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
@@ -80,17 +80,17 @@ class ScoredBatch:
     def failed_fraction(self) -> float:
         """Return the fraction of rows whose reward failed, not counting rows that filters dropped."""
         invalid = int((~self.scores.valid).sum())
-        return (invalid - self._dropped) / max(len(self.scores.valid), 1)
+        return (invalid - self._dropped_count) / max(len(self.scores.valid), 1)
 
     @property
-    def _dropped(self) -> int:
+    def _dropped_count(self) -> int:
         """Return the number of the batch's rows that response filters dropped."""
         rows = zip(self.scores.valid.tolist(), self.reasons, strict=True)
         return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
 
     def require_kept_rows(self, step: int) -> None:
         """Raise UserError if filters dropped every row of the step, so that no row can be trained on."""
-        if not self.reasons or self._dropped < len(self.reasons):
+        if not self.reasons or self._dropped_count < len(self.reasons):
             return
         counts = Counter(reason for reason in self.reasons if reason is not None)
         raise UserError(
@@ -101,30 +101,33 @@ class ScoredBatch:
             fix="loosen the filters, or set rollout.filters.on_filtered=reward to learn what is removed",
         )
 
-    def rows(self, ids: Sequence[int]) -> ScoredBatch:
-        """Return a batch of the rows ``ids``, in that order; metrics and failures are those of all rows."""
+    def rows(self, row_indices: Sequence[int]) -> ScoredBatch:
+        """Return a batch of the selected rows, in the order of ``row_indices``.
+
+        Its metrics and failures are those of all rows.
+        """
         # Log-probs and values do not exist yet: the step computes them after rows are selected.
-        index = torch.tensor(ids, dtype=torch.long)
+        index_tensor = torch.tensor(row_indices, dtype=torch.long)
         scores = Scores(
-            rewards=self.scores.rewards[index],
-            valid=self.scores.valid[index],
-            components={name: values[index] for name, values in self.scores.components.items()},
-            baseline_rewards=_select(self.scores.baseline_rewards, index),
-            baseline_lengths=_select(self.scores.baseline_lengths, index),
+            rewards=self.scores.rewards[index_tensor],
+            valid=self.scores.valid[index_tensor],
+            components={name: values[index_tensor] for name, values in self.scores.components.items()},
+            baseline_rewards=_select_rows(self.scores.baseline_rewards, index_tensor),
+            baseline_lengths=_select_rows(self.scores.baseline_lengths, index_tensor),
         )
 
         return ScoredBatch(
-            self.prompts.rows(ids),
-            self.rollouts.rows(ids),
+            self.prompts.rows(row_indices),
+            self.rollouts.rows(row_indices),
             scores,
-            tuple(self.reasons[row] for row in ids),
+            tuple(self.reasons[row] for row in row_indices),
             self.metrics,
             self.failures,
         )
 
 
-def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the values at the indices ``index``, or None for None."""
+def _select_rows(values: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the values of the rows ``index``, or None for None."""
     return None if values is None else values[index]
 
 
@@ -150,7 +153,7 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     # Repeat each prompt for its rows, which are consecutive.
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
-    filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
+    filtered = roles.reward.run_filters(prompts, sampled.rollouts, learners, sampled.early)
     rewards = compute_row_rewards(
         roles,
         prompts,
@@ -225,37 +228,37 @@ def compute_row_rewards(
     results = roles.reward.infer(prompts, rollouts, members, early, filtered)
 
     # Gather the rewards of scorers.
-    weighted: list[Tensor] = []
+    weighted_rewards: list[Tensor] = []
     components: dict[str, Tensor] = {}
     for result in results:
         values = dict(members.gather_rows(result.shard).values)
         rewards = values.pop("rewards")
         prefix = ""
         if roles.has_single_scorer:
-            weighted.append(rewards)
+            weighted_rewards.append(rewards)
         else:
-            weighted.append(result.weight * rewards)
+            weighted_rewards.append(result.weight * rewards)
             components[result.name] = rewards
             prefix = f"{result.name}/"
         components |= {prefix + name.removeprefix(COMPONENT): value for name, value in values.items()}
 
     # Gather the rewards of reward models.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
-        outputs = members.gather_rows(shard).values[model.name]
-        components[model.name] = scatter_values(outputs, model_rows, len(rollouts))
+        model_rewards = members.gather_rows(shard).values[model.name]
+        components[model.name] = scatter_values(model_rewards, model_rows, len(rollouts))
         # The reward of a filtered row does not include reward models.
-        weighted.append(torch.where(is_unfiltered, model.weight * components[model.name], 0.0))
+        weighted_rewards.append(torch.where(is_unfiltered, model.weight * components[model.name], 0.0))
 
     # A NaN from any scorer makes the sum NaN and the row invalid.
-    rewards = sum(weighted[1:], weighted[0])
+    rewards = sum(weighted_rewards[1:], weighted_rewards[0])
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
 
     # Rows that filters dropped do not count as failed.
     invalid = ~valid
-    invalid[sorted(filtered.dropped)] = False
+    invalid[sorted(filtered.dropped_rows)] = False
     metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
-    metrics += merge(result.metrics for result in results)
+    metrics += merge_metrics(result.metrics for result in results)
     return RowRewards(
         Scores(rewards, valid, components),
         _invalid_reasons(results, rollouts, valid, filtered),
@@ -265,17 +268,17 @@ def compute_row_rewards(
 
 
 def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
-    """Record for each prompt whether the rewards of its group were all equal; see `data.uniform_share`.
+    """Record for each prompt whether the rewards of its group were all equal, for `data.uniform_share`.
 
     A group with a failed reward is not recorded, since that reward might have differed. ``batch`` has the
     rows of all ranks, so that all ranks record the same.
     """
     group = batch.rollouts.group
     informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
-    incomplete = set(group[~batch.scores.valid].tolist())
+    groups_with_failures = set(group[~batch.scores.valid].tolist())
     rows = zip(group.tolist(), batch.prompts.prompt_ids.tolist(), informative.tolist(), strict=True)
-    for number, prompt_id, is_informative in rows:
-        if number not in incomplete:
+    for group_number, prompt_id, is_informative in rows:
+        if group_number not in groups_with_failures:
             prompts.record_group(prompt_id, is_uniform=not is_informative)
 
 
@@ -297,14 +300,14 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
 
     names = source_names(prompts, batch.prompts.prompt_ids)
     for name, source in prompts.sources.items():
-        of_source = torch.tensor([row_name == name for row_name in names], dtype=torch.bool)
-        groups = batch.rollouts.group[of_source].unique()
+        is_of_source = torch.tensor([row_name == name for row_name in names], dtype=torch.bool)
+        groups = batch.rollouts.group[is_of_source].unique()
         metrics += Metrics.of({
             f"data/prompts/{name}": len(groups),
             f"data/epoch/{name}": source.epoch,
         })  # fmt: skip
 
-        rewards = batch.scores.rewards[of_source & batch.scores.valid]
+        rewards = batch.scores.rewards[is_of_source & batch.scores.valid]
         if len(rewards):
             metrics += Metrics.mean(f"reward/mean/{name}", float(rewards.sum()), len(rewards))
     return metrics
@@ -318,9 +321,9 @@ def _invalid_reasons(
 ) -> tuple[str | None, ...]:
     """Return, for each of B rows, why it has no reward from scorers, or None if it has one."""
     # If several scorers failed on a row, use the reason of the first one.
-    by_row: dict[int, str] = {}
+    reason_by_row: dict[int, str] = {}
     for result in results:
-        by_row = {**result.reasons, **by_row}
+        reason_by_row = {**result.reasons, **reason_by_row}
 
     # An invalid row without a scorer's reason has no response, or a reward that is not finite.
     reasons: list[str | None] = []
@@ -329,8 +332,8 @@ def _invalid_reasons(
             reasons.append(f"{FILTERED}: {filtered.names[row]}")
         elif is_valid:
             reasons.append(None)
-        elif row in by_row:
-            reasons.append(by_row[row])
+        elif row in reason_by_row:
+            reasons.append(reason_by_row[row])
         elif rollouts.finish_reason[row] == FINISH_FAILED:
             reasons.append(NO_RESPONSE)
         else:
@@ -342,7 +345,7 @@ def _invalid_reasons(
 # instead.
 
 
-def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
+def count_prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
     """Return the number of prompts to sample in the next round of a step, or 0 if no round follows.
 
     ``rounds``: batches of the step's rounds so far. With dynamic sampling, at most ``further_rounds`` rounds
@@ -449,7 +452,7 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
         Rollouts.concatenate(renumbered),
         scores,
         tuple(reason for batch in rounds for reason in batch.reasons),
-        merge(batch.metrics for batch in rounds),
+        merge_metrics(batch.metrics for batch in rounds),
         tuple(failure for batch in rounds for failure in batch.failures),
     )
 
@@ -477,12 +480,12 @@ def _concatenate_baselines(rounds: Sequence[ScoredBatch], name: str) -> Tensor |
 def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
     """Return one failure per pair of reason and exception class, at most `MAX_SHOWN_FAILURES`."""
     # The last line of a Python traceback begins with the class of the exception.
-    first: dict[tuple[str, str], Failure] = {}
+    first_failures: dict[tuple[str, str], Failure] = {}
     for failure in failures:
         last_line = failure.message.strip().rpartition("\n")[2]
         exception_class = last_line.partition(":")[0]
-        first.setdefault((failure.reason, exception_class), failure)
-    return list(first.values())[:MAX_SHOWN_FAILURES]
+        first_failures.setdefault((failure.reason, exception_class), failure)
+    return list(first_failures.values())[:MAX_SHOWN_FAILURES]
 
 
 def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
@@ -490,8 +493,8 @@ def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | No
 
     Otherwise returns None.
     """
-    rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
-    if not rewarded or not all(rewarded) or not reward.scorers:
+    is_rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
+    if not is_rewarded or not all(is_rewarded) or not reward.scorers:
         return None
 
     names = ", ".join(f"reward.{name}" for name in reward.scorers)
@@ -529,18 +532,18 @@ class FailureWatch:
 
         # Report the most common reason, which the user should fix first.
         most_common = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
-        got = f"most often: {most_common}"
+        observed = f"most often: {most_common}"
         example = next(
             (failure.message for failure in examples if failure.reason == most_common),
             "",
         )
         if example:
-            got += f"\n{last_lines(example, MAX_MESSAGE_CHARACTERS)}"
+            observed += f"\n{last_lines(example, MAX_MESSAGE_CHARACTERS)}"
         raise UserError(
             f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._steps} consecutive steps",
             where=f"reward (step {step})",
             expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
-            got=got,
+            got=observed,
             fix="repair the reward function, the environment and its agent, or the server; with "
             "reward.max_invalid_fraction=1 the run continues regardless of failures",
         )

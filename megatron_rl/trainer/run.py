@@ -15,8 +15,8 @@ from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
-    from_first_rank,
-    newest_intact,
+    compute_on_first_rank,
+    find_newest_intact,
     require_intact,
     require_intact_models,
 )
@@ -32,7 +32,7 @@ from megatron_rl.config.token_budget import initial_budget
 from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
-from megatron_rl.data.tokenizing import as_warning, load_tokenizer
+from megatron_rl.data.tokenizing import format_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     barrier,
@@ -40,7 +40,7 @@ from megatron_rl.distributed.exchange import (
     gather_objects,
 )
 from megatron_rl.errors import UserError, first_line
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
@@ -50,33 +50,33 @@ from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
-    evaluation_sets,
+    make_evaluation_sets,
     reward_answers,
 )
 from megatron_rl.trainer.health import HealthMonitor
-from megatron_rl.trainer.job import Job, Stopped, copy_code, job
+from megatron_rl.trainer.job import Job, Stopped, copy_code, open_job
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import (
     BatchSource,
     SameStepBatches,
     StepResult,
-    gather_step,
+    gather_step_metrics,
     train_step,
 )
 from megatron_rl.trainer.microbatches import MicroBatchControl
-from megatron_rl.trainer.report import write as write_report
+from megatron_rl.trainer.report import write_report
 from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch, source_metrics
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.trainer.sample_log import Samples
+from megatron_rl.trainer.sample_log import SampleWriter
 from megatron_rl.trainer.stages import (
     delete_checkpoints,
     load_stage_data,
     make_stage,
+    make_stage_end_action,
     require_stage_models,
-    run_alone,
+    run_only_stages,
     run_stage,
     set_damaged_models_aside,
-    stage_end,
 )
 from megatron_rl.trainer.state import (
     Checkpoints,
@@ -88,14 +88,14 @@ from megatron_rl.trainer.state import (
 from megatron_rl.types import Rollouts
 
 
-def run(config: RunConfig, explicit: Sequence[str] = ()) -> None:
+def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
     """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    ``explicit``: keys that the user has set, for the record of the start. Collective over the world.
+    ``explicit_keys``: keys that the user has set, for the record of the start. Collective over the world.
     """
-    with job(config, explicit) as current_job:
+    with open_job(config, explicit_keys) as current_job:
         if config.job != TRAIN:
-            run_alone(current_job)
+            run_only_stages(current_job)
             return
 
         training = Training(current_job)
@@ -140,13 +140,13 @@ class Training:
         with self.phases("data"):
             self.prompts, prompts_by_key = load_training_prompts(config, self.tokenizer, job.token_files)
             for key, prompts in prompts_by_key.items():
-                self._describe_prompts(key, prompts)
+                self._print_prompt_report(key, prompts)
             held_out = {
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
             }
-        with self._progress(f"connect {device.world_size()} ranks"):
-            job.join()
+        with self._make_progress(f"connect {device.world_size()} ranks"):
+            job.join_ranks()
         copy_code(job)
 
         # Before models are built, which takes long: raise errors of damaged checkpoints and models.
@@ -155,17 +155,17 @@ class Training:
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
         with (
             self.phases("build"),
-            self._progress("build models and engine") as progress,
+            self._make_progress("build models and engine") as progress,
         ):
-            self.sets = evaluation_sets(config, held_out, self.tokenizer)
-            templated = self.prompts.templated
+            self.sets = make_evaluation_sets(config, held_out, self.tokenizer)
+            is_templated = self.prompts.templated
             self.roles: Roles = build_roles(
                 config,
                 self.algorithm,
                 self.tokenizer,
-                templated=templated,
+                templated=is_templated,
                 log=job.say,
-                show_part=progress.begin,
+                show_part=progress.show_part,
             )
         self._warn_of_missing_containment()
 
@@ -174,10 +174,10 @@ class Training:
 
         # Sources of a step's batches, and components that process its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
-        self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
+        self.samples = SampleWriter(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
         self.health = HealthMonitor(health_rules(config), job.say)
-        self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
+        self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next_batch)
         self.ahead: AheadBatches | None = None
         self.batches: BatchSource
         if config.asynchrony.steps_ahead:
@@ -214,9 +214,9 @@ class Training:
 
     def _warn_of_missing_containment(self) -> None:
         """Print the limits of reward and environment processes that this machine cannot enforce."""
-        for limit in self.roles.reward.not_enforced:
+        for limit in self.roles.reward.unenforced_limits:
             self.job.say(f"warning: reward workers are not contained here: {limit}")
-        for limit in self.roles.rollout.not_enforced:
+        for limit in self.roles.rollout.unenforced_limits:
             self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
@@ -239,34 +239,34 @@ class Training:
 
         # After the stages, because the first step samples from their weights. A complete run needs no engine.
         if self.state.step < self.config.steps:
-            with self.phases("check engine"), self._progress("sync weights, compare trainer and engine"):
+            with self.phases("check engine"), self._make_progress("sync weights, compare trainer and engine"):
                 self._first_sync = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None
         # Discard the times of building and of stages, which are not part of a step.
         self.phases.metrics()
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
-            self._record(log, 0, self._evaluate(0, self.sets))
+            self._record_metrics(log, 0, self._evaluate(0, self.sets))
 
         # Checkpoints do not contain the answers of a deferred evaluation: run a restored one again.
         self._run_deferred_evaluation(log)
         try:
-            with self.job.stop.saves():
+            with self.job.stop.defer_stops():
                 while self.state.step < self.config.steps and not self._patience_exhausted():
-                    step = RunStep(self.state.step + 1, self._sets_of(self.state.deferred))
+                    step = RunStep(self.state.step + 1, self._deferred_sets(self.state.deferred))
                     self.phases.step = step.number
                     self.prompts.begin_step(step.number)
-                    self.callbacks.call("on_step_begin", step.number)
+                    self.callbacks.call_method("on_step_begin", step.number)
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
-                    self.job.stop_if_asked(self.checkpoints.save_final, self._health_error())
+                    self.job.stop_if_requested(self.checkpoints.save_final, self._health_error())
                 self._run_deferred_evaluation(log)
-                self.checkpoints.complete()
+                self.checkpoints.wait_for_pending()
         except BaseException:
             # Write the metrics of the last step without its deferred evaluation; a resumed run adds that.
             if self.state.deferred is not None:
-                self._record(
+                self._record_metrics(
                     log,
                     self.state.deferred.step,
                     self.state.deferred.metrics,
@@ -275,7 +275,7 @@ class Training:
 
         if log is not None:
             log.close()
-        self._finish()
+        self._finish_run()
 
     def _open_log(self) -> MetricsLog:
         """Open the metrics log; a resumed run continues it after the last step with complete metrics."""
@@ -300,7 +300,7 @@ class Training:
         newest = self._resumed_checkpoint()
         if newest is None:
             set_damaged_models_aside(self.job)
-        require_intact_models(from_first_rank(lambda: existing_models(self.config)))
+        require_intact_models(compute_on_first_rank(lambda: existing_models(self.config)))
 
         # Use the first rank's result: for a short time, ranks can read different states of a shared file
         # system. A run with a checkpoint has completed its stages, whose models must exist.
@@ -320,7 +320,7 @@ class Training:
         # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
-            return newest_intact(self.folder.checkpoints, self.job.say)
+            return find_newest_intact(self.folder.checkpoints, self.job.say)
         if resume == "never":
             return None
         require_intact(Path(resume))
@@ -329,19 +329,19 @@ class Training:
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
         """Load the prompts of a configuration key, and print their lengths and anomalies."""
         source = load_prompts(self.config, key, path, self.tokenizer, self.job.token_files)
-        self._describe_prompts(key, source)
+        self._print_prompt_report(key, source)
         return source
 
-    def _describe_prompts(self, key: str, source: PromptSource) -> None:
+    def _print_prompt_report(self, key: str, source: PromptSource) -> None:
         """Print the lengths and anomalies of the prompts of a configuration key."""
-        self.job.say(f"{key}: {source.length_report.line()}")
+        self.job.say(f"{key}: {source.length_report.describe()}")
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
         for problem in source.text_warnings:
-            self.job.say(f"{key}: {as_warning(problem)}")
+            self.job.say(f"{key}: {format_warning(problem)}")
 
-    def _progress(self, title: str) -> Progress:
-        """Return a progress display named ``title``, which only prints on the main rank."""
+    def _make_progress(self, title: str) -> Progress:
+        """Return a progress display named ``title``, which prints on the main rank only."""
         return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
@@ -362,13 +362,14 @@ class Training:
         """Run the stages before reinforcement learning that are not completed. Collective over the world."""
         # Iterate over all plans, since completed stages also count as versions and may have old checkpoints.
         plans = stage_plans(self.config)
-        data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
+        pending_keys = [plan.where for plan in self.pending_stages]
+        data_by_key = dict(zip(pending_keys, self.stage_data, strict=True))
         roles = {role.name: role for role in self.roles.models}
         for plan in plans:
-            if plan.where in data_of:
-                at_end = stage_end(plan, self.roles, self.config)
+            if plan.where in data_by_key:
+                at_end = make_stage_end_action(plan, self.roles, self.config)
                 run_stage(
-                    make_stage(plan, roles[plan.role], data_of[plan.where], at_end),
+                    make_stage(plan, roles[plan.role], data_by_key[plan.where], at_end),
                     self.job,
                 )
             else:
@@ -422,7 +423,7 @@ class Training:
             with self.phases("evaluate"):
                 results = reward_answers(self.roles, step.sets, step.answers)
             evaluation_metrics = self.samples.store_evaluation(deferred.step, results)
-            self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
+            self._record_metrics(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
         # From here on, metrics are gathered over all ranks.
@@ -438,15 +439,15 @@ class Training:
         # Times, bytes and memory of this rank, of which the maxima over ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         local_metrics += self._take_first_sync()
-        local_metrics += self.checkpoints.complete_if_written()
+        local_metrics += self.checkpoints.finish_if_written()
         for role in self.roles.models:
             local_metrics += role.residency.metrics() + role.pass_metrics()
 
-        metrics = gather_step(result, local_metrics)
-        metrics += self.microbatches.after_step(metrics.values())
+        metrics = gather_step_metrics(result, local_metrics)
+        metrics += self.microbatches.adapt_to_step(metrics.values())
         if result is not None:
             if result.batch is not None:
-                metrics += _throughput(result.batch, metrics.values()["time/step"])
+                metrics += _throughput_metrics(result.batch, metrics.values()["time/step"])
             metrics += source_metrics(result.batch, self.prompts)
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
             if self.config.hybrid_engine.every != 1:
@@ -467,7 +468,9 @@ class Training:
         """
         is_last = step == self.config.steps
         evaluation = self.config.evaluation
-        scheduled_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
+        scheduled_sets = [
+            item for item in self.sets if is_last or step % evaluation.steps_between(item.name) == 0
+        ]
 
         # A deferred evaluation runs on the rollout's ranks while the others train. So it needs a run that
         # samples ahead, whose next batch is sampled with the weights to evaluate (unlike with
@@ -481,7 +484,7 @@ class Training:
 
         if scheduled_sets:
             metrics += self._evaluate(step, scheduled_sets)
-        self._record(log, step, metrics)
+        self._record_metrics(log, step, metrics)
         return metrics
 
     def _check_failures(
@@ -558,7 +561,7 @@ class Training:
 
         ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
         """
-        saving = self.state.save(
+        pending_checkpoint = self.state.save(
             path,
             self.roles,
             self.config.checkpoint,
@@ -567,16 +570,16 @@ class Training:
         )
 
         # If a step is saved twice, in two layouts, write one checkpoint for Megatron-LM only.
-        saved = self.checkpoints.saved
-        if saved is None or saved[0] != self.state.step:
+        last_saved = self.checkpoints.last_saved
+        if last_saved is None or last_saved[0] != self.state.step:
             save_for_megatron(self.config, self.roles.actor, self.state.step)
-        return saving
+        return pending_checkpoint
 
     def _is_decisive(self, evaluation_set: EvaluationSet) -> bool:
-        """Return whether `checkpoint.best` is a metric of the set, so that it affects the run."""
+        """Return whether `checkpoint.best` is a metric of the set, so that the evaluation affects the run."""
         return (self.config.checkpoint.best or "").startswith(f"eval/{evaluation_set.name}/")
 
-    def _sets_of(self, deferred: DeferredEvaluation | None) -> list[EvaluationSet]:
+    def _deferred_sets(self, deferred: DeferredEvaluation | None) -> list[EvaluationSet]:
         """Return the evaluation sets of a deferred evaluation."""
         if deferred is None:
             return []
@@ -590,8 +593,8 @@ class Training:
         deferred = self.state.deferred
         self.state.deferred = None
         if deferred is not None:
-            evaluation_metrics = self._evaluate(deferred.step, self._sets_of(deferred))
-            self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
+            evaluation_metrics = self._evaluate(deferred.step, self._deferred_sets(deferred))
+            self._record_metrics(log, deferred.step, deferred.metrics + evaluation_metrics)
 
     def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
         """Evaluate the current weights and store the answers. Collective over the world."""
@@ -606,22 +609,22 @@ class Training:
         self._first_sync = Metrics()
         return metrics
 
-    def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
+    def _record_metrics(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         """Update the health rules and write a step's metrics, on the main rank; others have no ``log``."""
         if log is None:
             return
         values = metrics.values()
-        health = self.health.update(step, values, self.state.health)
+        health_metrics = self.health.update(step, values, self.state.health)
         if step > 0:
-            values |= health
+            values |= health_metrics
         log.write(step, values)
         if step > 0:
-            self.callbacks.call("on_step_end", step, values)
+            self.callbacks.call_method("on_step_end", step, values)
 
-    def _finish(self) -> None:
+    def _finish_run(self) -> None:
         """Export the model, release roles and servers, and write the report. Collective over the world."""
         if self.config.checkpoint.export:
-            self._export()
+            self._export_model()
         # The export reads weights from all of the actor's ranks, so none may release roles before it ends.
         barrier()
         for evaluation_set in self.sets:
@@ -630,7 +633,7 @@ class Training:
         if self.job.main:
             self._write_report()
 
-    def _export(self) -> None:
+    def _export_model(self) -> None:
         """Write the actor as a Hugging Face model into the run folder, instead of an earlier one.
 
         Collective over the world.
@@ -643,7 +646,7 @@ class Training:
         model = self.roles.actor.model
         if model is not None:
             with self.phases("export"), self.roles.actor.resident(Use.READ):
-                export(model, self.folder.model, self.config.model.path)
+                export_model(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:
         """Write the report; print an error as a warning, because the run is complete."""
@@ -656,7 +659,7 @@ class Training:
             )
 
 
-def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
+def _throughput_metrics(batch: ScoredBatch, seconds: float) -> Metrics:
     """Return the tokens per second of a step, in total and per GPU, as metrics.
 
     Tokens of prompts and of responses count.

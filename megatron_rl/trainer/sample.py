@@ -1,8 +1,9 @@
 """Sampling of the responses for each step, and the buffer of groups that no step has trained on yet.
 
-The one idea: sampling is split into two calls. `RolloutSource.start` samples on the rollout's ranks and
-returns immediately on other ranks. `RolloutSource.finish` gathers the new tokens, after which all ranks have
-the same rows. Between the two calls the other ranks can do other work, such as training on an earlier batch.
+The one idea: sampling is split into two calls. `RolloutSource.start_round` samples on the rollout's ranks,
+and returns immediately on other ranks. `RolloutSource.finish_round` gathers the new tokens, after which all
+ranks have the same rows. Between the two calls the other ranks can do other work, such as training on an
+earlier batch.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron_rl.roles.reward import EarlyRewards
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.buffer import (
     RolloutBuffer,
-    add_early_rewards,
-    early_rewards,
+    merge_early_rewards,
+    restore_early_rewards,
 )
 from megatron_rl.rollout.collate import (
     NewTokens,
@@ -44,7 +45,7 @@ from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
     PromptBatch,
     Rollouts,
-    observed_counts,
+    observation_token_counts,
     row_index,
     turn_starts,
 )
@@ -62,7 +63,7 @@ class StalenessError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingRound:
     """A round of generation that has been sampled and not gathered yet.
 
     Example: on a rank without an engine, ``new_tokens`` is empty.
@@ -72,7 +73,7 @@ class Pending:
     """The groups of the round, equal on all ranks."""
     new_tokens: NewTokens
     """Tokens that this rank sampled."""
-    greedy: Pending | None = None
+    greedy: PendingRound | None = None
     """Round with one greedy response per prompt, for algorithms with a greedy baseline; None for others."""
 
 
@@ -129,12 +130,12 @@ class RolloutSource:
         self.limits = AutoLimits(config.rollout)
         self.informative = (0, 0)
 
-    def start(self, prompt_count: int, seed: int) -> Pending:
+    def start_round(self, prompt_count: int, seed: int) -> PendingRound:
         """Sample a round for a batch of ``prompt_count`` prompts on the rollout's ranks.
 
         Returns immediately on other ranks. Collective over the rollout's ranks.
         """
-        generation_round = self._next_round(prompt_count, seed)
+        generation_round = self._make_next_round(prompt_count, seed)
         rollout = self.roles.rollout
         reward = self.roles.reward
 
@@ -142,33 +143,33 @@ class RolloutSource:
         # during sampling.
         on_finished = None
         if reward.has_functions and generation_round.token_round is None:
-            on_finished = reward.start_early
-        pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
+            on_finished = reward.start_early_rewards
+        pending = PendingRound(generation_round, rollout.infer(generation_round, on_finished))
 
         # Sample greedy responses from the same weights, while the engine is awake.
         if not self.algorithm.needs_greedy_baseline:
             return pending
 
         greedy_prompts = with_greedy_sampling(to_prompts(generation_round.groups))
-        greedy = start_complete(rollout, greedy_prompts, 1, seed, generation_round.version)
+        greedy = start_complete_round(rollout, greedy_prompts, 1, seed, generation_round.version)
         return replace(pending, greedy=greedy)
 
-    def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
+    def finish_round(self, pending: PendingRound, members: ReplicaGroup) -> SampledBatch:
         """Gather a round and return the groups selected for the step. Collective over the replica group."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
         if generation_round.token_round is None:
-            add_early_rewards(
+            restore_early_rewards(
                 generation_round.groups,
-                self.roles.reward.gather_early(members),
+                self.roles.reward.gather_early_rewards(members),
             )
 
         # All ranks now have the same sequences, so they select the same groups.
         selected = self.buffer.select(generation_round.required, generation_round.batch_groups)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
-        early = early_rewards(selected)
+        early = merge_early_rewards(selected)
         metrics = conversation_metrics(rollouts)
         metrics += length_metrics(prompts, rollouts, self.config.rollout)
         if changes_temperature(self.config.rollout):
@@ -182,12 +183,12 @@ class RolloutSource:
         if not self.config.rollout.oversample:
             greedy = None
             if pending.greedy is not None:
-                greedy = gather_complete(rollout, pending.greedy, members)
+                greedy = gather_complete_round(rollout, pending.greedy, members)
             if self.config.hybrid_engine.every != 1:
-                metrics += self._staleness(rollouts)
+                metrics += self._staleness_metrics(rollouts)
             return SampledBatch(
                 prompts,
-                without_token_versions(rollouts),
+                drop_token_versions(rollouts),
                 greedy,
                 metrics,
                 early,
@@ -199,15 +200,15 @@ class RolloutSource:
         metrics += self._carry_over_or_restart()
 
         if self.config.rollout.partial or self.config.hybrid_engine.every != 1:
-            metrics += self._staleness(rollouts)
+            metrics += self._staleness_metrics(rollouts)
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
-    def _staleness(self, rollouts: Rollouts) -> Metrics:
-        """Return `staleness` metrics of the selected rows; none if the run samples ahead."""
+    def _staleness_metrics(self, rollouts: Rollouts) -> Metrics:
+        """Return `staleness_metrics` of the selected rows; none if the run samples ahead."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()
-        return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
+        return staleness_metrics(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
         """Return the number of token rounds; in the open order, counts of required and surplus groups.
@@ -215,9 +216,9 @@ class RolloutSource:
         In the open order responses are trained on as they finish, so there are no token rounds.
         """
         if generation_round.rendezvous is None:
-            token_rounds = new_tokens.shard.values["round"]
-            count = float(token_rounds.max()) if len(token_rounds) else 0.0
-            return Metrics.of({"rollout/rounds": count})
+            sequence_rounds = new_tokens.shard.values["round"]
+            round_count = float(sequence_rounds.max()) if len(sequence_rounds) else 0.0
+            return Metrics.of({"rollout/rounds": round_count})
         return Metrics.of({
             "rollout/due": float(sum(generation_round.required)),
             "rollout/complete": float(len(self.buffer.finished)),
@@ -226,23 +227,23 @@ class RolloutSource:
     def _carry_over_or_restart(self) -> Metrics:
         """Retain the groups that were not selected, or restart their prompts; return metrics of both."""
         # Restart groups without tokens, so that newer weights sample all of their tokens.
-        unstarted = self.buffer.restart_unstarted()
-        groups = float(len(self.buffer.started))
-        tokens = float(sum(group.num_sampled_tokens for group in self.buffer.started))
+        unstarted_count = self.buffer.restart_unstarted()
+        group_count = float(len(self.buffer.started))
+        token_count = float(sum(group.num_sampled_tokens for group in self.buffer.started))
         if self.config.rollout.partial:
             return Metrics.of({
-                "rollout/carried": groups,
-                "rollout/carried_tokens": tokens,
-                "rollout/not_begun": float(unstarted),
+                "rollout/carried": group_count,
+                "rollout/carried_tokens": token_count,
+                "rollout/not_begun": float(unstarted_count),
             })  # fmt: skip
 
         self.buffer.restart_all()
         return Metrics.of({
-            "rollout/discarded_prompts": groups,
-            "rollout/discarded_tokens": tokens,
+            "rollout/discarded_prompts": group_count,
+            "rollout/discarded_tokens": token_count,
         })  # fmt: skip
 
-    def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
+    def _make_next_round(self, prompt_count: int, seed: int) -> GenerationRound:
         """Return a round of the groups in the buffer and as many new ones as the in-flight limit permits."""
         version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
@@ -253,7 +254,7 @@ class RolloutSource:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
-            waiting = self.limits.with_limits(self._take_prompts(missing_groups))
+            waiting = self.limits.with_limits(self._take_waiting_groups(missing_groups))
             self.buffer.add(
                 start_groups(
                     waiting,
@@ -270,8 +271,10 @@ class RolloutSource:
         # Groups that would be too old if they finished in the next step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
-            required = self.buffer.required(
-                self.roles.hybrid_engine.version, ahead=self._steps_ahead, bound=self._max_staleness
+            required = self.buffer.flag_required(
+                self.roles.hybrid_engine.version,
+                updates_ahead=self._steps_ahead,
+                max_updates=self._max_staleness,
             )
         # The closed order has token rounds; the open order ends at a rendezvous of the ranks.
         if rollout.order == CLOSED:
@@ -290,7 +293,7 @@ class RolloutSource:
             rendezvous=next(_RENDEZVOUS),
         )
 
-    def _take_prompts(self, count: int) -> list[SequenceGroup]:
+    def _take_waiting_groups(self, count: int) -> list[SequenceGroup]:
         """Return ``count`` waiting groups: first those of the buffer, then new ones from the data."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
@@ -320,10 +323,10 @@ class RolloutSource:
 
         # Groups can be continued only with `rollout.partial`, and with the same number of samples.
         samples = self.config.batch.samples_per_prompt
-        same_samples = all(len(group.sequences) == samples for group in self.buffer.started)
-        if self.config.rollout.partial and same_samples:
+        has_same_samples = all(len(group.sequences) == samples for group in self.buffer.started)
+        if self.config.rollout.partial and has_same_samples:
             max_updates = self._max_staleness - self._steps_ahead
-            self.buffer.restart_late(self.roles.hybrid_engine.version, max_updates)
+            self.buffer.restart_stale(self.roles.hybrid_engine.version, max_updates)
         else:
             self.buffer.restart_all()
 
@@ -358,54 +361,54 @@ class RolloutSource:
         return self.config.asynchrony.max_staleness
 
 
-def complete_round(
+def make_complete_round(
     prompts: PromptBatch,
-    samples: int,
+    samples_per_prompt: int,
     seed: int,
     version: int,
 ) -> GenerationRound:
-    """Return a round of ``samples`` new sequences per prompt, which ends when every sequence is finished."""
-    groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
+    """Return a round of new sequences for each prompt, which ends when every sequence is finished."""
+    groups = tuple(start_groups(waiting_groups(prompts), samples_per_prompt, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
-def start_complete(
+def start_complete_round(
     rollout: RolloutRole,
     prompts: PromptBatch,
-    samples: int,
+    samples_per_prompt: int,
     seed: int,
     version: int,
-) -> Pending:
-    """Sample ``samples`` complete sequences per prompt on the rollout's ranks; see `complete_round`.
+) -> PendingRound:
+    """Sample complete sequences for each prompt on the rollout's ranks; see `make_complete_round`.
 
     Returns immediately on other ranks. Collective over the rollout's ranks.
     """
-    generation_round = complete_round(prompts, samples, seed, version)
-    return Pending(generation_round, rollout.infer(generation_round))
+    generation_round = make_complete_round(prompts, samples_per_prompt, seed, version)
+    return PendingRound(generation_round, rollout.infer(generation_round))
 
 
-def gather_complete(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
-    """Gather a round of `start_complete`; return its rows, grouped by prompt.
+def gather_complete_round(rollout: RolloutRole, pending: PendingRound, members: ReplicaGroup) -> Rollouts:
+    """Gather a round of `start_complete_round`; return its rows, grouped by prompt.
 
     Collective over the replica group.
     """
     _gather_and_append(rollout, pending, members)
-    return without_token_versions(to_rollouts(pending.generation_round.groups))
+    return drop_token_versions(to_rollouts(pending.generation_round.groups))
 
 
-def _gather_and_append(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> NewTokens:
+def _gather_and_append(rollout: RolloutRole, pending: PendingRound, members: ReplicaGroup) -> NewTokens:
     """Gather the new tokens of all replicas, append them to the round's sequences, and return them.
 
     Collective over the replica group.
     """
     generation_round = pending.generation_round
-    new_tokens = rollout.gather(pending.new_tokens, members, generation_round)
+    new_tokens = rollout.gather_new_tokens(pending.new_tokens, members, generation_round)
     sequences = [sequence for _, sequence in generation_round.unfinished]
     append_new_tokens(sequences, new_tokens, generation_round.version)
     return new_tokens
 
 
-def refill(
+def refill_filtered_rows(
     source: RolloutSource,
     sampled: SampledBatch,
     seed: int,
@@ -425,29 +428,29 @@ def refill(
         return sampled
 
     rollouts = sampled.rollouts
-    count = len(rollouts)
-    prompts = sampled.prompts.repeat(count // max(len(sampled.prompts), 1))
+    row_count = len(rollouts)
+    prompts = sampled.prompts.repeat(row_count // max(len(sampled.prompts), 1))
     early = dict(sampled.early)
     num_refilled = 0
     for attempt in range(1, max_attempts + 1):
-        filtered = source.roles.reward.filter(prompts, rollouts, members, early)
+        filtered = source.roles.reward.run_filters(prompts, rollouts, members, early)
         removed = sorted(filtered.names)
         if not removed:
             break
 
-        seeds = row_seeds(seed, [attempt * count + row for row in removed])
+        seeds = row_seeds(seed, [attempt * row_count + row for row in removed])
         responses = _sample_rows(source, prompts.rows(removed), seeds, seed, members)
         rollouts = _replace_rows(rollouts, removed, responses)
         num_refilled += len(removed)
 
         # Retain the verdicts of the other rows and drop those of the replaced ones.
-        early[FILTERS] = filtered.verdicts(range(count))
+        early[FILTERS] = filtered.verdicts(range(row_count))
         early = {
             scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
             for scorer, answers in early.items()
         }
 
-    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(count))
+    metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(row_count))
     return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
 
 
@@ -469,18 +472,18 @@ def _sample_rows(
         group.sequences[0].seed = row_seed
 
     generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
-    pending = Pending(generation_round, rollout.infer(generation_round))
-    responses = gather_complete(rollout, pending, members)
+    pending = PendingRound(generation_round, rollout.infer(generation_round))
+    responses = gather_complete_round(rollout, pending, members)
     source.limits.observe(prompts, responses)
     return responses
 
 
 def _replace_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
     """Return the batch with the rows of indices ``rows`` replaced by ``responses``, in order."""
-    order = list(range(len(rollouts)))
+    source_rows = list(range(len(rollouts)))
     for index, row in enumerate(rows):
-        order[row] = len(rollouts) + index
-    combined = Rollouts.concatenate([rollouts, responses]).rows(order)
+        source_rows[row] = len(rollouts) + index
+    combined = Rollouts.concatenate([rollouts, responses]).rows(source_rows)
     return replace(combined, group=rollouts.group)
 
 
@@ -492,23 +495,23 @@ def conversation_metrics(rollouts: Rollouts) -> Metrics:
     if rollouts.outcomes is None:
         return Metrics()
 
-    rows = float(len(rollouts))
-    metrics = Metrics.mean("environment/turns", float(turn_starts(rollouts).sum()), rows)
+    row_count = float(len(rollouts))
+    metrics = Metrics.mean("environment/turns", float(turn_starts(rollouts).sum()), row_count)
     metrics += Metrics.mean(
         "environment/observed_tokens",
-        float(observed_counts(rollouts).sum()),
-        rows,
+        float(observation_token_counts(rollouts).sum()),
+        row_count,
     )
 
     # Count failures by reason, to distinguish timeouts from errors of the environment.
     failures = Counter(outcome.failure for outcome in rollouts.outcomes if outcome and outcome.failure)
-    metrics += Metrics.mean("environment/failed", float(failures.total()), rows)
+    metrics += Metrics.mean("environment/failed", float(failures.total()), row_count)
     for reason, count in failures.items():
-        metrics += Metrics.mean(f"environment/failed_{reason}", float(count), rows)
+        metrics += Metrics.mean(f"environment/failed_{reason}", float(count), row_count)
     return metrics
 
 
-def without_token_versions(rollouts: Rollouts) -> Rollouts:
+def drop_token_versions(rollouts: Rollouts) -> Rollouts:
     """Remove the versions per token from rows whose tokens all have the row's policy version."""
     return replace(rollouts, token_versions=None)
 
@@ -520,31 +523,32 @@ def partial_fraction(rollouts: Rollouts) -> float:
 
     # The newest version among the response tokens of each row: [B].
     mask = rollouts.response_mask
-    rows = row_index(rollouts.lengths)[mask]
-    newest = torch.zeros(len(rollouts), dtype=torch.int64)
-    newest = newest.scatter_reduce(0, rows, rollouts.token_versions[mask].long(), "amax")
+    row_of_token = row_index(rollouts.lengths)[mask]
+    token_versions = rollouts.token_versions[mask].long()
+    zeros = torch.zeros(len(rollouts), dtype=torch.int64)
+    newest_versions = zeros.scatter_reduce(0, row_of_token, token_versions, "amax")
     # A row's policy version is the version of its oldest token.
-    return float((newest > rollouts.policy_version).float().mean())
+    return float((newest_versions > rollouts.policy_version).float().mean())
 
 
-def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
+def staleness_metrics(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
     """Return metrics of the rows' age; raise StalenessError if a row is older than ``max_updates``.
 
     The age is the number of weight updates from a row's oldest token to weights of ``version``. The metric
     ``staleness/token_mean`` is the mean age of tokens instead.
     """
-    age = (version - rollouts.policy_version).float()
-    if len(age) and int(age.max()) > max_updates:
+    row_ages = (version - rollouts.policy_version).float()
+    if len(row_ages) and int(row_ages.max()) > max_updates:
         raise StalenessError(
             f"rollouts of version {int(rollouts.policy_version.min())} reached a learner at version "
             f"{version}; asynchrony.max_staleness allows {max_updates} updates between them"
         )
 
-    metrics = Metrics.mean("staleness/mean", float(age.sum()), len(age))
-    metrics += Metrics.maximum("staleness/max", float(age.max()) if len(age) else 0.0)
+    metrics = Metrics.mean("staleness/mean", float(row_ages.sum()), len(row_ages))
+    metrics += Metrics.maximum("staleness/max", float(row_ages.max()) if len(row_ages) else 0.0)
     if rollouts.token_versions is not None:
-        token_age = version - rollouts.token_versions[rollouts.response_mask].double()
-        metrics += Metrics.mean("staleness/token_mean", float(token_age.sum()), len(token_age))
+        token_ages = version - rollouts.token_versions[rollouts.response_mask].double()
+        metrics += Metrics.mean("staleness/token_mean", float(token_ages.sum()), len(token_ages))
     return metrics
 
 

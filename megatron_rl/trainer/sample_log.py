@@ -14,7 +14,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import replace_file
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
@@ -30,7 +30,7 @@ MAX_CONSOLE_CHARACTERS = 300
 """Maximum length of a failed reward's message on the console."""
 
 
-class Samples:
+class SampleWriter:
     """Writer of the samples of steps and evaluations, to the run folder and to the trackers."""
 
     def __init__(
@@ -59,11 +59,11 @@ class Samples:
 
         if self.job.main:
             for result in results:
-                columns = self._columns(result.prompts, result.rollouts)
+                columns = self._common_columns(result.prompts, result.rollouts)
                 columns["reward"] = result.rewards.tolist()
                 columns["failure"] = list(result.reasons)
-                self._store(f"eval_{result.name}", step, columns)
-        return merge(result.metrics for result in results)
+                self._store_table(f"eval_{result.name}", step, columns)
+        return merge_metrics(result.metrics for result in results)
 
     def store_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
         """Store the step's samples with their rewards, and print examples of failed rewards.
@@ -93,7 +93,7 @@ class Samples:
             self._warned_of_unused_scorers = True
 
         # Store a table with one row per response.
-        columns = self._columns(batch.prompts, batch.rollouts)
+        columns = self._common_columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
         names = source_names(self.prompts, batch.prompts.prompt_ids)
         if names:
@@ -108,8 +108,8 @@ class Samples:
             columns["advantage"] = advantages.tolist()
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
-        self._store("step", step, columns)
-        self._callbacks.call("on_samples", step, columns)
+        self._store_table("step", step, columns)
+        self._callbacks.call_method("on_samples", step, columns)
         return reasons, examples
 
     def _print_failures(
@@ -126,7 +126,7 @@ class Samples:
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
             self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
 
-    def _store(
+    def _store_table(
         self,
         kind: str,
         step: int,
@@ -135,9 +135,9 @@ class Samples:
         """Write a table of samples to the run folder and the trackers; ``kind`` is "step" or "eval_NAME"."""
         write_rollouts(self.job.folder, step, columns, kind=kind)
         if self.job.trackers is not None:
-            self.job.trackers.samples(kind, step, columns)
+            self.job.trackers.write_samples(kind, step, columns)
 
-    def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
+    def _common_columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
         """Return the columns that tables of training samples and evaluation answers share: name -> values."""
         columns = {
             "prompt": list(prompts.prompts),
@@ -158,8 +158,9 @@ def write_rollouts(
     limit: int | None = None,
     kind: str = "step",
 ) -> Path:
-    """Write a table of samples to ``rollouts/KIND_STEP.parquet``; return the file's path.
+    """Write a table of samples to ``rollouts/KIND_STEP.parquet`` of the run folder; return the file's path.
 
+    ``kind``: "step" for training samples, "eval_NAME" for the answers to an evaluation set.
     Only the first ``limit`` rows are written, or all for None. A column whose values have no common Parquet
     type is stored as JSON text.
     """
@@ -168,10 +169,13 @@ def write_rollouts(
 
     lengths = {len(values) for values in columns.values()}
     if len(lengths) != 1:
-        raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
-    count = len(range(lengths.pop())[:limit])
+        length_by_column = {name: len(values) for name, values in columns.items()}
+        raise ValueError(f"columns of different lengths: {length_by_column}")
+    row_count = lengths.pop()
+    if limit is not None:
+        row_count = min(row_count, limit)
 
-    arrays: dict[str, Any] = {"step": pyarrow.array([step] * count, pyarrow.int64())}
+    arrays: dict[str, Any] = {"step": pyarrow.array([step] * row_count, pyarrow.int64())}
     for name, values in columns.items():
         rows = list(values[:limit])
         try:
@@ -183,7 +187,7 @@ def write_rollouts(
             array = array.cast(pyarrow.string())
         arrays[name] = array
 
-    target = folder.rollouts / f"{kind}_{step}.parquet"
+    table_path = folder.rollouts / f"{kind}_{step}.parquet"
     table = pyarrow.table(arrays)
-    replace_file(target, lambda path: pyarrow.parquet.write_table(table, path))
-    return target
+    replace_file(table_path, lambda temporary_path: pyarrow.parquet.write_table(table, temporary_path))
+    return table_path

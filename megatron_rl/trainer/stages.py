@@ -19,12 +19,12 @@ from megatron_rl.algorithms import (
     reward_model_objective,
     sft_objective,
 )
-from megatron_rl.algorithms.lookup import preference_function
+from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
+    compute_on_first_rank,
     find_model_damages,
-    from_first_rank,
-    newest_intact,
+    find_newest_intact,
     require_intact_models,
     summarize_damages,
 )
@@ -50,7 +50,7 @@ from megatron_rl.distributed.exchange import (
     gather_objects,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.peft import record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import merge_adapters
@@ -90,7 +90,7 @@ class StageData:
         """Return the number of steps in which the stage uses all its records."""
         return -(-self.records // self.per_step)
 
-    def size(self, step: int) -> int:
+    def record_count(self, step: int) -> int:
         """Return the number of records in a step; steps are counted from 1."""
         return min(self.per_step, self.records - (step - 1) * self.per_step)
 
@@ -124,10 +124,10 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     """Load and tokenise the records of a stage; raise UserError for invalid records."""
     settings = plan.settings
     max_row_tokens = settings.max_row_tokens
-    data = fields_of(job.config.data, settings, plan.where)
+    data_fields = fields_of(job.config.data, settings, plan.where)
     assert max_row_tokens is not None
 
-    def load(path: DataPath, name: str) -> ResponseSource:
+    def load_source(path: DataPath, name: str) -> ResponseSource:
         key = f"{plan.where}.{name}"
         # Errors about a record contain the configuration key that selects its field.
         fields = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
@@ -140,17 +140,17 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
             fields,
             max_row_tokens,
             settings.every_turn,
-            data,
+            data_fields,
         )
 
         for remark in source.remarks():
             job.say(f"{key}: {remark}")
         return source
 
-    train = load(settings.data, "data")
+    train = load_source(settings.data, "data")
     held_out = None
     if settings.held_out is not None:
-        held_out = load(settings.held_out, "held_out")
+        held_out = load_source(settings.held_out, "held_out")
 
     # The length of a stage is configured in steps or in epochs.
     records = (settings.steps or 0) * settings.per_step
@@ -187,7 +187,7 @@ def make_stage(
             settings.label_smoothing,
             settings.margin,
             settings.sft_coef,
-            preference_function(settings.loss, f"{plan.where}.loss"),
+            load_preference_loss(settings.loss, f"{plan.where}.loss"),
         )
         return Stage(
             plan,
@@ -195,7 +195,7 @@ def make_stage(
             role,
             data,
             partial(preference_objective, loss),
-            options={"unit": PAIR},
+            options={"rows_per_unit": PAIR},
             needs_reference=settings.loss != "simpo",
             at_end=at_end,
         )
@@ -203,7 +203,7 @@ def make_stage(
     # Use outputs at the token itself: a reward model's output there is the reward of the text up to the
     # token, not a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
-    options = {"unit": PAIR, "from_previous_token": False}
+    options = {"rows_per_unit": PAIR, "from_previous_token": False}
     return Stage(
         plan,
         title,
@@ -216,7 +216,7 @@ def make_stage(
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
-    """Return `sft_objective` for a model whose outputs are log-probs and entropy."""
+    """Compute `sft_objective` from a model's outputs, which are log-probs and entropy."""
     return sft_objective(rows, log_probs)
 
 
@@ -226,28 +226,28 @@ def preference_objective(
     log_probs: Any,
     entropy: Any,
 ) -> Any:
-    """Return `dpo_objective` for a model whose outputs are log-probs and entropy."""
+    """Compute `dpo_objective` from a model's outputs, which are log-probs and entropy."""
     return dpo_objective(settings, rows, log_probs)
 
 
-def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
-    """Return the function that updates the roles of a run at the end of a stage.
+def make_stage_end_action(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
+    """Return the function that updates the other roles of a run when a stage has ended.
 
     Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
     # Roles with separate models still have the actor's weights from before the stage.
     if plan.role == "actor":
-        return partial(_load_into_dependents, plan, roles, config)
+        return partial(_load_into_dependent_roles, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
 
 
-def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
+def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
     """Load the model that the actor's stage wrote into the roles that start from it.
 
     Collective over the world.
     """
     starting_models = explicit_model_paths(config)
-    trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
+    trained_roles = {item.role for item in stage_plans(config) if item.has_ended and item.role != "actor"}
     for role in roles.models:
         if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
@@ -273,19 +273,20 @@ def require_stage_models(config: RunConfig) -> None:
     """
     for plan in stage_plans(config):
         # Frozen roles that start from the stage's model load it, and adapters need it as their base.
-        frozen_roles = [
-            path
-            for path, model in explicit_model_paths(config).items()
-            if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
-        ]
+        frozen_roles: list[str] = []
+        for section, model in explicit_model_paths(config).items():
+            spec = spec_at(section)
+            if spec.phase == ACTOR.phase and not spec.trains and model == str(plan.model):
+                frozen_roles.append(section)
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
         is_read = plan.role != "actor" or bool(frozen_roles) or is_base
-        if plan.ended or not is_read:
+        if plan.has_ended or not is_read:
             continue
 
         # The advice cannot be to remove the actor's stage, since the checkpoint was trained from its model.
         if plan.role == "actor":
-            key = f"{[*frozen_roles, 'reference'][0]}.path"
+            frozen_role = frozen_roles[0] if frozen_roles else "reference"
+            key = f"{frozen_role}.path"
             change = f"set {key} to it"
         else:
             key = f"{plan.role}.path"
@@ -305,15 +306,15 @@ def set_damaged_models_aside(job: Job) -> None:
     Call it only for a run without a checkpoint: a checkpoint needs exactly the models with which it was
     trained. Collective over the world.
     """
-    ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    ended_plans = compute_on_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.has_ended])
     for plan in ended_plans:
-        problems = find_model_damages(plan.model)
-        if not problems:
+        damages = find_model_damages(plan.model)
+        if not damages:
             continue
 
-        new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
+        new_path = compute_on_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
-            f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
+            f"warning: {plan.where}: its model is damaged: {summarize_damages(damages)}; "
             f"it is renamed to {new_path}, and the stage runs again"
         )
 
@@ -360,7 +361,7 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
     model = stage.role.model
     if model is None:
         return
-    export(model, stage.plan.model, job.config.model.path)
+    export_model(model, stage.plan.model, job.config.model.path)
     if model.adapters is not None:
         merge_adapters(model, job.config.seed)
         record_base_checksum(model, stage.plan.model)
@@ -374,7 +375,7 @@ def delete_checkpoints(plan: StagePlan, job: Job) -> None:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
 
 
-def run_alone(job: Job) -> None:
+def run_only_stages(job: Job) -> None:
     """Run the stages of a job that has no reinforcement learning.
 
     The model of the actor's last stage becomes the job's model, in ``model/`` of the run folder. Collective
@@ -382,22 +383,22 @@ def run_alone(job: Job) -> None:
     """
     config = job.config
     tokenizer = load_tokenizer(config.model.path, job.first_start)
-    job.join()
+    job.join_ranks()
     set_damaged_models_aside(job)
-    require_intact_models(from_first_rank(lambda: existing_models(config)))
+    require_intact_models(compute_on_first_rank(lambda: existing_models(config)))
 
     # Use the first rank's result: for a short time, ranks can read different states of a shared file system.
-    pending = gather_objects(pending_stages(config))[0]
+    stages_to_run = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
-        data_of = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
+        data_by_key = {plan.where: load_stage_data(plan, tokenizer, job) for plan in stages_to_run}
 
     # Build a new role for every stage, from the model of the previous stage.
     for plan in stage_plans(config):
-        if plan.where in data_of:
+        if plan.where in data_by_key:
             with job.phases("build"):
                 role = build_learner(config, plan)
             run_stage(
-                make_stage(plan, role, data_of[plan.where], role.freeze),
+                make_stage(plan, role, data_by_key[plan.where], role.freeze),
                 job,
             )
         else:
@@ -408,7 +409,7 @@ def run_alone(job: Job) -> None:
         if plan.role == "actor":
             path = job.folder.model
             if job.main:
-                job.folder.publish(plan.model)
+                job.folder.publish_model(plan.model)
         barrier()
         job.say(f"{plan.where}: the model is in {path}")
 
@@ -428,24 +429,25 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # Read the state of the stage's newest checkpoint, if there is one.
     trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest = newest_intact(folder, job.say)
+    newest_checkpoint = find_newest_intact(folder, job.say)
     step = 0
     loss: float | None = None
     state: Mapping[str, Any] = {}
-    if newest is not None:
-        state = checkpoint.read_state(newest)
+    if newest_checkpoint is not None:
+        state = checkpoint.read_state(newest_checkpoint)
         step = int(state["step"])
         loss = state["held_out_loss"]
         data.train.load_state_dict(state["data"])
 
     # Before the checkpoint's weights are loaded: a reference is the policy from before the stage, which
     # computes the log-probs of all batches here.
-    batches, held_out = _batches(stage, job, step)
-    if newest is not None:
-        checkpoint.load(newest, trained_roles)
-        job.say(f"{stage.title}: resumed from {newest} at step {step}")
+    batches, held_out = _prepare_batches(stage, job, step)
+    if newest_checkpoint is not None:
+        checkpoint.load(newest_checkpoint, trained_roles)
+        job.say(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
 
-    def write(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
+    def write_checkpoint(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
+        """Write the checkpoint of the current step; see `Checkpoints`."""
         # Retain a single checkpoint; it is deleted when the stage's model has been written.
         return checkpoint.save(
             path,
@@ -456,21 +458,21 @@ def _run_steps(stage: Stage, job: Job) -> int:
             in_background=in_background,
         )
 
-    checkpoints = Checkpoints(folder, job.config.checkpoint, write)
-    checkpoints.rewrite_for_any_layout(newest, step, job)
+    checkpoints = Checkpoints(folder, job.config.checkpoint, write_checkpoint)
+    checkpoints.rewrite_for_any_layout(newest_checkpoint, step, job)
     with (
-        _StageLog(stage, job, None if newest is None else step) as log,
+        _StageLog(stage, job, None if newest_checkpoint is None else step) as log,
         Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
-        job.stop.saves(),
+        job.stop.defer_stops(),
     ):
         # Evaluate the loss before the first step, since it may already have reached the target.
         progress.advance(step)
-        if held_out is not None and newest is None:
+        if held_out is not None and newest_checkpoint is None:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
 
         while step < data.steps and not _has_reached(loss_target, loss):
-            batch, position = next(batches)
+            batch, data_state = next(batches)
             step += 1
             job.phases.step = step
             with job.phases(plan.name):
@@ -486,11 +488,11 @@ def _run_steps(stage: Stage, job: Job) -> int:
             state = {
                 "step": step,
                 "seed": job.config.seed,
-                "data": position,
+                "data": data_state,
                 "held_out_loss": loss,
             }
 
-            checkpoints.complete_if_written()
+            checkpoints.finish_if_written()
             is_last = step == data.steps
             if is_last and loss_target is not None and not _has_reached(loss_target, loss):
                 # The stage will fail, but a user can resume it from here with more steps.
@@ -499,11 +501,11 @@ def _run_steps(stage: Stage, job: Job) -> int:
             elif step % save_every == 0 and not is_last:
                 with job.phases("checkpoint"):
                     checkpoints.save_periodic(step)
-            job.stop_if_asked(checkpoints.save_final)
-        checkpoints.complete()
+            job.stop_if_requested(checkpoints.save_final)
+        checkpoints.wait_for_pending()
 
     if loss_target is not None:
-        _require_loss(stage, loss)
+        _require_target_loss(stage, loss)
         job.say(f"{stage.title}: held-out loss {loss:.3f}, target reached after {step} of {data.steps} steps")
     return step
 
@@ -513,7 +515,7 @@ def _has_reached(target: float | None, loss: float | None) -> bool:
     return target is not None and loss is not None and loss <= target
 
 
-def _require_loss(stage: Stage, loss: float | None) -> None:
+def _require_target_loss(stage: Stage, loss: float | None) -> None:
     """Raise UserError if a stage has ended with a held-out loss above its `until_loss`."""
     plan = stage.plan
     target = plan.settings.until_loss
@@ -530,14 +532,14 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
 
 
 def _is_scheduled(step: int, every: int | None, last_step: int) -> bool:
-    """Return whether to act after ``step``, if that is due every ``every`` steps and after the last one.
+    """Return whether an action is scheduled after ``step``: every ``every`` steps, and after the last step.
 
-    ``every``: None to act only after the last step.
+    ``every``: None for an action only after the last step.
     """
     return step == last_step or (every is not None and step % every == 0)
 
 
-def _batches(
+def _prepare_batches(
     stage: Stage, job: Job, completed_steps: int
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
     """Return the remaining batches, each with the data's state after it, and the held-out rows (or None).
@@ -547,26 +549,30 @@ def _batches(
     """
     data = stage.data
 
-    def draw() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
+    def draw_batches() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
+        """Yield the batch of each remaining step, and the data's state after it."""
         for step in range(completed_steps + 1, data.steps + 1):
-            batch = data.train.next(data.size(step))
+            batch = data.train.next_batch(data.record_count(step))
             yield batch, data.train.state_dict()
 
-    def with_reference(batch: TrainBatch) -> TrainBatch:
+    def add_reference_log_probs(batch: TrainBatch) -> TrainBatch:
+        """Compute a batch's log-probs with the current weights, and store them as the reference's."""
         log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
     # Held-out rows form a single batch, so that their loss is a mean over all of them.
     held_out: TrainBatch | None = None
     if data.held_out is not None:
-        held_out = data.held_out.in_file_order()
+        held_out = data.held_out.batch_in_file_order()
     if not stage.needs_reference:
-        return draw(), held_out
+        return draw_batches(), held_out
 
     # Compute them now: the current weights are the reference, and the first update changes them.
     with job.phases("score"):
-        batches = [(with_reference(batch), position) for batch, position in draw()]
-        return iter(batches), held_out and with_reference(held_out)
+        batches = [(add_reference_log_probs(batch), data_state) for batch, data_state in draw_batches()]
+        if held_out is not None:
+            held_out = add_reference_log_probs(held_out)
+        return iter(batches), held_out
 
 
 def _held_out_metrics(stage: Stage, held_out: TrainBatch, job: Job) -> Metrics:

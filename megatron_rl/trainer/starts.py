@@ -61,7 +61,7 @@ class Start:
         return None
 
 
-def current_start(
+def describe_current_start(
     versions: Mapping[str, str],
     hardware: Mapping[str, Any],
     explicit: Sequence[str],
@@ -72,9 +72,9 @@ def current_start(
     """
     return Start(
         time=datetime.now().astimezone().isoformat(timespec="seconds"),
-        command=command_text(sys.argv, os.environ),
-        revision=revision(PACKAGE),
-        working_revision=revision(Path.cwd()),
+        command=format_command(sys.argv, os.environ),
+        revision=git_revision(PACKAGE),
+        working_revision=git_revision(Path.cwd()),
         versions=versions,
         hardware=hardware,
         explicit=tuple(explicit),
@@ -82,7 +82,10 @@ def current_start(
 
 
 def write_start(folder: RunFolder, start: Start, *, resumed: bool) -> None:
-    """Append a start to the record of a run folder; a run that begins anew gets a new record."""
+    """Append a start to the record of a run folder.
+
+    If the run was not ``resumed``, the record of the earlier run is renamed and a new one begins.
+    """
     if not resumed:
         set_aside(folder.starts)
     starts = [*read_starts(folder), start]
@@ -99,44 +102,46 @@ def read_starts(folder: RunFolder) -> list[Start]:
     return starts
 
 
-def command_text(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+def format_command(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a command line that starts the same job on this machine, without the values of secrets.
 
     Example:
-        >>> command_text(["/x/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
+        >>> format_command(["/megatron_rl/__main__.py", "train", "a.yaml", "reward.arguments.api_key=k"], {})
         'python -m megatron_rl train a.yaml reward.arguments.api_key=(hidden)'
-        >>> command_text(["/x/bin/megatron-rl", "check", "a.yaml"], {})
+        >>> format_command(["/x/bin/megatron-rl", "check", "a.yaml"], {})
         'megatron-rl check a.yaml'
-        >>> command_text(["train.py", "--api-key", "k", "a.yaml"], {})
+        >>> format_command(["train.py", "--api-key", "k", "a.yaml"], {})
         'python train.py --api-key (hidden) a.yaml'
     """
     program = Path(arguments[0])
     if program.name == "__main__.py":
-        target = ["-m", program.parent.name]
+        program_arguments = ["-m", program.parent.name]
     else:
-        target = [str(program)]
+        program_arguments = [str(program)]
 
     launcher = ["python"]
     # The installed program is on PATH.
     if program.name == CONSOLE_SCRIPT:
         launcher = []
-        target = [program.name]
+        program_arguments = [program.name]
 
     # torchrun passes its own arguments on in environment variables.
     if "TORCHELASTIC_RUN_ID" in environment:
-        ranks = environment.get("LOCAL_WORLD_SIZE", "1")
-        launcher = ["torchrun", "--nproc-per-node", ranks]
-        nodes = environment.get("GROUP_WORLD_SIZE", "1")
-        if nodes != "1":
-            launcher += ["--nnodes", nodes]
+        process_count = environment.get("LOCAL_WORLD_SIZE", "1")
+        launcher = ["torchrun", "--nproc-per-node", process_count]
+        node_count = environment.get("GROUP_WORLD_SIZE", "1")
+        if node_count != "1":
+            launcher += ["--nnodes", node_count]
 
-    words: list[str] = []
+    argument_texts: list[str] = []
     hides_next = False
     for argument in arguments[1:]:
         # A script's own option can have its secret in the next argument: `--api-key k`.
-        words.append(HIDDEN if hides_next and not argument.startswith("-") else _quote_argument(argument))
-        hides_next = argument.startswith("-") and "=" not in argument and is_secret(argument)
-    return " ".join([*launcher, *map(shlex.quote, target), *words])
+        is_option = argument.startswith("-")
+        is_hidden = hides_next and not is_option
+        argument_texts.append(HIDDEN if is_hidden else _quote_argument(argument))
+        hides_next = is_option and "=" not in argument and is_secret(argument)
+    return " ".join([*launcher, *map(shlex.quote, program_arguments), *argument_texts])
 
 
 def _quote_argument(argument: str) -> str:
@@ -149,7 +154,7 @@ def _quote_argument(argument: str) -> str:
     return shlex.quote(argument)
 
 
-def revision(folder: Path) -> str | None:
+def git_revision(folder: Path) -> str | None:
     """Return the git revision of a folder's checkout, ``-dirty`` with changes; None outside of a checkout."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

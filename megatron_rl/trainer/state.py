@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import from_first_rank
+from megatron_rl.checkpoint.folders import compute_on_first_rank
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     iteration_folder,
@@ -22,9 +22,9 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     checkpoint_path,
+    fits_any_layout,
     is_gathered,
     read_meta,
-    reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.config.token_budget import TokenBudget
@@ -83,11 +83,11 @@ class Best:
         self.waited = 0 if is_new_best else self.waited + 1
 
         # Of equal values the earlier step ranks first, so that a plateau does not replace checkpoints.
-        ranked = sorted(
+        ranked_measurements = sorted(
             [*self.kept, (step, value)],
             key=lambda item: (-sign * item[1], item[0]),
         )
-        self.kept = ranked[: config.keep_best]
+        self.kept = ranked_measurements[: config.keep_best]
         return (step, value) in self.kept
 
 
@@ -149,7 +149,7 @@ class TrainerState:
         if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
             trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
 
-        with roles.learners_resident():
+        with roles.keep_learners_resident():
             return checkpoint.save(
                 path,
                 trained_roles,
@@ -173,20 +173,20 @@ class TrainerState:
         checkpoint may contain code. Collective over the world.
         """
         trained_roles = _trained_roles(roles)
-        policy = roles.hybrid_engine.rollout_policy
-        has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
-        restores_rollout_weights = has_rollout_weights and policy.every != 1
-        with roles.learners_resident():
+        rollout_policy = roles.hybrid_engine.rollout_policy
+        has_rollout_weights = compute_on_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
+        restores_rollout_weights = has_rollout_weights and rollout_policy.every != 1
+        with roles.keep_learners_resident():
             if restores_rollout_weights:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
-                policy.capture(roles.hybrid_engine.version)
+                rollout_policy.capture(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
             state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 
         # Without stored rollout weights, the next responses are sampled from the actor's weights.
-        policy.version = None
+        rollout_policy.version = None
         if restores_rollout_weights:
-            policy.version = int(state["rollout_version"])
+            rollout_policy.version = int(state["rollout_version"])
         return self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
@@ -210,7 +210,7 @@ class TrainerState:
         # Checkpoints of older versions do not have this key.
         self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
         if self.budget is not None:
-            self.budget = self.budget.restored(state.get("token_budget"))
+            self.budget = self.budget.restore(state.get("token_budget"))
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
@@ -257,14 +257,14 @@ class Checkpoints:
         settings: CheckpointConfig,
         write: Callable[[Path, str, bool], checkpoint.PendingCheckpoint],
     ) -> None:
-        self.saved: tuple[int, str] | None = None
+        self.last_saved: tuple[int, str] | None = None
         """Step and optimizer layout of the last checkpoint that this process started to save."""
         self._folder = folder
         assert settings.optimizer_layout is not None, "the configuration is resolved"
         self._layout = settings.optimizer_layout
         self._asynchronous = settings.asynchronous
         self._write = write
-        self._saving: checkpoint.PendingCheckpoint | None = None
+        self._pending: checkpoint.PendingCheckpoint | None = None
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
@@ -280,14 +280,14 @@ class Checkpoints:
         Collective over the world.
         """
         # First save in the configured layout, unless this process has already saved the step.
-        if self.saved not in ((step, self._layout), (step, ANY)):
+        if self.last_saved not in ((step, self._layout), (step, ANY)):
             self.save(step, self._layout)
-        self.complete()
+        self.wait_for_pending()
 
         # Only their own layout can restore optimizer shards without an index: save again with a gathered
         # optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
         path = checkpoint_path(self._folder, step)
-        if not from_first_rank(lambda: reads_anywhere(read_meta(path))):
+        if not compute_on_first_rank(lambda: fits_any_layout(read_meta(path))):
             self.save(step, ANY)
         return path
 
@@ -309,28 +309,28 @@ class Checkpoints:
         Collective over the world.
         """
         # Only one checkpoint is written at a time, so wait for the previous one.
-        self.complete()
-        self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)
+        self.wait_for_pending()
+        self._pending = self._write(checkpoint_path(self._folder, step), layout, in_background)
         if not in_background:
-            self.complete()
-        self.saved = (step, layout)
+            self.wait_for_pending()
+        self.last_saved = (step, layout)
 
-    def complete(self) -> None:
+    def wait_for_pending(self) -> None:
         """Wait for the checkpoint that is being written, if any. Collective over the world."""
-        if self._saving is not None:
-            self._saving.finish()
-            self._write_times += Metrics({}, {"time/checkpoint_write": self._saving.seconds})
-            self._saving = None
+        if self._pending is not None:
+            self._pending.finish()
+            self._write_times += Metrics({}, {"time/checkpoint_write": self._pending.seconds})
+            self._pending = None
 
-    def complete_if_written(self) -> Metrics:
+    def finish_if_written(self) -> Metrics:
         """Complete the pending checkpoint if all ranks have written it; return metrics of write times.
 
         The metrics are those of checkpoints that were completed since the last call. Collective over the
         world.
         """
-        # Do not wait: `complete` would block until every rank has written.
-        if self._saving is not None and all(gather_objects(self._saving.written)):
-            self.complete()
+        # Do not wait: `wait_for_pending` would block until every rank has written.
+        if self._pending is not None and all(gather_objects(self._pending.is_written)):
+            self.wait_for_pending()
 
         times = self._write_times
         self._write_times = Metrics()
@@ -369,9 +369,9 @@ def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> No
         return
     _, first_iteration = checkpoint_arguments(config.model.path)
 
-    def exists() -> bool:
+    def is_written() -> bool:
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 
-    if not from_first_rank(exists):
+    if not compute_on_first_rank(is_written):
         save_for_megatron(config, actor, steps)

@@ -35,7 +35,7 @@ Columns = Mapping[str, Sequence[Any]]
 class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
         """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if that is None."""
         ...
 
@@ -43,7 +43,7 @@ class Tracker(Protocol):
         """Send those metrics of a step that are finite to the tracker."""
         ...
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
         """Send samples to the tracker as a table; ``kind`` is ``step`` or ``eval_NAME``."""
         ...
 
@@ -80,23 +80,23 @@ class Trackers:
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED)
 
         # A daemon thread, so that a client that hangs does not prevent the process from ending.
-        self._thread = threading.Thread(target=self._serve, name="trackers", daemon=True)
+        self._thread = threading.Thread(target=self._serve_calls, name="trackers", daemon=True)
         self._thread.start()
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Queue `Tracker.begin` for all trackers."""
-        self._enqueue("begin", phase, resumed_step)
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """Queue `Tracker.begin_phase` for all trackers."""
+        self._enqueue("begin_phase", phase, resumed_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Queue `Tracker.write` for all trackers."""
         self._enqueue("write", phase, step, dict(values))
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Queue `Tracker.samples` for all trackers, with the first `logging.samples` rows of the table."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """Queue `Tracker.write_samples` for all trackers, with the first `logging.samples` rows."""
         limit = self._config.samples
         if limit:
-            rows = {name: [_cell(value) for value in values[:limit]] for name, values in columns.items()}
-            self._enqueue("samples", kind, step, rows)
+            rows = {name: [_to_cell(value) for value in values[:limit]] for name, values in columns.items()}
+            self._enqueue("write_samples", kind, step, rows)
 
     def close(self, time_limit: float = CLOSING_SECONDS) -> None:
         """Close the trackers after all queued calls; return after at most ``time_limit`` seconds."""
@@ -119,11 +119,11 @@ class Trackers:
         except queue.Full:
             return
 
-    def _serve(self) -> None:
+    def _serve_calls(self) -> None:
         """Open the trackers, then execute queued calls until `close`."""
         # Opened in this thread, since importing a client takes seconds.
         for name in self._config.trackers:
-            self._attempt(name, partial(self._open, name))
+            self._attempt(name, partial(self._open_tracker, name))
         if self._config.prometheus is not None:
             self._attempt(
                 "prometheus",
@@ -146,7 +146,7 @@ class Trackers:
             reason = first_line(error)
             self._say(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
 
-    def _open(self, name: str) -> None:
+    def _open_tracker(self, name: str) -> None:
         """Open a tracker, and store the id of its run, which a resumed job needs."""
         if name == "tensorboard":
             self._trackers[name] = TensorBoard(self._folder)
@@ -164,16 +164,16 @@ class Trackers:
         """Open the Prometheus endpoint at ``address``, such as "127.0.0.1:9400"."""
         self._trackers["prometheus"] = Prometheus(address)
 
-    def _read_ids(self, file: Path) -> dict[str, Any]:
+    def _read_ids(self, ids_file: Path) -> dict[str, Any]:
         """Return tracker -> id of this run in it; {} if the file does not exist or is damaged."""
-        if not file.is_file():
+        if not ids_file.is_file():
             return {}
         try:
-            ids = json.loads(file.read_text(encoding="utf-8"))
+            ids = json.loads(ids_file.read_text(encoding="utf-8"))
         except ValueError:
             ids = None
         if not isinstance(ids, dict):
-            self._say(f"warning: {file} cannot be read: the trackers begin a new run")
+            self._say(f"warning: {ids_file} cannot be read: the trackers begin a new run")
             return {}
         return ids
 
@@ -186,8 +186,8 @@ class TensorBoard:
         self._writers = {}
         _silence_writer_threads()
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; a new run renames the events of an earlier one."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; a run that does not resume renames the event files of an earlier run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events = self._folder / phase
@@ -205,10 +205,10 @@ class TensorBoard:
             self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         lines = [
-            json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in _rows(columns)
+            json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in _to_rows(columns)
         ]
         # In Markdown, lines that begin with four spaces are shown verbatim.
         text = "\n".join(f"    {line}" for line in lines)
@@ -229,11 +229,11 @@ def _silence_writer_threads() -> None:
 
     original_hook = threading.excepthook
 
-    def hook(failure: threading.ExceptHookArgs) -> None:
+    def report_other_failures(failure: threading.ExceptHookArgs) -> None:
         if not isinstance(failure.thread, _AsyncWriterThread):
             original_hook(failure)
 
-    threading.excepthook = hook
+    threading.excepthook = report_other_failures
 
 
 class Client:
@@ -254,8 +254,8 @@ class Client:
         self.name = config.name or folder.path.resolve().name
         self.run_info = run_info
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; after a resume, repeated steps are logged a second time."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; after a resume, repeated steps are logged a second time."""
 
 
 class Wandb(Client):
@@ -286,8 +286,8 @@ class Wandb(Client):
         # W&B's built-in step must increase, but a resumed run repeats steps: use a metric as the axis.
         self._run.define_metric("*", step_metric="step")
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; each stage has a separate axis of steps."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`; each stage has a separate axis of steps."""
         if phase != "train":
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
@@ -298,9 +298,9 @@ class Wandb(Client):
         else:
             self._run.log({**values, f"{phase}/step": step})
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
-        rows: Any = _rows(columns)
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
+        rows: Any = _to_rows(columns)
         table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table, "step": step})
 
@@ -359,8 +359,8 @@ class Mlflow(Client):
         metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self.id, metrics)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         table = {name: list(values) for name, values in columns.items()}
         self._client.log_table(self.id, table, f"samples/{kind}_{step}.json")
 
@@ -398,10 +398,10 @@ class Swanlab(Client):
         """See `Tracker.write`."""
         self._swanlab.log(dict(values), step=step)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`."""
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
+        """See `Tracker.write_samples`."""
         table = self._swanlab.echarts.Table()
-        table.add(list(columns), _rows(columns))
+        table.add(list(columns), _to_rows(columns))
         self._swanlab.log({f"samples/{kind}": table}, step=step)
 
     def close(self) -> None:
@@ -438,8 +438,8 @@ class Prometheus:
         interface, _, port = address.rpartition(":")
         self._server, _ = start_http_server(int(port), interface, registry)
 
-    def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`."""
+    def begin_phase(self, phase: str, resumed_step: int | None) -> None:
+        """See `Tracker.begin_phase`."""
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
@@ -449,7 +449,7 @@ class Prometheus:
         }.items():
             self._values.labels(name).set(value)
 
-    def samples(self, kind: str, step: int, columns: Columns) -> None:
+    def write_samples(self, kind: str, step: int, columns: Columns) -> None:
         """Ignore samples: Prometheus stores numbers only."""
 
     def close(self) -> None:
@@ -457,24 +457,24 @@ class Prometheus:
         self._server.shutdown()
 
 
-def host() -> dict[str, Any]:
+def describe_host() -> dict[str, Any]:
     """Return this host's name, processor and number of cores."""
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    processor_names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "host": platform.node(),
-        "processor": models[0] if models else platform.machine(),
+        "processor": processor_names[0] if processor_names else platform.machine(),
         "cores": os.cpu_count(),
     }
 
 
-def _rows(columns: Columns) -> list[list[Any]]:
+def _to_rows(columns: Columns) -> list[list[Any]]:
     """Convert the table of samples from columns to rows: one list of values per sample."""
     return [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def _cell(value: Any) -> Any:
+def _to_cell(value: Any) -> Any:
     """Return a number or text unchanged and any other value as JSON, since not all trackers can store it."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
 
@@ -485,10 +485,10 @@ def _renumber_if_clock_went_back(events: Path) -> None:
     TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
     set back, and two runs can start in the same second.
     """
-    files = sorted(events.glob(_EVENTS + "*"))
-    if not files or files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
+    event_files = sorted(events.glob(_EVENTS + "*"))
+    if not event_files or event_files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
         return
 
-    for number, file in enumerate(files):
+    for number, file in enumerate(event_files):
         suffix = file.name.removeprefix(_EVENTS).partition(".")[2]
         file.rename(file.with_name(f"{_EVENTS}{number:010d}.{suffix}"))

@@ -110,7 +110,7 @@ def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup
     result: list[Region] = []
     for name, target_spans in target_boxes.items():
         source_spans = source_boxes.get(name, {})
-        key = (_signature(source_spans), _signature(target_spans))
+        key = (_cache_key(source_spans), _cache_key(target_spans))
         if key not in cache:
             cache[key] = _intersect_boxes(
                 name,
@@ -180,7 +180,7 @@ class _RankSets:
         return self._unions[key]
 
 
-def _signature(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
+def _cache_key(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
     """Return a hashable key of boxes with their interned ranks."""
     return tuple((span, id(ranks)) for span, ranks in spans.items())
 
@@ -378,21 +378,21 @@ class BoxIndex:
         return result
 
 
-def boxes_of_experts(boxes: Iterable[TensorBox], form: FusedExperts | None) -> list[TensorBox]:
+def boxes_of_experts(boxes: Iterable[TensorBox], expert_storage: FusedExperts | None) -> list[TensorBox]:
     """Replace boxes of tensors that store all experts of a layer by boxes of one tensor per expert.
 
-    ``form`` is how the tensors are stored; None if there is a tensor per expert. Unless outputs of gate and
-    up alternate, each box must contain all of them. Boxes of other tensors are returned unchanged.
+    ``expert_storage`` is how the tensors are stored; None if there is a tensor per expert. Unless outputs of
+    gate and up alternate, each box must contain all of them. Boxes of other tensors are returned unchanged.
     """
     result: list[TensorBox] = []
     for box in boxes:
-        if form is None:
+        if expert_storage is None:
             result.append(box)
             continue
 
         dims = zip(box.start, box.size, strict=True)
         ends = tuple(begin + count for begin, count in dims)
-        for name, location in expert_tensors(box.name, ends, form).items():
+        for name, location in expert_tensors(box.name, ends, expert_storage).items():
             if location.expert is None:
                 result.append(box)
             elif location.expert >= box.start[0]:

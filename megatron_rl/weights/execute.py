@@ -264,7 +264,7 @@ class Execution:
         index: int,
         region: Region,
     ) -> _Term:
-        """Return the holder's term, whose weight is 1 + 2 + … + n for n receivers."""
+        """Return the term with the holder's checksum; its weight is 1 + 2 + … + n for n receivers."""
         num_receivers = len(region.receivers)
         weight = num_receivers * (num_receivers + 1) // 2
         view = self._source_view(region)
@@ -438,7 +438,7 @@ class BoxSum:
             rows_per_chunk = max(1, _WIDE_CHUNK_WORDS // words_per_row)
 
         self._chunks: list[tuple[Tensor, Tensor]] = []
-        for matrix, row_weights in _matrices(values, start):
+        for matrix, row_weights in _iterate_matrices(values, start):
             if in_place:
                 matrix = matrix.view(torch.int32)
             chunks = zip(
@@ -541,28 +541,28 @@ def _column_weights(
     return _odd_factors(first_word, num_words, device)
 
 
-def _matrices(
+def _iterate_matrices(
     values: Tensor,
     start: Sequence[int],
-    weight: int = 1,
+    outer_weight: int = 1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the matrices [rows, columns] that make up a box, each with the checksum factors of its rows.
 
     ``values`` is the box, of at least two dimensions, and ``start`` its first coordinates in the complete
-    tensor. The factors are odd numbers that depend on all coordinates of a row. ``weight`` is the factor of
-    the outer dimensions, in a recursive call.
+    tensor. The factors are odd numbers that depend on all coordinates of a row. ``outer_weight`` is the
+    factor of the outer dimensions, in a recursive call.
     """
     dim = len(start) - values.dim()
 
     # The dimension is part of the position, so that equal coordinates in two dimensions differ.
     position = start[dim] + values.dim() * 2**40
     position_weights = _odd_factors(position, values.shape[0], values.device)
-    dim_weights = position_weights * weight
+    dim_weights = position_weights * outer_weight
     if values.dim() == 2:
         yield values, dim_weights
         return
     for inner, inner_weight in zip(values, dim_weights.tolist(), strict=True):
-        yield from _matrices(inner, start, inner_weight)
+        yield from _iterate_matrices(inner, start, inner_weight)
 
 
 def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:

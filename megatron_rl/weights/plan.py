@@ -186,7 +186,7 @@ def schedule_phases(
     sent without staging. While a rank has more than `MAX_MESSAGES` messages, larger regions are packed
     together, and after that fewer pairs share a phase, which makes messages larger.
     """
-    rounds = _rounds(plan.pairs)
+    rounds = _assign_rounds(plan.pairs)
     sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
     # A round has two streams per rank, one in and one out, with two buffers each.
@@ -211,7 +211,7 @@ def _divide_staging(
 
     ``sizes`` counts the regions of each bundle by their bytes.
     """
-    streams = _most_streams(phase)
+    streams = _max_streams(phase)
     slot = slot_bytes(staging_bytes, streams)
     own_message_bytes = min(OWN_MESSAGE_BYTES, slot)
 
@@ -235,7 +235,7 @@ def _divide_staging(
         own_message_bytes = min(2 * own_message_bytes, slot)
 
 
-def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
+def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     """Return a round for each pair: in one round a rank sends to at most one rank and receives from one.
 
     This colours the edges of a bipartite graph. Pairs with the most bytes come first, so that the pairs of a
@@ -258,8 +258,8 @@ def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     return result
 
 
-def _most_streams(phase: Mapping[Pair, int]) -> int:
-    """Return the largest number of pairs of one rank in one phase, which share its staging memory."""
+def _max_streams(phase: Mapping[Pair, int]) -> int:
+    """Return the largest number of (sender, receiver) pairs to which one rank belongs in one phase."""
     streams: Counter[tuple[int, int]] = Counter()
     for pair, number in phase.items():
         for rank in pair:
@@ -332,7 +332,7 @@ def build_plan(
     bundles: list[Bundle] = []
     shares_by_group = choose_senders(region_groups, node_of or {})
     for group, shares in zip(groups, shares_by_group, strict=True):
-        bundles += _bundles(group, shares)
+        bundles += _split_into_bundles(group, shares)
 
     # Count the bytes of each rank and pair.
     sent_bytes: Counter[int] = Counter()
@@ -413,7 +413,7 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     )
 
 
-def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
+def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
     """Yield the bundles of a group of regions: a new one begins where the sender of any receiver changes.
 
     ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a

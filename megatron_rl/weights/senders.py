@@ -209,8 +209,8 @@ class _Assignment:
         """Return the senders of each receiver of a demand, and subtract their bytes from the budgets."""
         result: SharesByReceiver = {}
         for receiver in self._order_receivers(demand):
-            shares = self._choose(receiver, demand)
-            self._record(receiver, demand, shares)
+            shares = self._choose_shares(receiver, demand)
+            self._record_choice(receiver, demand, shares)
             result[receiver] = shares
         return result
 
@@ -227,7 +227,7 @@ class _Assignment:
             peer_counts[rank] = len(holder_set & self._peers[rank]) or math.inf
         return sorted(demand.receivers, key=lambda rank: (peer_counts[rank], rank))
 
-    def _record(
+    def _record_choice(
         self,
         receiver: int,
         demand: Demand,
@@ -243,12 +243,12 @@ class _Assignment:
             budget[sender] = max(0.0, remaining)
             self._excess[sender] += max(0.0, -remaining)
 
-    def _choose(
+    def _choose_shares(
         self,
         receiver: int,
         demand: Demand,
     ) -> list[Share]:
-        """Return one receiver's shares: all bytes from one holder with room for all, or from few holders."""
+        """Return one receiver's shares: from one holder whose budget permits all bytes, else from several."""
         if len(demand.holders) == 1:
             return [Share(demand.holders[0], demand.bytes)]
 
@@ -270,22 +270,22 @@ class _Assignment:
             sender = min(candidates, key=preference)
             return [Share(sender, demand.bytes)]
 
-        shares, remaining = self._split(demand, peers)
+        shares, remaining = self._split_bytes(demand, peers)
         if not shares:
             sender = min(demand.holders, key=preference)
             return [Share(sender, demand.bytes)]
 
-        # The first sender also sends the remaining bytes: rounding errors, and budgets too small for a part.
+        # Bytes remain because budgets are rounded, or too small for a part: the first sender sends them, too.
         first = shares[0]
         shares[0] = Share(first.sender, first.bytes + remaining)
         return shares
 
-    def _split(
+    def _split_bytes(
         self,
         demand: Demand,
         peers: set[int],
     ) -> tuple[list[Share], int]:
-        """Divide a receiver's bytes over several holders; return their shares and the bytes in no share."""
+        """Divide a receiver's bytes over several holders; return the shares and the bytes that remain."""
         # Current peers first, then the largest budgets, so that there are few parts.
         budget = self._budgets[demand.holders]
         holders = sorted(

@@ -91,7 +91,7 @@ class CopyRecorder(TorchDispatchMode):
         # Sorted (first element, end, name) of the destinations in each storage; tied parameters count once.
         self._destinations: dict[int, list[tuple[int, int, str]]] = {}
         for name, tensor in destinations.items():
-            entries = self._destinations.setdefault(_storage(tensor), [])
+            entries = self._destinations.setdefault(_storage_address(tensor), [])
             begin = int(tensor.storage_offset())
             end = begin + _extent(tensor)
             is_tied = any(entry[:2] == (begin, end) for entry in entries)
@@ -110,7 +110,7 @@ class CopyRecorder(TorchDispatchMode):
     def add_source(self, name: str, tensor: Tensor) -> None:
         """Add a source tensor, which must not share its storage with another source."""
         self._alive.append(tensor)
-        self._frames[_storage(tensor)] = _frame_of(name, tensor)
+        self._frames[_storage_address(tensor)] = _frame_of(name, tensor)
 
     def __torch_dispatch__(
         self,
@@ -121,38 +121,38 @@ class CopyRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
-            return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
-        if func is torch.ops.aten.zero_.default and _storage(args[0]) in self._frames:
-            return self._zero(args[0])
+            return self._record_or_execute_copy(args[0], args[1], lambda: func(*args, **kwargs))
+        if func is torch.ops.aten.zero_.default and _storage_address(args[0]) in self._frames:
+            return self._record_zeroing(args[0])
 
         # Views need no entry: they share the storage by which their source is looked up.
         result = func(*args, **kwargs)
         if func in _COPYING_OPS and isinstance(result, Tensor):
             source = args[0]
-            if _storage(source) in self._frames:
+            if _storage_address(source) in self._frames:
                 self._add_intermediate(result, source)
         return result
 
-    def _zero(self, source: Tensor) -> Tensor:
+    def _record_zeroing(self, source: Tensor) -> Tensor:
         """Record that the loader sets a complete source tensor to zero.
 
         vLLM does so with a bias that is added on one tensor-parallel rank only. Raises TraceError if only a
         part of the tensor is set to zero.
         """
-        frame = self._frames[_storage(source)]
+        frame = self._frames[_storage_address(source)]
         if source.numel() != math.prod(frame.size):
             raise TraceError(f"a part of {frame.name!r} is set to zero")
-        self._zeros.add(_storage(source))
+        self._zeros.add(_storage_address(source))
         return source
 
-    def _copy(
+    def _record_or_execute_copy(
         self,
         target: Tensor,
         source: Tensor,
         execute: Callable[[], Any],
     ) -> Any:
         """Record a copy into a destination, or execute any other copy; return the result of ``copy_``."""
-        is_source = _storage(source) in self._frames
+        is_source = _storage_address(source) in self._frames
         parameter = self._parameter_at(target)
 
         # A copy between intermediate tensors of the loader is executed.
@@ -165,7 +165,7 @@ class CopyRecorder(TorchDispatchMode):
         name, begin = parameter
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
-        if _storage(source) in self._zeros:
+        if _storage_address(source) in self._zeros:
             self.zeroed.add(name)
         elif target.numel():
             # `copy_` broadcasts its source.
@@ -175,7 +175,7 @@ class CopyRecorder(TorchDispatchMode):
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
         """Return the name of the destination that contains a view, and its first position, or None."""
-        entries = self._destinations.get(_storage(tensor))
+        entries = self._destinations.get(_storage_address(tensor))
         if entries is None:
             return None
 
@@ -204,8 +204,8 @@ class CopyRecorder(TorchDispatchMode):
         ``name`` is the name of the destination, and ``begin`` the position of its first element in the
         storage.
         """
-        frame = self._frames[_storage(source)]
-        first, axes = _resolve(frame, source, target.stride())
+        frame = self._frames[_storage_address(source)]
+        first, axes = _find_axes(frame, source, target.stride())
 
         # The offset of a box counts from the first element of its parameter.
         offset = int(target.storage_offset()) - begin
@@ -224,9 +224,9 @@ class CopyRecorder(TorchDispatchMode):
         source: Tensor,
     ) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
-        frame = self._frames[_storage(source)]
+        frame = self._frames[_storage_address(source)]
         expanded = source.expand(copy.shape)
-        first, axes = _resolve(frame, expanded, copy.stride())
+        first, axes = _find_axes(frame, expanded, copy.stride())
         boxes = list(
             _split_into_boxes(
                 frame.name,
@@ -243,7 +243,7 @@ class CopyRecorder(TorchDispatchMode):
         (box,) = boxes
 
         self._alive.append(copy)
-        self._frames[_storage(copy)] = _Frame(
+        self._frames[_storage_address(copy)] = _Frame(
             frame.name,
             box.start,
             box.size,
@@ -317,7 +317,7 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
         group.sort(key=lambda box: (box.start[dim], box.offset))
         unions = [group[0]]
         for box in group[1:]:
-            union = _join(unions[-1], box, dim)
+            union = _join_boxes(unions[-1], box, dim)
             if union is None:
                 unions.append(box)
             else:
@@ -326,7 +326,7 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     return merged
 
 
-def _join(
+def _join_boxes(
     first: TensorBox,
     second: TensorBox,
     dim: int,
@@ -352,7 +352,7 @@ def _join(
     return replace(first, size=tuple(size), stride=tuple(strides))
 
 
-def _resolve(
+def _find_axes(
     frame: _Frame,
     source: Tensor,
     target_stride: tuple[int, ...],
@@ -515,7 +515,7 @@ def _frame_of(name: str, tensor: Tensor) -> _Frame:
     )
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object, which is equal for all views of the storage."""
     return tensor.untyped_storage()._cdata
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import gather_objects, rank_in
+from megatron_rl.distributed.exchange import gather_objects, rank_in_world_or_span
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
@@ -86,7 +86,7 @@ class _Stream:
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
             self._begin_message()
-        self._append(views, dtype)
+        self._append_views(views, dtype)
         self.closed = own_message
 
     def needs_own_message(
@@ -109,7 +109,7 @@ class _Stream:
             storages.append(storage)
         return storages
 
-    def _append(self, views: Views, dtype: torch.dtype) -> None:
+    def _append_views(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message, and rows that do not fit to new messages."""
         shape = views[0].shape
         num_bytes = shape.numel() * dtype.itemsize
@@ -130,17 +130,17 @@ class _Stream:
 
         if rows:
             # Fill this message with whole rows, then continue with the others.
-            self._append(tuple(view[:rows] for view in views), dtype)
-            self._append(tuple(view[rows:] for view in views), dtype)
+            self._append_views(tuple(view[:rows] for view in views), dtype)
+            self._append_views(tuple(view[rows:] for view in views), dtype)
         elif offset:
             # Not even a row fits into the remaining bytes.
             self._begin_message()
-            self._append(views, dtype)
+            self._append_views(views, dtype)
         else:
             # A row is larger than a message: split within rows.
             for index in range(shape[0]):
                 row_views = tuple(view[index] for view in views)
-                self._append(row_views, dtype)
+                self._append_views(row_views, dtype)
 
     def _begin_message(self) -> None:
         """Append an empty message."""
@@ -197,7 +197,7 @@ class Exchange:
         self.staging_peak = 0
         works = []
         if self.rounds:
-            works = self._post(0, buffers[0])
+            works = self._post_messages(0, buffers[0])
         if meanwhile is not None:
             meanwhile()
 
@@ -205,15 +205,15 @@ class Exchange:
             next_index = round_index + 1
             next_works = []
             if next_index < self.rounds:
-                next_works = self._post(next_index, buffers[next_index % 2])
+                next_works = self._post_messages(next_index, buffers[next_index % 2])
 
             # On a device the wait also makes the unpacking run after the arrival.
             for work in works:
                 work.wait()
-            self._unpack(round_index, buffers[round_index % 2])
+            self._unpack_messages(round_index, buffers[round_index % 2])
             works = next_works
 
-    def _post(
+    def _post_messages(
         self,
         number: int,
         buffers: dict[Any, Tensor],
@@ -225,7 +225,7 @@ class Exchange:
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
-                message = self._buffer(
+                message = self._message_buffer(
                     buffers,
                     ("in", peer),
                     stream,
@@ -241,7 +241,7 @@ class Exchange:
 
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
-                message = self._buffer(
+                message = self._message_buffer(
                     buffers,
                     ("out", peer),
                     stream,
@@ -263,7 +263,7 @@ class Exchange:
             return []
         return dist.batch_isend_irecv(operations)
 
-    def _buffer(
+    def _message_buffer(
         self,
         buffers: dict[Any, Tensor],
         key: Any,
@@ -285,7 +285,7 @@ class Exchange:
             self.staging_peak += max_length
         return buffers[key][: stream.lengths[number]]
 
-    def _unpack(
+    def _unpack_messages(
         self,
         number: int,
         buffers: dict[Any, Tensor],
@@ -336,7 +336,7 @@ def gather_layout(
     Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Ranks compare digests of
     their boxes first, so that equal boxes are sent once. Collective over the group.
     """
-    rank = rank_in(group)
+    rank = rank_in_world_or_span(group)
 
     # Leave out the rank and the dtypes of storages without boxes, so that replicas have equal content.
     content = None

@@ -174,10 +174,10 @@ def _make_reachable(folder: str) -> None:
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.make_mounts_private()
     # Cover the topmost closed folder with an empty file system, and attach the wanted tree below it.
-    tree = kernel.copy_of_tree(folder)
-    kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), str(unreachable[-1]))
+    tree = kernel.clone_mounts(folder)
+    kernel.attach_mounts(kernel.create_file_system("tmpfs", 0, mode="0755"), str(unreachable[-1]))
     os.makedirs(folder)
-    kernel.attach(tree, folder)
+    kernel.attach_mounts(tree, folder)
 
 
 def without_namespaces(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -187,7 +187,7 @@ def without_namespaces(function: Callable[[], Any]) -> Callable[[], Any]:
         # Without capabilities, and with system calls filtered, creating a namespace fails.
         kernel.drop_bounding_set()
         kernel.drop_capabilities()
-        families = filters.families_of(network=True, local=True)
+        families = filters.allowed_socket_families(network=True, local=True)
         filters.filter_system_calls(families)
         return function()
 

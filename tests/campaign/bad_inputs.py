@@ -15,7 +15,13 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.field_types import accepts_none, field_hints, is_mapping, section_class, union_members
+from megatron_rl.config.field_types import (
+    accepts_mapping,
+    accepts_none,
+    field_hints,
+    section_class,
+    union_members,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import Setting, setting_of
 
@@ -50,14 +56,14 @@ def keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
         hint = field_hints(cls)[item.name]
         path = prefix + item.name
         section = section_class(hint)
-        if section is not None and not is_mapping(hint):
+        if section is not None and not accepts_mapping(hint):
             yield from keys(section, f"{path}.")
         elif section is None and path not in _FREE:
             yield Key(path, hint, setting_of(item))
 
 
 KEYS = list(keys())
-_MAPPINGS = {key.path for key in KEYS if is_mapping(key.hint)}
+_MAPPINGS = {key.path for key in KEYS if accepts_mapping(key.hint)}
 
 
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
@@ -65,7 +71,7 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
     types = union_members(key.hint)
     setting = key.setting
     is_number = int in types or float in types
-    values: list[Any] = [3, "x", [1]] if is_mapping(key.hint) else [{"a": {"b": 1}}]
+    values: list[Any] = [3, "x", [1]] if accepts_mapping(key.hint) else [{"a": {"b": 1}}]
 
     if not any(isinstance(option, type) is False for option in types):  # neither a list nor a mapping
         values += [[[1], 2], [None, {}]]
@@ -96,7 +102,7 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
         values.append("")
         values += [choice[:-1] + "~" for choice in setting.choices]
         values.append(1)
-        if not is_mapping(key.hint):
+        if not accepts_mapping(key.hint):
             values += [1.5, True]
     return st.sampled_from(values)
 
@@ -122,7 +128,7 @@ def small_values(key: Key) -> st.SearchStrategy[Any]:
             (bound for bound in (setting.at_most, setting.less_than) if bound is not None), lowest + 2
         )
         return st.floats(lowest, min(highest, lowest + 2), exclude_min=setting.more_than is not None).filter(
-            setting.contains
+            setting.is_within_bounds
         )
     if accepts_none(key.hint):
         return st.none()
@@ -132,7 +138,9 @@ def small_values(key: Key) -> st.SearchStrategy[Any]:
 def numbers() -> list[Key]:
     """Return the keys whose value is a number, a truth value or a choice."""
     plain_keys = [
-        key for key in KEYS if not is_mapping(key.hint) and {int, float, bool} & set(union_members(key.hint))
+        key
+        for key in KEYS
+        if not accepts_mapping(key.hint) and {int, float, bool} & set(union_members(key.hint))
     ]
     return plain_keys + [key for key in KEYS if key.setting.choices]
 

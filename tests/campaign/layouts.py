@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from tests.campaign.campaign import HELD, Case, Result
 from tests.conftest import ROOT, STANDIN, launch_environment
 from tests.distributed import test_layout_invariance as layouts
@@ -30,7 +30,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def fused_cases(seed: int, count: int) -> Iterator[Case]:
     """Yield the families and layouts that Transformer Engine's layers support."""
-    families = [name for name in FAMILIES if not pretrained(layouts.config_of(name)).shape.plain_layers]
+    families = [name for name in FAMILIES if not describe_model(layouts.config_of(name)).shape.plain_layers]
     yield from _cases({"seed": seed, "fused": True}, count, families)
 
 

@@ -45,7 +45,7 @@ def build(
     ranks: tuple[int, ...] | None = None,
     load: bool = False,
     max_model_len: int = MAX_LEN,
-    records: tuple[int, int] | None = None,
+    routing_shape: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
     **rollout: Any,
 ) -> VllmEngine:
@@ -60,7 +60,7 @@ def build(
         dtype="float32",
         max_model_len=max_model_len,
         load=load,
-        records=records,
+        routing_shape=routing_shape,
         adapters=adapters,
     )
 

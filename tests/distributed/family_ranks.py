@@ -20,7 +20,7 @@ def command(*arguments: str | Path) -> None:
 
 
 def journey(folder: Path, experts: bool, adapters: bool) -> None:
-    """Run check, train, resume on another layout, export, and check of the export."""
+    """Run check, train, resume on another layout, export, check of the export, and a run from it."""
     config = folder / "config.yaml"
     out = folder / "out"
     first_axis = "expert" if experts else "tensor"
@@ -42,7 +42,10 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
     command("train", config, first, *replays[:1], *separate_sync)
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
-    command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
+    next_run = (f"model.path={out}", f"run_dir={folder / 'again'}")
+    command("check", config, second, *next_run, "--world-size", "2")
+    if not adapters:
+        command("train", config, second, *next_run, "steps=1")
 
     if adapters:
         command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import build_model, live_parameters
@@ -186,7 +186,7 @@ def check_loading(model: Any, folder: Path) -> None:
 def check_round_trip(model: Any, first: Path, second: Path) -> None:
     """Check that an exported checkpoint has the loaded one's bits, and that transformers loads it."""
     # Small files and pieces, so that tensors are split over several of both.
-    export(model, second, first, file_bytes=60_000, piece_bytes=9_000)
+    export_model(model, second, first, file_bytes=60_000, piece_bytes=9_000)
     if device.rank() == 0:
         before = CheckpointFiles(first)
         after = CheckpointFiles(second)
@@ -228,7 +228,7 @@ def check_refusals(root: Path) -> None:
     # The failed load has left the groups usable.
     load_weights(model, root / "qwen2")
     try:
-        export(model, root / "qwen2")
+        export_model(model, root / "qwen2")
     except UserError as error:
         assert "exists" in str(error), error
     else:

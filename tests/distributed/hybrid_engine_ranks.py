@@ -17,12 +17,12 @@ from transformers import AutoConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import build_model, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.metrics import Metrics
 from megatron_rl.planning.reshard import engine_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
@@ -267,7 +267,7 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
     if engine is None:
         return
 
-    model = pretrained(AutoConfig.from_pretrained(engine._path))
+    model = describe_model(AutoConfig.from_pretrained(engine._path))
     predicted = [
         (box.name, box.start, box.size)
         for group in engine_layout(model, ranks, tensor, torch.float32)
@@ -309,7 +309,7 @@ def check_actor(
     # The plan moves the bytes that the memory model predicts, and stages no more than allowed.
     plan = hybrid.plan
     received = {rank: plan.received.get(rank, 0) for rank in plan.needed}
-    shape = pretrained(make_model(case.family, **case.shape).config).shape
+    shape = describe_model(make_model(case.family, **case.shape).config).shape
     layout = ParallelLayout(actor.ranks, **actor.sizes)
     predicted = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
     assert predicted.traffic(case.ranks).received == received, "prediction from sizes differs from the plan"
@@ -332,7 +332,7 @@ def check_actor(
     name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
     exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
     if model is not None:
-        export(model, exported, root / case.folder)
+        export_model(model, exported, root / case.folder)
 
     dist.barrier()
     check_against_files(engine, exported)
@@ -422,7 +422,7 @@ def check_precision(root: Path) -> None:
     hybrid.sync()
     assert all(region.dtype == torch.bfloat16 for bundle in hybrid.plan.bundles for region in bundle.regions)
 
-    export(model, root / "half", root / case.folder, dtype=torch.bfloat16)
+    export_model(model, root / "half", root / case.folder, dtype=torch.bfloat16)
     check_against_files(engine, root / "half")
     engine.close()
 

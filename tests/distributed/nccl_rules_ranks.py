@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import barrier
-from megatron_rl.distributed.watch import leave
+from megatron_rl.distributed.watch import leave_job
 
 
 def first_call_of_some() -> None:
@@ -86,4 +86,4 @@ def connections_when_used() -> None:
 if __name__ == "__main__":
     device.initialize(60.0)
     {name: value for name, value in globals().items() if callable(value)}[sys.argv[1]]()
-    leave()
+    leave_job()

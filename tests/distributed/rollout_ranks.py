@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.distributed import device, exchange
 from megatron_rl.errors import UserErrors
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
@@ -35,7 +35,7 @@ from megatron_rl.rollout.engines.vllm.setup import join_groups
 from megatron_rl.rollout.scheduler import SchedulerOutput
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import PEFT_PREFIX, adapted
+from megatron_rl.shapes.lora import PEFT_PREFIX, make_adapted_model
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_STOP,
@@ -64,7 +64,7 @@ def check_family(path: Path, tensor: int) -> None:
 
 def check_adapters(path: Path, tensor: int) -> None:
     """Check that adapters in vLLM's slots act as if added to the weights, before and after two updates."""
-    adapted_model = adapted(pretrained(read_hf_config(path)), 6, 9.0, None)
+    adapted_model = make_adapted_model(describe_model(read_hf_config(path)), 6, 9.0, None)
     engine = build(path, tensor, adapters=adapted_model)
     reference = TorchEngine.from_hf(path)
     assert engine.adapters is not None

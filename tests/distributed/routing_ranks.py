@@ -33,7 +33,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 def rollouts_of(path: Path) -> Rollouts:
     """Sample with vLLM after a change of its routers' weights by a millionth, which reroutes some tokens."""
-    engine = build(path, 2, records=RECORDS)
+    engine = build(path, 2, routing_shape=RECORDS)
     write(engine, path)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in engine.parameters().items():

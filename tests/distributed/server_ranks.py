@@ -35,7 +35,7 @@ from vllm.entrypoints.launchers.api_server.entry import main as serve
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
 from megatron_rl.check.engine.servers import server_commands
 from megatron_rl.cli.common import load_and_check
-from megatron_rl.cli.main import main, parse
+from megatron_rl.cli.main import main, parse_command_line
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.rollout.engines.servers import ServerError
@@ -185,7 +185,7 @@ def train_before(path: str, run_dir: str) -> None:
 
 def run(path: str) -> None:
     """Start the servers, with two workers and with one, and train."""
-    config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
+    config = load_and_check(parse_command_line(["train", path]), 1, job="train", training=True).config
     # The helper process is forked before the threads of training exist.
     servers = Servers(config)
     urls = list(config.rollout.server.urls)

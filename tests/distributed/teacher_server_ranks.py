@@ -18,7 +18,7 @@ from server_ranks import RANK_VARIABLES, read_url, train, wait_for
 from vllm.entrypoints.launchers.api_server.entry import main as serve
 
 from megatron_rl.cli.common import load_and_check
-from megatron_rl.cli.main import parse
+from megatron_rl.cli.main import parse_command_line
 
 
 def start(model: str, port: int) -> int:
@@ -51,7 +51,7 @@ def train_apart(*arguments: str) -> int:
 
 def main(path: str, model: str) -> None:
     """Start the server, train with it, kill it, and train again."""
-    config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
+    config = load_and_check(parse_command_line(["train", path]), 1, job="train", training=True).config
     assert config.teacher_server is not None
     address = urlsplit(config.teacher_server.url)
     server = start(model, address.port or 0)

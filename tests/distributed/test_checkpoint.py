@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.checkpoint_meta import checkpoint_path, latest, prune, read_meta
+from megatron_rl.config.checkpoint_meta import (
+    checkpoint_path,
+    latest_checkpoint,
+    prune_checkpoints,
+    read_meta,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.lora import MLP
 
@@ -362,7 +367,7 @@ def test_a_broken_save_leaves_nothing_to_resume(folder: Path) -> None:
 
 
 def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
-    found = latest(folder / "run/checkpoints")
+    found = latest_checkpoint(folder / "run/checkpoints")
     assert found == checkpoint_path(folder / "run/checkpoints", 3)
     meta = read_meta(found)
     assert meta["step"] == 3 and meta["seed"] == 7 and meta["dtype"] == "float32"
@@ -378,19 +383,19 @@ def test_meta_says_what_the_checkpoint_is(folder: Path) -> None:
 
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert latest(folder) is None
+    assert latest_checkpoint(folder) is None
     for name in ("step_2", "step_10", "step_30.partial", "step_20", "step_2.old", "notes"):
         (folder / name / "model").mkdir(parents=True)
     for name in ("step_2", "step_10", "step_30.partial", "step_2.old"):
         (folder / name / "meta.json").write_text("{}")
-    assert latest(folder) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
-    prune(folder / "step_10", keep=1)
+    assert latest_checkpoint(folder) == folder / "step_10"  # step_20 has no meta.json, step_30 was cut off
+    prune_checkpoints(folder / "step_10", keep=1)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20"]
     # A run that went on from before a damaged checkpoint keeps what it saves, and that one for a person.
     for name in ("step_4", "step_7"):
         (folder / name).mkdir()
         (folder / name / "meta.json").write_text("{}")
-    prune(folder / "step_7", keep=1)
+    prune_checkpoints(folder / "step_7", keep=1)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step_10", "step_20", "step_7"]
     with pytest.raises(UserError, match="not a complete training checkpoint"):
         read_meta(folder / "step_20")

@@ -172,6 +172,7 @@ def check_quantised(folder: Path, name: str) -> None:
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").open()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
+    check_next_run(folder, 1e-5)
     out = folder / "out"
     exported = json.loads((out / "config.json").read_text())
     assert "quantization_config" not in exported
@@ -214,6 +215,7 @@ def test_multimodal_checkpoints_go_through_every_command(
         assert [line["step"] for line in lines] == [1, 2, 3]
         bound = 4e-5 if name.startswith("qwen3-5") else 1e-5
         assert max(line["mismatch/abs_diff"] for line in lines) < bound, name
+        check_next_run(tmp_path / name, bound)
         _, told = AutoModelForImageTextToText.from_pretrained(
             tmp_path / name / "out", output_loading_info=True
         )
@@ -227,6 +229,12 @@ def test_multimodal_checkpoints_go_through_every_command(
             # No text of this vocabulary may reach a row of the embedding or a bias of a key.
             is_trained = not is_carried(key) and not is_buffer(key)
             assert torch.equal(value, after[key]) != is_trained or "k_proj.bias" in key, key
+
+
+def check_next_run(folder: Path, bound: float) -> None:
+    """A run from the export begins where the engine has the exported weights."""
+    (line,) = [json.loads(line) for line in (folder / "again/metrics.jsonl").open()]
+    assert line["mismatch/abs_diff"] < bound, folder
 
 
 def add_mtp_layer(folder: Path) -> None:
@@ -281,6 +289,7 @@ def check(folder: Path, name: str) -> None:
     bound = 4e-5 if name in DELTA_NETS else 1e-5
     assert max(line["mismatch/abs_diff"] for line in lines) < bound, name
     assert all(line["policy/grad_norm"] > 0 for line in lines), name
+    check_next_run(folder / name, bound)
     if sparse(name):
         assert unwritten("a run of a mixture", lines) == []
         # Updates move routers away from what they chose before.

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from tests.hf_models import FAMILIES, config_of, save_model, use_epsilon_of_config
 from tests.representatives import LAYERS
 
@@ -82,7 +82,7 @@ def sparse(family: str) -> bool:
 
 def fitting(family: str, layouts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the layouts in which a tiny model can be trained."""
-    shape = describe(config_of(family).to_dict()).shape
+    shape = parse_pretrained(config_of(family).to_dict()).shape
 
     def problems(layout: dict[str, Any]) -> list[Any]:
         sizes = {name: size for name, size in layout.items() if name in SIZES}

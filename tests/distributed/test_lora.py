@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_layout_invariance import FULL, NARROW, SELECTIVE, SP, VPP, WIDE, WORKER, differences
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
-from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, AdaptedModel, adapted
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
+from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, AdaptedModel, make_adapted_model
 from tests.hf_models import save_model
 
 RANK, ALPHA = 4, 8.0
@@ -53,7 +53,7 @@ FULL_RANK = 96
 
 
 def described(path: Path, rank: int) -> AdaptedModel:
-    return adapted(pretrained(read_hf_config(path)), rank, ALPHA, EVERYWHERE.get(path.name))
+    return make_adapted_model(describe_model(read_hf_config(path)), rank, ALPHA, EVERYWHERE.get(path.name))
 
 
 def write_adapter(path: Path, target: Path, rank: int, full: bool = False) -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 
-from megatron_rl.checkpoint.roles import _read
-from megatron_rl.config.checkpoint_meta import read_meta, reads_anywhere
+from megatron_rl.checkpoint.roles import _read_file
+from megatron_rl.config.checkpoint_meta import fits_any_layout, read_meta
 from megatron_rl.trainer.state import TYPES
 from tests.readme_metrics import unwritten
 
@@ -225,9 +225,9 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     fork("megatron_rl", 3, "train", parted, "checkpoint.keep=9", *shards, module=True)
     assert [line["staleness/max"] for line in metrics(tmp_path / "parted")] == [0, 1, 1, 1]
     kept = (tmp_path / "parted/run/checkpoints").iterdir()
-    kept = {path.name: reads_anywhere(read_meta(path)) for path in kept}
+    kept = {path.name: fits_any_layout(read_meta(path)) for path in kept}
     assert set(kept) == {"step_2", "step_4"} and all(kept.values()), "any layout reads shards by their index"
-    state = _read(tmp_path / "parted/run/checkpoints/step_2/state.pt", TYPES)["state"]
+    state = _read_file(tmp_path / "parted/run/checkpoints/step_2/state.pt", TYPES)["state"]
     assert state["held"]["sets"] == ("held_out",), "it is answered beside step 3"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
     again = fork("megatron_rl", 3, "train", parted, *teaches, module=True)

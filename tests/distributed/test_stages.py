@@ -85,7 +85,7 @@ def assert_same_runs(run: Path, expected: Path, names: dict[str, int]) -> None:
 BESIDE = ("checkpoint.asynchronous=true", "checkpoint.optimizer_layout=same")
 KILLS = [
     ("in the middle of sft", UPDATE, 4, 0, False),
-    ("while a checkpoint of sft is written", "megatron_rl.checkpoint.roles:begin_tensors", 1, 1, False),
+    ("while a checkpoint of sft is written", "megatron_rl.checkpoint.roles:plan_tensor_write", 1, 1, False),
     ("when sft has left its model", f"{STAGES}:export", 1, 1, True),
     ("in the middle of preference", UPDATE, 4, 1, False),
     ("when preference has left its model", f"{STAGES}:export", 1, 0, True),

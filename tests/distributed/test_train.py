@@ -218,7 +218,7 @@ def _check_sampled_set(values):
     assert metrics["broken_failed"] == 1 and "broken" not in metrics, (
         "a failure is counted, and stops nothing"
     )
-    assert {*EvaluationSetConfig("x", samples=4).metrics()} <= {*metrics}
+    assert {*EvaluationSetConfig("x", samples=4).metric_names()} <= {*metrics}
 
 
 def _check_offline_commands(fork, config, run, accuracy, weights):

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.distributed import device
 from megatron_rl.megatron import log_probs as module
-from megatron_rl.megatron.log_probs import TORCH, VocabularyShard, support_of, triton_reductions
+from megatron_rl.megatron.log_probs import TORCH, VocabularyShard, make_support, triton_reductions
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +43,7 @@ def case(
 
 def results(stats: torch.Tensor) -> torch.Tensor:
     """Return normaliser, log-prob and entropy, [3, n]."""
-    return torch.stack(module._combine(stats))
+    return torch.stack(module._compute_outputs(stats))
 
 
 def exact(
@@ -117,7 +117,7 @@ def test_large_logits_stay_finite() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_both_passes_are_right_for_certain_rare_and_other_tokens(dtype: torch.dtype) -> None:
-    values, gradients = module.kernel_errors(dtype)
+    values, gradients = module.measure_kernel_errors(dtype)
     assert values < 1e-4 and max(gradients.values()) < 0.02, (values, gradients)
 
 
@@ -138,11 +138,11 @@ def test_values_and_gradients_equal_those_of_pytorch_in_float64(
     if truncated:
         # The target alone, but for every other position, which has the whole vocabulary.
         sizes = torch.arange(70) % 2
-        support = support_of(sizes, targets.cpu()[sizes.bool()])
+        support = make_support(sizes, targets.cpu()[sizes.bool()])
         support = support._replace(sizes=sizes.to(hidden.device), tokens=support.tokens.to(hidden.device))
 
     def both_passes(dtype: torch.dtype, reductions: module.Reductions) -> list[torch.Tensor]:
-        monkeypatch.setattr(module, "fitting_reductions", lambda _: reductions)
+        monkeypatch.setattr(module, "choose_reductions", lambda _: reductions)
         states = hidden.detach().to(dtype).requires_grad_()
         rows = weight.detach().to(dtype).requires_grad_()
         shard = VocabularyShard(0, vocabulary, ALONE, cap)

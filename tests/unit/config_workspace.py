@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -116,7 +116,7 @@ def write_model(path: Path, **changes: Any) -> None:
 
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     try:
-        write_safetensors(path / "model.safetensors", describe(shape).tensor_shapes())
+        write_safetensors(path / "model.safetensors", parse_pretrained(shape).tensor_shapes())
     except UserError:  # a broken config has no shapes
         write_safetensors(path / "model.safetensors", {"weight": [1]})
 

@@ -21,7 +21,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
-from megatron_rl.megatron.layers import attention_backend_of_process
+from megatron_rl.megatron.layers import earlier_attention_backend
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import (
     DDP,
@@ -37,13 +37,13 @@ from megatron_rl.shapes.accelerator import (
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from tests.conftest import STANDIN
 from tests.hf_models import config_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DENSE, MIXTURE, LATENT = (
-    describe(config_of(name).to_dict()).shape for name in ("qwen2", "qwen3-moe", "deepseek-v3")
+    parse_pretrained(config_of(name).to_dict()).shape for name in ("qwen2", "qwen3-moe", "deepseek-v3")
 )
 ALONE = ParallelLayout((0,))
 EXPERT = ParallelLayout((0, 1), expert=2)
@@ -152,10 +152,10 @@ def test_the_attention_backend_becomes_a_member_of_megatrons_enum(monkeypatch: p
     kernels = ("FLASH", "FUSED", "UNFUSED")
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
-    assert not attention_backend_of_process()
+    assert not earlier_attention_backend()
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "1")
-    assert attention_backend_of_process() == {"attention_backend": "auto"}
+    assert earlier_attention_backend() == {"attention_backend": "auto"}
 
 
 def test_hosts_have_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_megatron_takes_every_default(tmp_path: Path) -> None:
     for family, layout in (("qwen2", ALONE), ("qwen3-moe", EXPERT), ("deepseek-v3", EXPERT)):
         model = tmp_path / f"{family}.json"
         model.write_text(config_of(family).to_json_string(use_diff=False), encoding="utf-8")
-        subject = role(describe(config_of(family).to_dict()).shape, layout)
+        subject = role(parse_pretrained(config_of(family).to_dict()).shape, layout)
         overrides = accelerator_defaults(subject, MEGATRON)
         # The stand-in has no fused permutation.
         overrides.pop("moe_permute_fusion", None)

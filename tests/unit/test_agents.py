@@ -23,10 +23,10 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
-from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
+from megatron_rl.environments.agent import LARGEST_REQUEST, _run_program, serve_endpoint
 from megatron_rl.environments.environment import Episode, Message
 from megatron_rl.environments.host import EnvironmentPool, environment_errors
-from megatron_rl.launcher import without_proxy
+from megatron_rl.launcher import no_proxy_variables
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.engines.vllm import make_tool_parser
@@ -183,7 +183,7 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
     proxy, exception = names
     monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     monkeypatch.setenv(exception, ".corp.example, 10.0.0.0/8")
-    for name, value in without_proxy(os.environ).items():  # as every command does before it starts
+    for name, value in no_proxy_variables(os.environ).items():  # as every command does before it starts
         monkeypatch.setenv(name, value)
     shown = PLAIN.replace(
         "first = [", "assert '.corp.example,10.0.0.0/8' in os.environ[\"no_proxy\"]\nfirst = ["
@@ -196,13 +196,13 @@ def test_an_endpoint_is_not_asked_for_through_a_proxy(play, monkeypatch, names):
 
 
 def test_entries_against_a_proxy_are_kept_in_both_cases():
-    assert without_proxy({"NO_PROXY": "a,b", "no_proxy": "b, c"}) == dict.fromkeys(
+    assert no_proxy_variables({"NO_PROXY": "a,b", "no_proxy": "b, c"}) == dict.fromkeys(
         ("NO_PROXY", "no_proxy"), "a,b,c,127.0.0.1,localhost"
     )
 
 
 def run(script: str) -> str:
-    return asyncio.run(_run(("sh", "-c", script), {"OPENAI_API_KEY": "of this test"}, "{}"))
+    return asyncio.run(_run_program(("sh", "-c", script), {"OPENAI_API_KEY": "of this test"}, "{}"))
 
 
 def test_a_program_ends_with_what_it_started_in_another_session():
@@ -230,7 +230,7 @@ def converse(client: Callable[[http.client.HTTPConnection, str], Any]) -> Any:
         return Message(f"turn {count}", (7,), log_probs=(-0.5,), context=3)
 
     async def serve() -> Any:
-        async with endpoint(Episode("1+2=", None, {}, 0, next_turn)) as (base_url, key):
+        async with serve_endpoint(Episode("1+2=", None, {}, 0, next_turn)) as (base_url, key):
             connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=20)
             try:
                 return await asyncio.to_thread(client, connection, key)
@@ -375,7 +375,7 @@ TOOL = {"type": "function", "function": {"name": "7", "parameters": {}}}
 def test_calls_of_tools_are_parsed_by_vllm_and_templates_render_tools():
     tokenizer = build_tokenizer()
     tokenizer.chat_template = TOOLS
-    started = ChatTemplate(tokenizer).start([{"role": "user", "content": "1+2="}], [TOOL])
+    started = ChatTemplate(tokenizer).encode_prompt([{"role": "user", "content": "1+2="}], [TOOL])
     assert tokenizer.decode(started) == "<bos>7<eos><bos>1+2=<eos><bos>"
     parse = make_tool_parser("hermes", tokenizer)
     assert parse is not None

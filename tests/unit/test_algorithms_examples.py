@@ -23,12 +23,13 @@ EQUATIONS = [
 ]  # fmt: skip
 # Thin compositions of functions that have examples, and pieces that are tested as a whole.
 COMPOSED = {
-    "broadcast_rows", "clipped_surrogate", "correct", "count_groups", "dense_groups", "dpo_objective",
-    "first_best", "group_range", "group_sums", "reward_model_objective",
+    "broadcast_rows", "clipped_surrogate", "correct", "count_groups", "renumber_groups", "dpo_objective",
+    "mark_first_best", "group_range", "group_sums", "reward_model_objective",
     "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
     "NoDistillation",
     "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo", "FunctionAdvantage",
-    "FunctionLoss", "checked_loss", "fields_of", "log_ratio", "minibatches", "outcome", "with_loss_weights",
+    "FunctionLoss", "validate_token_loss", "fields_of", "log_ratio", "minibatches", "outcome",
+    "with_loss_weights",
 }  # fmt: skip
 EXAMPLES = {"torch": torch, "advantage_inputs": advantage_inputs, "micro_batch": micro_batch}
 

@@ -12,7 +12,12 @@ from piece_inputs import advantage_inputs
 from ragged_batches import Batch, batches, close
 
 from megatron_rl.algorithms.advantages import Gdpo, Gpg, Grpo, GrpoLeaveOneOut, GrpoPassAtK, Opo, Rloo
-from megatron_rl.algorithms.ragged import first_best, group_statistics, group_top2, leave_one_out_statistics
+from megatron_rl.algorithms.ragged import (
+    group_statistics,
+    group_top2,
+    leave_one_out_statistics,
+    mark_first_best,
+)
 from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
 from megatron_rl.errors import UserError
 
@@ -65,7 +70,7 @@ def test_leave_one_out_statistics(batch):
 @given(batches())
 def test_largest_rewards(batch):
     largest, second = group_top2(*batch.tensors)
-    best = first_best(*batch.tensors)
+    best = mark_first_best(*batch.tensors)
     for row in range(len(batch.group)):
         members = batch.members(row)
         ranked = sorted((batch.rewards[i] for i in members), reverse=True)

@@ -17,7 +17,7 @@ from megatron_rl.algorithms.advantages import Rloo, Vapo
 from megatron_rl.algorithms.algorithm import ALGORITHMS, CORRECTIONS, KINDS
 from megatron_rl.algorithms.correction import Correction
 from megatron_rl.algorithms.kl import KlInLoss
-from megatron_rl.algorithms.lookup import algorithm_of, with_pieces
+from megatron_rl.algorithms.lookup import algorithm_of, write_pieces
 from megatron_rl.algorithms.losses import Gspo, PpoClip
 from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.config.load import dump, load_config, load_text, to_plain
@@ -178,7 +178,7 @@ def test_a_name_brings_its_defaults_and_no_name_keeps_the_algorithms():
     assert get_algorithm("grpo", {"policy_loss": Gspo(clip_low=0.5)}).policy_loss == Gspo(clip_low=0.5)
     mis = get_algorithm("grpo", {"correction": {"name": "mis", "threshold": 5}}).correction
     assert mis == Correction("sequence", 5.0, rejection=dict(CORRECTIONS["mis"].rejection))
-    assert not ALGORITHMS["grpo"].correction.active
+    assert not ALGORITHMS["grpo"].correction.is_active
 
 
 def test_a_setting_is_laid_over_a_name_from_another_file_or_the_command_line():
@@ -203,11 +203,11 @@ def test_the_length_limit_reaches_the_pieces_that_need_it():
 def test_written_pieces_make_the_same_algorithm(name):
     config = load_text(CONFIG, [f"algorithm.name={name}"]).valid()
     algorithm = algorithm_of(config)
-    written, reasons = with_pieces(config, algorithm)
+    written, reasons = write_pieces(config, algorithm)
     reloaded = load_text(dump(written)).valid()
     assert reloaded == written
     assert algorithm_of(reloaded) == algorithm
-    assert with_pieces(reloaded, algorithm) == (written, {}), "explicit pieces are derived no more"
+    assert write_pieces(reloaded, algorithm) == (written, {}), "explicit pieces are derived no more"
     assert reasons["algorithm.policy_loss"] == f"algorithm.name={name}"
     assert (written.algorithm.value_loss is not None) == algorithm.needs_critic
 
@@ -217,7 +217,7 @@ def test_written_pieces_of_every_name_are_the_same_pieces():
     for key, kind in KINDS.items():
         for name, piece in kind.named.items():
             config = load_text(CONFIG, ["algorithm.name=ppo", f"algorithm.{key}={name}"]).valid()
-            written, reasons = with_pieces(config, get_algorithm("ppo", {key: name}, max_response_tokens=8))
+            written, reasons = write_pieces(config, get_algorithm("ppo", {key: name}, max_response_tokens=8))
             reloaded = load_text(dump(written)).valid()
             again = get_algorithm("ppo", {key: getattr(reloaded.algorithm, key)}, max_response_tokens=8)
             # YAML has lists where the tables have tuples.
@@ -233,7 +233,7 @@ def test_written_pieces_of_the_user_make_the_same_algorithm(own):
     ):
         config = load_text(CONFIG, [override]).valid()
         algorithm = algorithm_of(config)
-        written, _ = with_pieces(config, algorithm)
+        written, _ = write_pieces(config, algorithm)
         reloaded = load_text(dump(written)).valid()
         assert reloaded == written and repr(algorithm_of(reloaded)) == repr(algorithm), override
 

@@ -13,8 +13,8 @@ from megatron_rl.algorithms.algorithm import CORRECTIONS
 from megatron_rl.algorithms.correction import (
     REJECTION_MEASURES,
     Correction,
-    batch_normalized,
     mismatch_metrics,
+    normalize_over_batch,
     rejection_mask,
 )
 
@@ -150,12 +150,12 @@ def test_batch_normalised_weights_have_mean_one(batch):
     """Over tokens for weights of tokens, over responses for weights of responses, whatever their lengths."""
     new, old, rows = pair(batch)
     raw = Correction(level="token").importance_weights(new, old, batch.mask, batch.lengths)
-    weights = batch_normalized(raw, batch.mask, batch.lengths)
+    weights = normalize_over_batch(raw, batch.mask, batch.lengths)
     if batch.mask.any():
         close(weights[batch.mask].mean(), 1.0)
     correction = Correction(level="sequence", threshold=1.3)
     raw = correction.importance_weights(new, old, batch.mask, batch.lengths)
-    weights = batch_normalized(raw, batch.mask, batch.lengths, level="sequence")
+    weights = normalize_over_batch(raw, batch.mask, batch.lengths, level="sequence")
     each = [min(math.exp(sum(row)), 1.3) for row in rows]
     mean = sum(w for w, row in zip(each, rows, strict=True) if row) / max(sum(map(bool, rows)), 1)
     close(weights[batch.mask], [w / mean for w, row in zip(each, rows, strict=True) for _ in row])
@@ -165,8 +165,8 @@ def test_batch_normalisation_of_nothing_changes_nothing():
     zeros, mask = torch.zeros(2), torch.tensor([True, False])
     lengths = torch.tensor([2])
     for level in ("token", "sequence"):
-        assert batch_normalized(zeros, mask, lengths, level=level).equal(zeros)
-        assert batch_normalized(zeros, torch.zeros(2) > 0, lengths, level=level).equal(zeros)
+        assert normalize_over_batch(zeros, mask, lengths, level=level).equal(zeros)
+        assert normalize_over_batch(zeros, torch.zeros(2) > 0, lengths, level=level).equal(zeros)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

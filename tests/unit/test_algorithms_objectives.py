@@ -24,7 +24,7 @@ from megatron_rl.algorithms.algorithm import AGGREGATIONS, CORRECTIONS
 from megatron_rl.algorithms.losses import ClippedValueLoss
 from megatron_rl.algorithms.rewards import Imitation
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import merge
+from megatron_rl.metrics import merge_metrics
 
 quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
@@ -257,10 +257,10 @@ def test_metrics_of_micro_batches_and_ranks_merge_to_those_of_the_whole():
     assert whole["policy/loss"] == pytest.approx(float(loss), rel=1e-5)
     log_probs, entropy = (x.detach() for x in policy(batch))
     ranks = [
-        merge(policy_objective(algorithm, p, log_probs[p.tokens], entropy[p.tokens])[1] for p in part)
+        merge_metrics(policy_objective(algorithm, p, log_probs[p.tokens], entropy[p.tokens])[1] for p in part)
         for part in ([mini.rows([0])], [mini.rows([1]), mini.rows([2])], [])
     ]
-    assert merge(ranks).values() == pytest.approx(whole, rel=1e-6)
+    assert merge_metrics(ranks).values() == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

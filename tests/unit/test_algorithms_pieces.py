@@ -25,7 +25,7 @@ from megatron_rl.algorithms import (
 from megatron_rl.algorithms.advantages import FunctionAdvantage, whiten
 from megatron_rl.algorithms.algorithm import ADVANTAGES, POLICY_LOSSES
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.losses import checked_loss
+from megatron_rl.algorithms.losses import validate_token_loss
 from megatron_rl.errors import UserError
 
 BATCH = Batch(
@@ -317,7 +317,7 @@ def summed(*_):
 )
 def test_a_loss_of_the_users_own_that_returns_something_else_is_named(returned, got):
     with pytest.raises(UserError) as caught:
-        checked_loss(FunctionLoss(function=summed), returned, torch.zeros(3))
+        validate_token_loss(FunctionLoss(function=summed), returned, torch.zeros(3))
     error = caught.value
     assert "summed" in error.message and f"{__file__}:{summed.__code__.co_firstlineno}" == error.where
     assert got in (error.got or "") and "TokenLoss" in (error.expected or "")

@@ -17,7 +17,7 @@ from megatron_rl.algorithms import (
     reward_model_objective,
     with_loss_weights,
 )
-from megatron_rl.algorithms.lookup import preference_function
+from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.algorithms.preference import bradley_terry_loss, dpo_loss, simpo_loss
 from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
@@ -185,7 +185,7 @@ def test_a_users_own_loss_by_path(tmp_path):
     values = -torch.rand(22, dtype=torch.float64)
 
     def result(kind, name=None):
-        function = None if name is None else preference_function(f"{file}:{name}", "preference.loss")
+        function = None if name is None else load_preference_loss(f"{file}:{name}", "preference.loss")
         x = values.clone().requires_grad_()
         loss, metrics = dpo_objective(PreferenceSettings(kind, beta=0.4, function=function), batch, x)
         return loss.detach(), torch.autograd.grad(loss, x)[0], metrics.values()
@@ -205,9 +205,9 @@ def test_a_users_own_loss_by_path(tmp_path):
         result("own", "mean")
     for name, message in (("two", "does not accept"), ("value", "is not a function"), ("none", "none")):
         with pytest.raises(UserError, match=message) as raised:
-            preference_function(f"{file}:{name}", "preference.loss")
+            load_preference_loss(f"{file}:{name}", "preference.loss")
         assert raised.value.where is not None and "preference.loss" in str(raised.value)
-    assert preference_function("sigmoid", "preference.loss") is None
+    assert load_preference_loss("sigmoid", "preference.loss") is None
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "reward_model"])

@@ -95,7 +95,7 @@ def test_overlong_penalty(buffer, tokens, batch):
     overlong = Overlong(buffer=buffer if buffer >= 1 else 4 / 6)
     rewards, _, valid = batch.tensors
     counts = torch.tensor([sum(mask) for mask in batch.masks])
-    scaled = RewardShaping().scaled(rewards, valid)
+    scaled = RewardShaping().scale_and_clip(rewards, valid)
     wanted = [
         r + min(-(sum(mask) - (6 - tokens)) / tokens, 0.0) if ok else 0.0
         for r, ok, mask in zip(batch.rewards, batch.valid, batch.masks, strict=True)

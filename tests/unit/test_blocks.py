@@ -34,7 +34,12 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.layer_weights import Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout, stage_layers, trainer_problems
-from megatron_rl.shapes.memory import Layers, OptimizerChoice, saved_activation_bytes, training_memory
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    OptimizerChoice,
+    saved_activation_bytes,
+    training_memory,
+)
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.traffic import shared_bytes
@@ -119,8 +124,9 @@ class DecayLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, attention_mask: Any = None, *, packed_seq_params: PackedRows, **_: Any
     ) -> tuple[Tensor, None]:
-        buckets = packed_seq_params.fill(self.in_proj(hidden).flatten(0, 1))
-        sums = packed_seq_params.join([decayed(bucket, self.rate).flatten(0, 1) for bucket in buckets])
+        buckets = packed_seq_params.fill_buckets(self.in_proj(hidden).flatten(0, 1))
+        outputs = [decayed(bucket, self.rate).flatten(0, 1) for bucket in buckets]
+        sums = packed_seq_params.join_buckets(outputs)
         return self.out_proj(sums).unsqueeze(1), None
 
 
@@ -233,7 +239,7 @@ def test_a_new_mixer_is_counted_as_it_says(decay_shape: ModelShape) -> None:
 
     layout = ParallelLayout((0, 1), tensor=2)
     stages = stage_layers(shape.layers, layout)
-    memory = training_memory(shape, layout, stages, 0, OptimizerChoice(), Layers(), 100, 1)
+    memory = training_memory(shape, layout, stages, 0, OptimizerChoice(), LayerImplementation(), 100, 1)
     assert memory.activations > 100 * 2 * (saved[0] / 2)
     traffic = shared_bytes(shape, layout, 1, 2)
     assert traffic.model_bytes == 2 * shape.parameters

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.config.budget import memory_plan, saved_bytes, state_bytes
+from megatron_rl.config.budget import memory_plan, optimizer_bytes_per_parameter, optimizer_bytes_saved
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import role_layouts, sleeping_ranks
@@ -47,11 +47,11 @@ def test_roles_on_one_rank_work_in_turn() -> None:
     stays = sum(item.bytes for item in rank.items if item.turn is None and "learn" in item.phases)
     # The critic has updated, and let its activations go, before the actor begins.
     assert size["critic activations"] == size["activations"] > 0
-    assert rank.total("learn") == stays + size["activations"] + size["logits chunk"]
+    assert rank.phase_peak("learn") == stays + size["activations"] + size["logits chunk"]
     # The reference makes a forward pass of its own: alone on a rank it needs the same as the actor.
     assert size["reference forward activations"] == size["forward activations"] > 0
     assert size["reference logits chunk"] == size["logits chunk"] > 0
-    assert rank.total("score") == stays + size["forward activations"] + size["logits chunk"]
+    assert rank.phase_peak("score") == stays + size["forward activations"] + size["logits chunk"]
 
 
 def test_a_role_that_offloads_is_on_the_device_in_its_turn_alone() -> None:
@@ -69,8 +69,9 @@ def test_a_role_that_offloads_is_on_the_device_in_its_turn_alone() -> None:
     held = ("weights", "gradients", "optimizer", "activations", "logits chunk")
     learning = [size[f"actor {held[0]}"] + sum(size[name] for name in held[1:])]
     learning.append(sum(size.get(f"critic {name}", 0) for name in held))
-    assert rank.total("learn") == max(learning)
-    assert rank.total("score") == size["actor weights"] + size["forward activations"] + size["logits chunk"]
+    assert rank.phase_peak("learn") == max(learning)
+    scoring = size["actor weights"] + size["forward activations"] + size["logits chunk"]
+    assert rank.phase_peak("score") == scoring
     # Adapters' reference computes with the actor's weights: they are there in its turn, too.
     adapted = replace(config, actor=replace(config.actor, lora=LoraConfig()), critic=None)
     adapted = resolve(adapted, 4, shape=SHAPE).config
@@ -102,7 +103,7 @@ def test_uneven_stages_are_counted_as_they_are() -> None:
 def test_optimizer_state_is_counted_as_it_is_kept(
     optimizer: OptimizerConfig, weight_bytes: int, expected: int
 ) -> None:
-    assert state_bytes(optimizer, weight_bytes) == expected
+    assert optimizer_bytes_per_parameter(optimizer, weight_bytes) == expected
 
 
 def test_an_optimizer_on_the_host_takes_nothing_on_the_device() -> None:
@@ -116,8 +117,8 @@ def test_an_optimizer_on_the_host_takes_nothing_on_the_device() -> None:
     on_device, on_host = ranks
     states, copies = ({item.name: item for item in rank.items}["optimizer"] for rank in ranks)
     assert copies.bytes == 2 * states.bytes and on_device.peak - on_host.peak == states.bytes
-    assert saved_bytes(copies.bytes, OptimizerConfig(offload=True), 4) == copies.bytes * 3 // 4
-    assert saved_bytes(states.bytes, OptimizerConfig(), 4) == copies.bytes * 3 // 4
+    assert optimizer_bytes_saved(copies.bytes, OptimizerConfig(offload=True), 4) == copies.bytes * 3 // 4
+    assert optimizer_bytes_saved(states.bytes, OptimizerConfig(), 4) == copies.bytes * 3 // 4
 
 
 def test_adapters_alone_have_gradients_and_the_reference_is_their_base() -> None:

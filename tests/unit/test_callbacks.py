@@ -42,15 +42,15 @@ def test_a_callback_gets_copies_and_its_exception_ends_its_calls(tmp_path: Path)
     callbacks = Callbacks((f"{tmp_path}/watch.py:Watch",), lines.append)
     metrics = {"reward/mean": 1.0}
     for step in (1, 2, 3):
-        callbacks.call("on_step_begin", step)
-        callbacks.call("on_samples", step, {"prompt": ["a"]})
-        callbacks.call("on_step_end", step, metrics)
+        callbacks.call_method("on_step_begin", step)
+        callbacks.call_method("on_samples", step, {"prompt": ["a"]})
+        callbacks.call_method("on_step_end", step, metrics)
     assert metrics == {"reward/mean": 1.0}
     (line,) = lines
     assert "watch.py:Watch failed in on_step_end" in line and "ValueError: two" in line
-    from megatron_rl.user_code import load_path
+    from megatron_rl.user_code import load_object
 
-    assert load_path(f"{tmp_path}/watch.py:Watch", "callbacks").seen == [1, 2]
+    assert load_object(f"{tmp_path}/watch.py:Watch", "callbacks").seen == [1, 2]
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
 from megatron_rl.data.records import Record
-from megatron_rl.data.rendered_text import rendered_prompts
+from megatron_rl.data.rendered_text import render_prompts
 from megatron_rl.data.sources import encode_responses
-from megatron_rl.data.template_renderer import Rendering, renderer_of
+from megatron_rl.data.template_renderer import Rendering, get_renderer
 from megatron_rl.data.tokenizing import PromptEncoder, end_token_ids
 from tests.unit.chat_templates import FORMS, QWEN_2, TOOL, ChatForm, tokenizer_of
 
@@ -59,7 +59,7 @@ def learned(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -
 @pytest.mark.parametrize("name", FORMS)
 def test_a_template_is_rendered_as_transformers_does(name: str) -> None:
     tokenizer = tokenizer_of(FORMS[name])
-    renderer = renderer_of(tokenizer)
+    renderer = get_renderer(tokenizer)
     assert renderer is not None
     chats: list[tuple[Any, Any]] = [(USER[:1], None), (CHAT[:3], None), (CHAT, None)]
     chats += [(USER[:1], [TOOL]), (CALLED, [TOOL])] if FORMS[name].tools else []
@@ -68,7 +68,7 @@ def test_a_template_is_rendered_as_transformers_does(name: str) -> None:
             expected = tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=opens
             )
-            assert renderer.render(messages, tools, opens=opens) == expected
+            assert renderer.render(messages, tools, add_generation_prompt=opens) == expected
 
 
 def test_arguments_of_a_template_are_rendered_as_transformers_does() -> None:
@@ -82,8 +82,8 @@ def test_arguments_of_a_template_are_rendered_as_transformers_does() -> None:
     for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
         source = SourceConfig("test.jsonl", system_prompt="Add.", chat_template_kwargs=kwargs)
         data = fields_of(DataConfig(), source, "data.sources.easy")
-        renderer = renderer_of(tokenizer)
-        (text,) = rendered_prompts(records, data, "data.sources.easy.path", renderer)
+        renderer = get_renderer(tokenizer)
+        (text,) = render_prompts(records, data, "data.sources.easy.path", renderer)
         messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
         expected = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **kwargs
@@ -220,7 +220,7 @@ def test_a_prompt_has_what_the_tokenizer_puts_before_it_once_and_nothing_behind(
 def test_a_template_that_fails_or_has_no_end_is_refused_with_the_reason(template: str, reason: str) -> None:
     tokenizer = tokenizer_of(FORMS["qwen_2"])
     tokenizer.chat_template = template
-    renderer = renderer_of(tokenizer)
+    renderer = get_renderer(tokenizer)
     assert renderer is not None
     (found,) = renderer.render_all([Rendering(USER[:1])])
     assert reason in str(found)
@@ -231,7 +231,7 @@ def test_one_record_that_has_no_end_is_told_from_its_neighbours() -> None:
     tokenizer = tokenizer_of(FORMS["qwen_2"])
     endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
     tokenizer.chat_template = "{% if messages[0].content == 'b' %}" + endless + "{% endif %}x"
-    renderer = renderer_of(tokenizer)
+    renderer = get_renderer(tokenizer)
     assert renderer is not None
     found = renderer.render_all([Rendering([{"role": "user", "content": text}]) for text in "ab"])
     assert found[0] == "x" and "processor time" in str(found[1])

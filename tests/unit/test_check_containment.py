@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_rl.check.files import Files
-from megatron_rl.check.rewards import check_enforced, check_limits
+from megatron_rl.check.rewards import check_enforcement, check_limits
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained import confinement
 from tests.campaign.attackers import run_as_user, without_namespaces
@@ -30,7 +30,7 @@ def test_what_a_kernel_does_not_enforce_is_named_once() -> None:
     sections = {WHERE: LimitsConfig(), "reward.code.limits": LimitsConfig(memory_gib=1.0)}
 
     def warnings() -> list[str]:
-        return [str(warning) for warning in check_enforced(sections)]
+        return [str(warning) for warning in check_enforcement(sections)]
 
     (warning,) = run_as_user(os.getuid(), without_namespaces(warnings))
     assert confinement.CHILDREN_SEARCHED in warning and "docs/limits.md" in warning

@@ -59,10 +59,12 @@ def test_each_data_set_may_have_fields_of_its_own() -> None:
     stated = [f"{own}.prompt_field=question", f"{own}.ground_truth_field=answer", f"{own}.task_field=kind"]
     config = check(*stated).valid()
     tokenizer: Any = AutoTokenizer.from_pretrained("model")
-    held_out = load_prompts(config, f"{own}.data", "eval.jsonl", tokenizer, FILES).in_file_order()
+    held_out = load_prompts(config, f"{own}.data", "eval.jsonl", tokenizer, FILES).batch_in_file_order()
     assert (held_out.prompts[0], held_out.ground_truths[0], held_out.tasks[0]) == ("1+1=", "2", "sum")
     assert held_out.metadata[0] == {"kind": "sum"}
-    assert load_prompts(config, "data.train", "train.jsonl", tokenizer, FILES).next(1).prompts == ("1+1=",)
+    assert load_prompts(config, "data.train", "train.jsonl", tokenizer, FILES).next_batch(1).prompts == (
+        "1+1=",
+    )
     (same,) = check(*stated, f"{own}.ground_truth_field=question").errors
     assert (same.message, (same.where or "").split(" ")[0]) == (
         "prompt and ground truth are read from the same field",
@@ -93,7 +95,7 @@ def test_every_record_is_read_where_there_are_not_too_many(monkeypatch: pytest.M
     write("train.jsonl", [good] * 500 + [{"prompt": "1+1="}] + [good] * 99)
     (error,) = check().errors
     assert (error.message, error.where) == ("a record has no `ground_truth`", "train.jsonl:501 (data.train)")
-    monkeypatch.setattr(data_rules, "WHOLE_BYTES", 300 * len(json.dumps(good)))
+    monkeypatch.setattr(data_rules, "FULLY_READ_BYTES", 300 * len(json.dumps(good)))
     report = check()
     assert not report.errors
     text = report_text(report, "run.yaml", verbose=True)

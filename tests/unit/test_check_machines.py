@@ -13,7 +13,7 @@ from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.check.model import megatron_settings
 from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
-from megatron_rl.check.sizes import TRUST, check_memory
+from megatron_rl.check.sizes import MEMORY_TOLERANCE, check_memory
 from megatron_rl.check.warnings import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
@@ -71,7 +71,7 @@ def test_the_name_of_a_gpu_says_how_much_memory_it_has() -> None:
 @pytest.mark.parametrize(("gib", "errors", "warnings"), [(79, 0, 0), (90, 0, 1), (104, 1, 0)])
 def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors: int, warnings: int) -> None:
     config = load("config.yaml", ["gpu_memory_gib=79"]).config
-    assert config is not None and 79 * (1 + TRUST) < 104
+    assert config is not None and 79 * (1 + MEMORY_TOLERANCE) < 104
     held = [RankMemory(0, (MemoryItem("weights", gib * 2**30, ("learn",), "many"),))]
     wrong, tight = check_memory(config, held, "gpu_memory_gib")
     assert (len(wrong), len(tight)) == (errors, warnings)

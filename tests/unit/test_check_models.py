@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import require_finite
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from megatron_rl.user_code import find_module
 from tests.hf_models import save_model
 
@@ -115,7 +115,7 @@ def one_error(model: Path, *overrides: str) -> UserError:
 def test_values_of_config_json(model: Path, values: dict[str, Any], key: str, expected: str) -> None:
     change(model / "config.json", **values)
     if "architectures" in values:
-        write_safetensors(model / "model.safetensors", describe({**SHAPE, **values}).tensor_shapes())
+        write_safetensors(model / "model.safetensors", parse_pretrained({**SHAPE, **values}).tensor_shapes())
     named = [error for error in check(model).errors if (error.where or "").split(" (")[0].endswith(key)]
     assert len(named) == 1, check(model).errors
     assert expected in str(named[0].expected) and named[0].got and named[0].fix
@@ -146,7 +146,7 @@ def test_code_of_the_tokenizer_is_named_and_not_run(model: Path) -> None:
 
 
 def shards(model: Path) -> dict[str, tuple[int, ...]]:
-    return describe(SHAPE).tensor_shapes()
+    return parse_pretrained(SHAPE).tensor_shapes()
 
 
 def without_a_tensor(model: Path) -> None:
@@ -183,7 +183,7 @@ def with_an_index_of_other_folders(model: Path) -> None:
     ("damage", "message", "fix"),
     [
         (without_a_tensor, "the weights do not belong to the model", "set tie_word_embeddings"),
-        (with_another_shape, "the tensor model.norm.weight has another shape", "config.json that belongs"),
+        (with_another_shape, "the shape of the tensor model.norm.weight", "config.json that belongs"),
         (with_an_adapter, "the weights do not belong to the model", "saved from this architecture"),
         (in_eight_bits, "the weights are quantised", "use the original checkpoint"),
         (with_an_index_of_other_tensors, "tensors that the files do not contain", "index and weight files"),
@@ -236,7 +236,7 @@ def test_files_beside_the_weights_are_not_the_models(model: Path) -> None:
 @pytest.mark.parametrize(("values", "fine"), [(b"\1", False), (b"\0", True)])
 def test_an_output_layer_beside_a_tied_embedding_equals_it(model: Path, values: bytes, fine: bool) -> None:
     change(model / "config.json", tie_word_embeddings=True)
-    shapes = describe({**SHAPE, "tie_word_embeddings": True}).tensor_shapes()
+    shapes = parse_pretrained({**SHAPE, "tie_word_embeddings": True}).tensor_shapes()
     # The output layer comes last, and so do its bytes: all others are zero.
     write_safetensors(
         model / "model.safetensors", {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}

@@ -17,7 +17,7 @@ from megatron_rl.check.engine.arguments import (
     TOOL_PARSERS,
     check_engine_arguments,
 )
-from megatron_rl.check.installed_source import class_fields, table_names
+from megatron_rl.check.installed_source import class_fields, read_dict_keys
 from megatron_rl.check.model import megatron_settings as model_settings
 from megatron_rl.check.model.megatron_settings import (
     DERIVED_FIELDS,
@@ -30,7 +30,7 @@ from megatron_rl.config.field_types import value_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from megatron_rl.user_code import find_module
 from tests.hf_models import config_of
 
@@ -91,7 +91,7 @@ def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
 def test_parsers_of_tool_calls_are_those_of_the_installed_version() -> None:
     from vllm.tool_parsers import ToolParserManager
 
-    assert set(table_names(*TOOL_PARSERS) or ()) == set(ToolParserManager.list_registered())
+    assert set(read_dict_keys(*TOOL_PARSERS) or ()) == set(ToolParserManager.list_registered())
 
 
 def test_megatron_fields_that_the_run_sets_exist() -> None:
@@ -224,7 +224,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
 ) -> None:
     monkeypatch.chdir(workspace)
     config = load("config.yaml", ["actor.routing_replay=rollout", *overrides]).config
-    mixture = describe(config_of("qwen3-moe").to_dict()).shape
+    mixture = parse_pretrained(config_of("qwen3-moe").to_dict()).shape
     assert config is not None
     errors = list(check_routing(config, mixture))
     assert len(errors) == bool(message)
@@ -234,7 +234,7 @@ def test_experts_that_cannot_be_repeated_are_refused(
 def test_fused_rotary_embedding_is_refused_for_latent_attention_alone() -> None:
     layout = ParallelLayout((0,), path="critic.layout")
     for family, refused in (("deepseek-v3", True), ("qwen2", False)):
-        shape = describe(config_of(family).to_dict()).shape
+        shape = parse_pretrained(config_of(family).to_dict()).shape
         errors = trainer_problems(shape, layout, {"apply_rope_fusion": True})
         assert [error.where for error in errors] == ["critic.megatron.apply_rope_fusion"] * refused
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_rl.cli.check_picture import NodeKind, group_nodes, node_kinds
+from megatron_rl.cli.check_picture import NodeKind, node_kinds, nodes_per_group
 from megatron_rl.cli.main import main
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import byte_text
@@ -111,10 +111,10 @@ def test_bytes_of_a_sync_inside_nodes_and_across_nodes_are_those_of_check(
 def test_kinds_of_nodes_and_the_nodes_of_groups() -> None:
     everywhere = ParallelLayout(tuple(range(64)), tensor=4, pipeline=2)
     assert node_kinds({"actor": everywhere}, 64, 8) == [NodeKind(tuple(range(8)), 8)]
-    assert group_nodes(everywhere, 8) == {"tensor": 1, "pipeline": 2, "data": 4}
+    assert nodes_per_group(everywhere, 8) == {"tensor": 1, "pipeline": 2, "data": 4}
     # The last node has fewer ranks, and tensor groups of 3 do not fit into nodes of 8.
     odd = ParallelLayout(tuple(range(12)), tensor=3)
     assert [kind.size for kind in node_kinds({"actor": odd}, 12, 8)] == [8, 4]
-    assert group_nodes(odd, 8) == {"tensor": 2, "data": 2}
+    assert nodes_per_group(odd, 8) == {"tensor": 2, "data": 2}
     two_roles = {"actor": ParallelLayout(tuple(range(16))), "rollout": ParallelLayout(tuple(range(16, 32)))}
     assert [kind.nodes for kind in node_kinds(two_roles, 32, 8)] == [(0, 1), (2, 3)]

@@ -296,6 +296,29 @@ def test_shipped_configurations_pass(
     assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
 
 
+RECIPE_SIZES = (1, 8, 64)
+"""Numbers of GPUs for which configs/ has recipes of published models, below configs/Ngpu/."""
+RECIPE_KINDS = ("dapo", "distillation", "lora", "moe", "ppo", "tools")
+
+
+@pytest.mark.usefixtures("forked_trials")
+@pytest.mark.parametrize("gpus", RECIPE_SIZES)
+@pytest.mark.parametrize("kind", RECIPE_KINDS)
+def test_each_recipe_of_a_published_model_fits_its_gpus(
+    kind: str, gpus: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = f"configs/{gpus}gpu/{kind}.yaml"
+    code = main(["check", recipe, "--on", "h100", "--without-files"])
+    text = "".join(capsys.readouterr())
+    assert code == 0, text
+    assert f"({recipe} on {gpus} process" in text
+    percent = re.search(r"^memory .* (\d+)% of", text, re.MULTILINE)
+    assert percent is not None and int(percent[1]) <= 95, text
+    page = (ROOT / "docs/run.md").read_text(encoding="utf-8")
+    assert f"| `{kind}.yaml` |" in page
+
+
 @pytest.mark.parametrize(
     ("name", "total", "per_rank"),
     [

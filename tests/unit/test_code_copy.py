@@ -44,16 +44,16 @@ def code(tmp_path: Path) -> Iterator[Path]:
 def test_an_edit_in_the_middle_of_a_run_changes_nothing(code: Path) -> None:
     activate_copies(read_code([f"{code}:reward"]))
     with FunctionReward(RewardConfig(f"{code}:reward", timeout=60.0)) as reward:
-        assert reward.answers([{**SAMPLE, "response": "x"}])[0].reward == 111
+        assert reward.compute_answers([{**SAMPLE, "response": "x"}])[0].reward == 111
         for file in (code, code.parent / "sibling_of_it.py", code.parent / "weights_of_it/inner.py"):
             file.write_text("import no_such_module_at_all\n")
-        ended, after, raised = reward.answers(
+        ended, after, raised = reward.compute_answers(
             [{**SAMPLE, "response": word} for word in ("end", "x", "raise")]
         )
         assert (ended.reason, after.reward) == ("crashed", 111), "a process that is started again"
         assert "raise ValueError('as it was written')" in raised.message and str(code) in raised.message
         code.unlink()
-        assert reward.answers([SAMPLE, {**SAMPLE, "response": "x"}])[1].reward == 111
+        assert reward.compute_answers([SAMPLE, {**SAMPLE, "response": "x"}])[1].reward == 111
 
 
 def test_a_copy_has_a_digest_and_can_be_run_again(code: Path, tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ def test_modules_of_the_search_path_are_copied(code: Path, monkeypatch: pytest.M
     (code.parent / "weights_of_it/inner.py").write_text("WEIGHT = 5\n")
     code.write_text("")
     with FunctionReward(RewardConfig("judges:reward", timeout=60.0)) as reward:
-        assert reward.answers([{**SAMPLE, "response": "x"}])[0].reward == 111
+        assert reward.compute_answers([{**SAMPLE, "response": "x"}])[0].reward == 111

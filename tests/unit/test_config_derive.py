@@ -160,7 +160,7 @@ def test_memory_names_every_contributor() -> None:
         "actor weights", "gradients", "optimizer", "activations", "logits chunk", "reference weights",
         "rollout weights", "key-value cache", "sync staging", "sync connections", "runtime",
     } <= names  # fmt: skip
-    assert worst.peak == max(worst.total(phase) for phase in PHASES) > 0
+    assert worst.peak == max(worst.phase_peak(phase) for phase in PHASES) > 0
 
 
 sizes = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 8])

@@ -20,7 +20,7 @@ from megatron_rl.config.source import read_tree
 from megatron_rl.contained import process
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.lora import adapters_in_words
+from megatron_rl.shapes.lora import format_adapters
 from megatron_rl.shapes.pretrained import read_pretrained
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -324,7 +324,7 @@ LORA = ("actor.lora.rank=4", "actor.lora.targets=[linear_qkv]")
 def test_a_checkpoint_of_a_learner_that_is_built_otherwise_is_an_error(
     overrides: tuple[str, ...], differs: str | None, expected: str
 ) -> None:
-    adapters = adapters_in_words(4, 4.0, ["linear_qkv"])
+    adapters = format_adapters(4, 4.0, ["linear_qkv"])
     saved = {"optimizer": optimizer_kind("adam", True), "dtype": "float32", "adapters": adapters}
     layout = {"world_size": 4, **asdict(ParallelLayout(ranks=tuple(range(4))))}
     folder = Path("of_learners")
@@ -344,7 +344,7 @@ def test_adapters_of_a_reward_model_that_learns_from_the_start_are_compared_too(
     layers = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     saved = {"optimizer": optimizer_kind("adam", True), "dtype": "float32"}
     layout = {"world_size": 4, **asdict(ParallelLayout(ranks=tuple(range(4))))}
-    role = {**saved, "layout": layout, "adapters": adapters_in_words(4, 4.0, layers)}
+    role = {**saved, "layout": layout, "adapters": format_adapters(4, 4.0, layers)}
     folder = Path("judged/stages/reward_judge/checkpoints/step_2")
     folder.mkdir(parents=True)
     write_meta(folder, {"model": {}, "step": 2, "roles": {"reward.models.judge": role}})
@@ -352,7 +352,7 @@ def test_adapters_of_a_reward_model_that_learns_from_the_start_are_compared_too(
     for rank in ("4", "8"):
         errors = check(judge.replace("RANK", rank), "run_dir=judged").errors
         expected = [error.expected for error in errors if error.message.startswith("the checkpoint")]
-        assert expected == ([] if rank == "4" else [adapters_in_words(8, 8.0, layers)]), errors
+        assert expected == ([] if rank == "4" else [format_adapters(8, 8.0, layers)]), errors
 
 
 def test_a_checkpoint_without_the_critic_that_the_algorithm_needs_is_an_error() -> None:

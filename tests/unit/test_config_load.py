@@ -12,7 +12,7 @@ from config_workspace import CONFIG
 
 from megatron_rl.algorithms.algorithm import KINDS
 from megatron_rl.config.field_types import format_ranges, parse_ranges, value_paths
-from megatron_rl.config.load import changes, dump, flatten, load_config, load_text
+from megatron_rl.config.load import describe_changes, dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
@@ -33,14 +33,14 @@ def test_values_are_typed() -> None:
 
 def test_what_changes_when_a_run_goes_on_is_told_line_by_line() -> None:
     saved = dump(load_text(CONFIG).valid())
-    assert changes(saved, load_text(CONFIG, ["run_dir=moved", "checkpoint.every=1"]).valid()) == []
+    assert describe_changes(saved, load_text(CONFIG, ["run_dir=moved", "checkpoint.every=1"]).valid()) == []
     words = ["batch.prompts_per_step=8", "actor.optimizer.learning_rate=1e-3", "seed=7"]
-    assert changes(saved, load_text(CONFIG, words).valid()) == [
+    assert describe_changes(saved, load_text(CONFIG, words).valid()) == [
         "actor.optimizer.learning_rate was 1.0e-06 and is 0.001",
         "batch.prompts_per_step was 16 and is 8: the order of the prompts changes",
         "seed was 1 and is 7: the order of the prompts changes",
     ]
-    (told,) = changes("steps: [", load_text(CONFIG).valid())
+    (told,) = describe_changes("steps: [", load_text(CONFIG).valid())
     assert "cannot be read" in told
 
 

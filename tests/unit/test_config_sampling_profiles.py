@@ -10,7 +10,7 @@ from config_workspace import CONFIG
 
 import megatron_rl
 from megatron_rl.config import sampling_profiles
-from megatron_rl.config.load import changes, dump, load_config, load_text
+from megatron_rl.config.load import describe_changes, dump, load_config, load_text
 from megatron_rl.errors import UserErrors
 
 PROFILES = """
@@ -57,7 +57,7 @@ def test_a_profile_of_the_whole_run_gives_its_settings(write) -> None:
 def test_the_saved_configuration_needs_no_profile(write) -> None:
     config = load_config(write(PROFILES))
     assert load_text(dump(config)).valid() == config
-    assert changes(dump(config), config) == []
+    assert describe_changes(dump(config), config) == []
 
 
 def test_an_override_takes_a_profile(write) -> None:

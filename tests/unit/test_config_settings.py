@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from config_workspace import CONFIG
 
-from megatron_rl.check.stages import SMOOTHED
+from megatron_rl.check.stages import SMOOTHED_LOSSES
 from megatron_rl.cli.reference import PAGES
 from megatron_rl.config.field_types import (
     convert_value,
@@ -58,7 +58,8 @@ def test_every_number_is_bounded_on_both_sides() -> None:
         low = said.at_least is not None or said.more_than is not None
         high = said.at_most is not None or said.less_than is not None
         assert (low, high) == (number, number), name
-        assert not isinstance(default, int | float) or isinstance(default, bool) or said.contains(default)
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        assert not is_number or said.is_within_bounds(default)
 
 
 def test_defaults_are_choices() -> None:
@@ -94,7 +95,7 @@ def test_losses_of_pairs_are_those_that_can_be_chosen() -> None:
     for kind in set(choices(PreferenceConfig, "loss")) - {"simpo"}:  # which needs no reference
         assert dpo_loss(one, one, one, one, kind=kind).isfinite()
         plain, smoothed = (dpo_loss(one, -one, one, one, kind=kind, label_smoothing=e) for e in (0.0, 0.1))
-        assert (plain != smoothed) == (kind in SMOOTHED), kind
+        assert (plain != smoothed) == (kind in SMOOTHED_LOSSES), kind
     with pytest.raises(ValueError):
         dpo_loss(one, one, one, one, kind="another")
 

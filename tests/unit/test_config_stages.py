@@ -65,7 +65,7 @@ def test_a_stage_alone_shows_its_memory_and_what_it_reads(job: str, capsys) -> N
     sizes = {item.name.split()[-1]: item.bytes for item in rank.items}
     # Weights, float32 gradients, and two moments that both copies share: 4 bytes each.
     assert sizes["weights"] == sizes["gradients"] == sizes["optimizer"] > 0
-    assert rank.total("learn") == sum(sizes.values()) and rank.peak == rank.total("learn")
+    assert rank.phase_peak("learn") == sum(sizes.values()) and rank.peak == rank.phase_peak("learn")
     halved = check_config(load("alone.yaml", [f"job={job}", "batch.tokens_per_microbatch=16"]), 2)
     assert halved.memory[0].peak < rank.peak
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.contained.confinement import CHILDREN_SEARCHED, NO_ROOT
-from megatron_rl.contained.visible import allowed_environment, is_shared, links_to
+from megatron_rl.contained.visible import allowed_environment, is_shared, resolve_links
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 from tests.campaign.attacks import SECRETS
 
@@ -182,7 +182,7 @@ def test_links_on_the_way_to_a_path_are_told(tmp_path: Path) -> None:
     real.mkdir(parents=True)
     (tmp_path / "first").symlink_to("real")
     (tmp_path / "second").symlink_to(tmp_path / "first" / "folder")
-    links, end = links_to(str(tmp_path / "second"))
+    links, end = resolve_links(str(tmp_path / "second"))
     assert end == str(real.resolve())
     assert [Path(link).name for link, _ in links if link.startswith(str(tmp_path))] == ["second", "first"]
 

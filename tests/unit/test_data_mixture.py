@@ -21,12 +21,12 @@ class Numbers:
     """Source of ``records`` prompts, each with its number as its only token."""
 
     def __init__(self, records: int, templated: bool = False) -> None:
-        self.records = records
+        self.record_count = records
         self.templated = templated
         self.order = ShuffledOrder(records, 3, True, str(records))
 
     def __len__(self) -> int:
-        return self.records
+        return self.record_count
 
     def begin_step(self, step: int) -> None:
         self.step = step
@@ -35,8 +35,8 @@ class Numbers:
     def epoch(self) -> int:
         return self.order.epoch
 
-    def next(self, count: int) -> PromptBatch:
-        ids = torch.tensor(self.order.next(count))
+    def next_batch(self, count: int) -> PromptBatch:
+        ids = torch.tensor(self.order.next_items(count))
         empty = ("",) * count
         ones = torch.ones(count, dtype=torch.long)
         metadata: tuple[Any, ...] = ({},) * count
@@ -67,7 +67,7 @@ def test_every_window_has_the_exact_shares(weights):
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     smallest = min(exact.values())
     window = int(sum(exact.values()) / smallest)
-    names = ShareOrder().next(10 * window, weights)
+    names = ShareOrder().next_sources(10 * window, weights)
     for start in range(9 * window):
         counts = Counter(names[start : start + window])
         assert counts == {name: weight / smallest for name, weight in exact.items()}
@@ -75,7 +75,7 @@ def test_every_window_has_the_exact_shares(weights):
 
 def test_shares_stay_close_between_windows():
     weights = {"a": 0.123, "b": 0.5, "c": 0.377}
-    names = ShareOrder().next(1000, weights)
+    names = ShareOrder().next_sources(1000, weights)
     for drawn in range(1, 1001):
         counts = Counter(names[:drawn])
         assert all(abs(counts[name] - weight * drawn) < 1 for name, weight in weights.items())
@@ -84,23 +84,23 @@ def test_shares_stay_close_between_windows():
 
 def test_order_does_not_depend_on_the_sizes_of_batches():
     weights = {"a": 5.0, "b": 2.0, "c": 2.0}
-    whole = ShareOrder().next(60, weights)
+    whole = ShareOrder().next_sources(60, weights)
     order = ShareOrder()
-    parts = [name for count in (1, 7, 0, 20, 32) for name in order.next(count, weights)]
+    parts = [name for count in (1, 7, 0, 20, 32) for name in order.next_sources(count, weights)]
     assert parts == whole
 
 
 def test_sources_have_their_own_epochs_and_ids():
     prompts = mixed()
-    batch = prompts.next(40)
+    batch = prompts.next_batch(40)
     names = prompts.sources_of(batch.prompt_ids)
     assert Counter(names) == {"easy": 30, "hard": 10}
 
     # Each source visits all of its records once per epoch, in its own order.
     easy = [number for number, name in zip(batch.prompt_ids.tolist(), names, strict=True) if name == "easy"]
     hard = [number for number, name in zip(batch.prompt_ids.tolist(), names, strict=True) if name == "hard"]
-    assert easy == Numbers(7).order.next(30)
-    assert hard == [number + 7 for number in Numbers(5).order.next(10)]
+    assert easy == Numbers(7).order.next_items(30)
+    assert hard == [number + 7 for number in Numbers(5).order.next_items(10)]
     assert [source.epoch for source in prompts.sources.values()] == [4, 1]
 
     # The tokens are those of the source, whose numbers begin at 0.
@@ -114,7 +114,7 @@ def test_weights_change_after_a_number_of_steps():
     shares = []
     for step in range(1, 5):
         prompts.begin_step(step)
-        counts = Counter(prompts.sources_of(prompts.next(8).prompt_ids))
+        counts = Counter(prompts.sources_of(prompts.next_batch(8).prompt_ids))
         shares.append((counts["easy"], counts["hard"]))
     assert shares == [(8, 0), (8, 0), (4, 4), (0, 8)]
 
@@ -126,17 +126,17 @@ def test_resumed_prompts_equal_uninterrupted_ones(stop):
     expected = []
     for step in range(1, 7):
         whole.begin_step(step)
-        expected.append(whole.next(7).prompt_ids.tolist())
+        expected.append(whole.next_batch(7).prompt_ids.tolist())
 
     first = mixed(schedule)
     for step in range(1, stop + 1):
         first.begin_step(step)
-        first.next(7)
+        first.next_batch(7)
     second = mixed(schedule)
     second.load_state_dict(first.state_dict())
     for step in range(stop + 1, 7):
         second.begin_step(step)
-        assert second.next(7).prompt_ids.tolist() == expected[step - 1]
+        assert second.next_batch(7).prompt_ids.tolist() == expected[step - 1]
     assert second.state_dict() == whole.state_dict()
 
 

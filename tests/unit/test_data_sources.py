@@ -24,7 +24,7 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses
-from megatron_rl.data.token_files import Encoded, TokenFiles
+from megatron_rl.data.token_files import EncodedData, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.types import BANNED, PromptBatch, SamplingParameters, split_rows
@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_gener
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quickstart.make(tmp_path_factory.mktemp("quickstart"), "tiny")
+    return quickstart.write_inputs(tmp_path_factory.mktemp("quickstart"), "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +69,12 @@ def same(left: PromptBatch, right: PromptBatch) -> bool:
 
 
 def test_a_batch_holds_what_the_records_say(tokenizer: Any) -> None:
-    batch = source(problems(3), tokenizer, shuffle=False).next(3)
+    batch = source(problems(3), tokenizer, shuffle=False).next_batch(3)
     assert batch.prompts == ("0+0=", "1+1=", "2+2=") and batch.ground_truths == ("0", "2", "4")
     assert batch.tasks == ("default",) * 3 and [m["level"] for m in batch.metadata] == [0, 1, 2]
     assert "prompt" not in batch.metadata[0] and "ground_truth" not in batch.metadata[0]
     named = [Record({**problem.values, "task": "sums"}, problem.where) for problem in problems(1)]
-    of_task = source(named, tokenizer).next(1)
+    of_task = source(named, tokenizer).next_batch(1)
     assert of_task.tasks == ("sums",) and of_task.metadata[0]["task"] == "sums", "rewards may go by the task"
     assert batch.tokens.dtype == torch.int64 and batch.lengths.tolist() == [5, 5, 5]
     rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
@@ -87,11 +87,11 @@ def test_a_dot_leads_into_a_field(tokenizer: Any) -> None:
     items = records([{"ask": {"now": "1+1="}, "reward_model": inner, "extra": {"index": 7, "kind": "sum"}}])
     names = {"prompt_field": "ask.now", "task_field": "extra.kind"}
     truth = "reward_model.ground_truth"
-    batch = source(items, tokenizer, ground_truth_field=truth, **names).next(1)
+    batch = source(items, tokenizer, ground_truth_field=truth, **names).next_batch(1)
     assert (batch.prompts, batch.ground_truths, batch.tasks) == (("1+1=",), ("2",), ("sum",))
     assert batch.metadata[0]["reward_model"] == inner and batch.metadata[0]["extra"]["index"] == 7
     literal = records([{"prompt": "1+1=", "reward_model.ground_truth": "4", "reward_model": inner}])
-    assert source(literal, tokenizer, ground_truth_field="reward_model.ground_truth").next(
+    assert source(literal, tokenizer, ground_truth_field="reward_model.ground_truth").next_batch(
         1
     ).ground_truths == ("4",)
     fields = {"reward_model.said": "sft.response_field"}
@@ -103,13 +103,13 @@ def test_a_dot_leads_into_a_field(tokenizer: Any) -> None:
 
 def test_every_epoch_has_every_prompt_once_in_its_own_order(tokenizer: Any) -> None:
     prompts = source(problems(20), tokenizer)
-    epochs = [[int(i) for i in prompts.next(20).prompt_ids] for _ in range(3)]
+    epochs = [[int(i) for i in prompts.next_batch(20).prompt_ids] for _ in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] and epochs[0] != list(range(20))
     again = source(problems(20), tokenizer)
-    assert [int(i) for i in again.next(60).prompt_ids] == [i for epoch in epochs for i in epoch]
+    assert [int(i) for i in again.next_batch(60).prompt_ids] == [i for epoch in epochs for i in epoch]
     other = source(problems(20), tokenizer, seed=4)
-    assert [int(i) for i in other.next(20).prompt_ids] != epochs[0]
+    assert [int(i) for i in other.next_batch(20).prompt_ids] != epochs[0]
     assert prompts.epoch == 2
 
 
@@ -117,11 +117,11 @@ def test_every_epoch_has_every_prompt_once_in_its_own_order(tokenizer: Any) -> N
 def test_a_resumed_source_goes_on_exactly(tokenizer: Any, taken: int) -> None:
     whole, first, second = (source(problems(20), tokenizer) for _ in range(3))
     if taken:
-        whole.next(taken)
-        first.next(taken)
+        whole.next_batch(taken)
+        first.next_batch(taken)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for count in (7, 30, 1):
-        assert same(whole.next(count), second.next(count))
+        assert same(whole.next_batch(count), second.next_batch(count))
 
 
 def test_a_resumed_source_warns_of_changed_fields(tokenizer: Any) -> None:
@@ -149,14 +149,14 @@ def test_over_long_prompts_are_dropped_counted_and_reported(tokenizer: Any) -> N
     prompts = source(items, tokenizer, max_prompt_tokens=10, shuffle=False)
     report = prompts.length_report
     assert (report.total, report.over_long, report.longest) == (5, 2, 41)
-    assert "dropped 2 of 5" in report.line() and "test.jsonl:2 (31 tokens)" in report.line()
-    assert prompts.next(3).prompt_ids.tolist() == [0, 2, 4]
+    assert "dropped 2 of 5" in report.describe() and "test.jsonl:2 (31 tokens)" in report.describe()
+    assert prompts.next_batch(3).prompt_ids.tolist() == [0, 2, 4]
     with pytest.raises(UserError, match="2 of 5") as caught:
         source(items, tokenizer, max_prompt_tokens=10, over_long="error")
     assert "test.jsonl:2" in str(caught.value) and "data.over_long=drop" in str(caught.value)
     with pytest.raises(UserError, match="5 of 5"):
         source(items, tokenizer, max_prompt_tokens=2)
-    assert "none over" in source(items, tokenizer).length_report.line()
+    assert "none over" in source(items, tokenizer).length_report.describe()
 
 
 def test_messages_go_through_the_chat_template_once(material: Path) -> None:
@@ -166,12 +166,12 @@ def test_messages_go_through_the_chat_template_once(material: Path) -> None:
     with pytest.raises(UserError, match="chat template"):
         source(items, tokenizer)
     tokenizer.chat_template = TEMPLATE
-    batch = source(items, tokenizer, shuffle=False).next(2)
+    batch = source(items, tokenizer, shuffle=False).next_batch(2)
     assert batch.prompts == ("1+2=", "4+5")
     rows = [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
     assert rows[0] == tokenizer.encode("1+2=", add_special_tokens=False), "a template brings its own <bos>"
     assert rows[1] == tokenizer.encode("4+5"), "a plain string is not a message"
-    batch = source(items, tokenizer, shuffle=False, chat_template=True).next(2)
+    batch = source(items, tokenizer, shuffle=False, chat_template=True).next_batch(2)
     assert batch.prompts == ("1+2=", "4+5=")
     with pytest.raises(UserError, match="switched off"):
         source(items, tokenizer, chat_template=False)
@@ -188,7 +188,7 @@ def test_sampling_profiles_by_task(tokenizer: Any) -> None:
         },
     )
     items = records([{"prompt": "1", "ground_truth": 1}, {"prompt": "1", "ground_truth": 1, "task": "hard"}])
-    easy, hard = source(items, tokenizer, rollout, shuffle=False).next(2).sampling
+    easy, hard = source(items, tokenizer, rollout, shuffle=False).next_batch(2).sampling
     eos, equals, comma, dot = (tokenizer.convert_tokens_to_ids(t) for t in ("<eos>", "=", ",", "."))
     assert easy == SamplingParameters(0.9, 1.0, 0, 256, (eos, equals))
     assert hard == SamplingParameters(0.5, 1.0, 4, 9, (eos, comma, dot))
@@ -227,7 +227,7 @@ def test_temperatures_follow_the_step(tokenizer: Any) -> None:
     found = {}
     for step in (1, 2, 3, 9):
         prompts.begin_step(step)
-        batch = prompts.next(3)
+        batch = prompts.next_batch(3)
         temperatures = [sampling.temperature for sampling in batch.sampling]
         by_task = dict(zip(batch.tasks, temperatures, strict=True))
         found[step] = [round(by_task[task], 9) for task in ("easy", "hard", "fixed")]
@@ -250,7 +250,7 @@ def test_schedules_over_tokens_follow_the_step_too(tokenizer: Any) -> None:
     }
     for step, wanted in expected.items():
         prompts.begin_step(step)
-        batch = prompts.next(2)
+        batch = prompts.next_batch(2)
         found = {}
         for task, s in zip(batch.tasks, batch.sampling, strict=True):
             last = s.last_temperature
@@ -258,9 +258,9 @@ def test_schedules_over_tokens_follow_the_step_too(tokenizer: Any) -> None:
         assert [found[task] for task in ("easy", "hard")] == [pytest.approx(row) for row in wanted]
 
     # An evaluation has its own temperature, and its own top-p where it has one.
-    easy, hard = sorted(prompts.in_file_order(temperature=0.7).sampling, key=lambda s: s.top_p_tokens)
+    easy, hard = sorted(prompts.batch_in_file_order(temperature=0.7).sampling, key=lambda s: s.top_p_tokens)
     assert (easy.temperature, easy.temperature_tokens, hard.top_p_tokens) == (0.7, 0, 5)
-    fixed = prompts.in_file_order(temperature=0.7, top_p=0.9).sampling
+    fixed = prompts.batch_in_file_order(temperature=0.7, top_p=0.9).sampling
     assert {(s.top_p, s.top_p_tokens) for s in fixed} == {(0.9, 0)}
 
 
@@ -268,7 +268,7 @@ def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
     rollout = RolloutConfig(
         banned_tokens=("7", "token_id:3"), logit_bias={"8": 1.5, "token_id:5": 0.0}, min_response_tokens=2
     )
-    (sampling,) = source(problems(1), tokenizer, rollout).next(1).sampling
+    (sampling,) = source(problems(1), tokenizer, rollout).next_batch(1).sampling
     seven, eight = (tokenizer.convert_tokens_to_ids(text) for text in "78")
     assert dict(sampling.logit_bias) == {eight: 1.5, seven: BANNED, 3: BANNED}
     assert sampling.min_response_tokens == 2
@@ -281,10 +281,13 @@ def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
 def test_everything_is_in_file_order_and_greedy_switches_filters_off(tokenizer: Any) -> None:
     prompts = source(problems(9), tokenizer, RolloutConfig(top_p=0.5, top_k=3))
     before = prompts.state_dict()
-    batch = prompts.in_file_order(temperature=0.0)
+    batch = prompts.batch_in_file_order(temperature=0.0)
     assert batch.prompt_ids.tolist() == list(range(9))
     assert {s[:3] for s in batch.sampling} == {(0.0, 1.0, 0)}
-    assert len(prompts.in_file_order(limit=4)) == 4 and prompts.in_file_order(limit=4).sampling[0].top_k == 3
+    assert (
+        len(prompts.batch_in_file_order(limit=4)) == 4
+        and prompts.batch_in_file_order(limit=4).sampling[0].top_k == 3
+    )
     assert prompts.state_dict() == before
 
 
@@ -310,9 +313,9 @@ def test_the_chat_template_is_given_the_tools_of_a_record(material: Path) -> Non
     messages = [{"role": "user", "content": "1+2"}]
     items = [{"prompt": messages, "ground_truth": "3"}, {"prompt": messages, "ground_truth": "3"}]
     items[0]["tools"] = [{"name": "7"}, {"name": "8"}]
-    batch = source(records(items), tokenizer, shuffle=False, tools_field="tools").next(2)
+    batch = source(records(items), tokenizer, shuffle=False, tools_field="tools").next_batch(2)
     assert batch.prompts == ("781+2=", "1+2=")
-    assert source(records(items), tokenizer, shuffle=False).next(1).prompts == ("1+2=",)
+    assert source(records(items), tokenizer, shuffle=False).next_batch(1).prompts == ("1+2=",)
     mistakes = [
         ({"tools": "add"}, "are not a list"),
         ({"prompt": "1+2"}, "does not go through the chat template"),
@@ -337,7 +340,7 @@ def test_the_quickstart_holds_its_evaluation_out(material: Path) -> None:
 
 
 def test_the_quickstart_is_the_same_each_time_and_loads(material: Path, tmp_path: Path) -> None:
-    again = quickstart.make(tmp_path / "again", "tiny")
+    again = quickstart.write_inputs(tmp_path / "again", "tiny")
     for file in sorted(path for path in material.rglob("*") if path.is_file()):
         assert file.read_bytes() == (again / file.relative_to(material)).read_bytes(), file.name
     model = AutoModelForCausalLM.from_pretrained(material / "model")
@@ -369,14 +372,14 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     data, made = DataConfig("train", max_prompt_tokens=5), tmp_path / "made"
     files = TokenFiles(tmp_path / "tokens", told.append)
 
-    def encode(items: Sequence[Record]) -> Encoded:
+    def encode(items: Sequence[Record]) -> EncodedData:
         with made.open("a") as log:
             log.write("once\n")
         time.sleep(0.3)  # the others come meanwhile
         return encode_prompts(tokenizer, data, "data.train", items)
 
     def prompts(kept: TokenFiles) -> PromptSource:
-        encoded = kept.encoded(path, "data.train", tokenizer, ("prompts",), encode)
+        encoded = kept.load_or_encode(path, "data.train", tokenizer, ("prompts",), encode)
         return PromptSource(encoded, tokenizer, data, RolloutConfig(), seed=3)
 
     def child() -> None:
@@ -391,8 +394,10 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     assert [other.exitcode for other in others] == [0, 0] and made.read_text() == "once\n"
     alone = prompts(TokenFiles(None, told.append))
     assert mapped.length_report == alone.length_report and mapped.state_dict() == alone.state_dict()
-    assert same(mapped.in_file_order(), alone.in_file_order()) and same(mapped.next(25), alone.next(25))
-    assert mapped.next(3).metadata == alone.next(3).metadata and not told
+    assert same(mapped.batch_in_file_order(), alone.batch_in_file_order()) and same(
+        mapped.next_batch(25), alone.next_batch(25)
+    )
+    assert mapped.next_batch(3).metadata == alone.next_batch(3).metadata and not told
     (file,) = (tmp_path / "tokens").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-100])
     cut, written = (
@@ -401,7 +406,9 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     )
     cut.write_bytes(b"of a job that was killed while it wrote")
     written.write_bytes(b"of a process that lives, where the file system has no locks")
-    assert same(prompts(files).in_file_order(), alone.in_file_order()), "a damaged file is made again"
+    assert same(prompts(files).batch_in_file_order(), alone.batch_in_file_order()), (
+        "a damaged file is made again"
+    )
     assert len(told) == 1 and file.name in told.pop()
     assert not cut.exists() and written.exists()
     path.write_text(path.read_text() + path.read_text())
@@ -449,7 +456,7 @@ def test_a_damaged_file_of_tokens_is_named_and_made_anew(
         if not path.exists():
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         encode = partial(encode_prompts, tokenizer, data, "data.train")
-        encoded = files.encoded(path, "data.train", tokenizer, ("prompts",), encode)
+        encoded = files.load_or_encode(path, "data.train", tokenizer, ("prompts",), encode)
         return [row.tolist() for row in encoded.tokens[0]]
 
     expected = tokens("set.jsonl", [30, 31, 32])
@@ -470,9 +477,13 @@ def test_records_that_no_file_gives_back_stay_as_they_are(tokenizer: Any, tmp_pa
     encode = partial(encode_prompts, tokenizer, data, "data.train")
     files = TokenFiles(tmp_path / "tokens", told.append)
     prompts = PromptSource(
-        files.encoded(path, "data.train", tokenizer, (), encode), tokenizer, data, RolloutConfig(), seed=1
+        files.load_or_encode(path, "data.train", tokenizer, (), encode),
+        tokenizer,
+        data,
+        RolloutConfig(),
+        seed=1,
     )
-    assert [fields["raw"] for fields in prompts.in_file_order().metadata] == values["raw"]
+    assert [fields["raw"] for fields in prompts.batch_in_file_order().metadata] == values["raw"]
     assert len(told) == 1 and "JSON" in told[0] and not list((tmp_path / "tokens").glob("*.arrow*"))
 
 
@@ -483,7 +494,7 @@ def test_tokens_of_shards_are_made_anew_when_one_is_added(tokenizer: Any, tmp_pa
     encode = partial(encode_prompts, tokenizer, settings, "data.train")
 
     def prompts() -> PromptSource:
-        encoded = files.encoded(str(folder), "data.train", tokenizer, ("prompts",), encode)
+        encoded = files.load_or_encode(str(folder), "data.train", tokenizer, ("prompts",), encode)
         return PromptSource(encoded, tokenizer, settings, RolloutConfig(), seed=3)
 
     for name, prompt in (("b.jsonl", "2+2="), ("a.jsonl", "1+1=")):
@@ -491,13 +502,13 @@ def test_tokens_of_shards_are_made_anew_when_one_is_added(tokenizer: Any, tmp_pa
             json.dumps({"prompt": prompt, "ground_truth": "x", "images": ["a"]}) + "\n"
         )
     begun = prompts()
-    assert begun.next(2).prompts == ("1+1=", "2+2=")
+    assert begun.next_batch(2).prompts == ("1+1=", "2+2=")
     assert prompts().remarks == begun.remarks and "`images`" in begun.remarks[0]  # read from the file
 
     state = begun.state_dict()
     (folder / "c.jsonl").write_text(json.dumps({"prompt": "3+3=", "ground_truth": "x"}) + "\n")
     longer = prompts()
-    assert longer.next(3).prompts == ("1+1=", "2+2=", "3+3=")
+    assert longer.next_batch(3).prompts == ("1+1=", "2+2=", "3+3=")
     with pytest.raises(UserError, match="another data set"):
         longer.load_state_dict(state)
 
@@ -515,16 +526,18 @@ def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any
         )
 
     prompts = new()
-    assert sorted(prompts.next(400).prompt_ids.tolist()) == list(range(400)), "nothing is known in the first"
+    assert sorted(prompts.next_batch(400).prompt_ids.tolist()) == list(range(400)), (
+        "nothing is known in the first"
+    )
     for number in range(300):
         prompts.record_group(number, is_uniform=True)
 
     # The second epoch: every other prompt, and about a quarter of these.
     skipped: list[set[int]] = []
     for _ in range(2):
-        first = prompts.next(1).prompt_ids.tolist()
+        first = prompts.next_batch(1).prompt_ids.tolist()
         size = 400 - len(prompts._order.skipped)
-        drawn = first + prompts.next(size - 1).prompt_ids.tolist()
+        drawn = first + prompts.next_batch(size - 1).prompt_ids.tolist()
         assert len(set(drawn)) == size and set(range(300, 400)) <= set(drawn)
         assert 45 < size - 100 < 105
         skipped.append(set(range(400)) - set(drawn))
@@ -533,16 +546,16 @@ def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any
     assert uniform == 0.75 and now_skipped == len(skipped[1]) / 400
 
     # Inside an epoch, with records that count for the next one only.
-    prompts.next(20)
+    prompts.next_batch(20)
     prompts.record_group(350, is_uniform=True)
     prompts.record_group(0, is_uniform=False)
     resumed = new()
     resumed.load_state_dict(prompts.state_dict())
-    assert resumed.next(900).prompt_ids.tolist() == prompts.next(900).prompt_ids.tolist()
+    assert resumed.next_batch(900).prompt_ids.tolist() == prompts.next_batch(900).prompt_ids.tolist()
     assert resumed.state_dict() == prompts.state_dict()
 
     # Never all of them.
     for number in range(400):
         prompts.record_group(number, is_uniform=True)
     prompts._order.uniform_share = 0.0
-    assert len(set(prompts.next(1200).prompt_ids.tolist())) == 400
+    assert len(set(prompts.next_batch(1200).prompt_ids.tolist())) == 400

@@ -12,7 +12,7 @@ from megatron_rl.check.model.adapters import check_adapted_model
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.megatron.delta_net import chunked_delta_rule
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from tests.hf_models import config_of
 
 
@@ -66,12 +66,12 @@ def test_a_strong_decay_does_not_overflow() -> None:
     ],
 )
 def test_layouts_that_delta_nets_cannot_have_are_refused(sizes: dict[str, Any], message: str) -> None:
-    shape = describe(config_of("qwen3-5").to_dict()).shape
+    shape = parse_pretrained(config_of("qwen3-5").to_dict()).shape
     assert not trainer_problems(shape, ParallelLayout((0, 1, 2, 3), tensor=2, pipeline=2))
     errors = trainer_problems(shape, ParallelLayout((0, 1, 2, 3), **sizes))
     assert [error for error in errors if message in error.message]
 
 
 def test_adapters_of_delta_nets_are_refused() -> None:
-    (error,) = check_adapted_model(LoraConfig(rank=4), describe(config_of("qwen3-5").to_dict()))
+    (error,) = check_adapted_model(LoraConfig(rank=4), parse_pretrained(config_of("qwen3-5").to_dict()))
     assert (error.where, error.fix) == ("actor.lora", "remove actor.lora")

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.rendezvous import agree_on_attempt, open_store, store_of_one_host
+from megatron_rl.distributed.rendezvous import agree_on_attempt, open_single_host_store, open_store
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import describe
+from megatron_rl.shapes.pretrained import parse_pretrained
 from tests.conftest import run_forked
 from tests.hf_models import COMMON
 
@@ -57,8 +57,8 @@ def test_ranks_of_one_host_meet_where_no_other_host_reaches(monkeypatch: pytest.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         with pytest.raises(dist.DistNetworkError, match=str(port)):
-            store_of_one_host(port, SHORT)
-    store = store_of_one_host(port, LONG)
+            open_single_host_store(port, SHORT)
+    store = open_single_host_store(port, LONG)
     store.set("a", "b")
     assert store.get("a") == b"b"
     listening = [item.laddr for item in psutil.Process().net_connections("tcp") if item.status == "LISTEN"]
@@ -91,27 +91,27 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.
         peak = allocated
 
     monkeypatch.setattr(device, "_ON_HOST", False)
-    monkeypatch.setattr(device, "_in_use", lambda: True)
+    monkeypatch.setattr(device, "_is_accelerator_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     allocate(40)  # an engine, awake
     allocate(5)
     allocate(-5)
-    device.set_unbacked(40)  # it sleeps, and still counts as allocated
+    device.set_unbacked_bytes(40)  # it sleeps, and still counts as allocated
     allocate(20)
     assert device.peak_memory(reset=True) == 45  # awake
     assert device.peak_memory(reset=True) == 20  # asleep
-    device.set_unbacked(25)  # a part of it wakes
+    device.set_unbacked_bytes(25)  # a part of it wakes
     allocate(-20)
     assert device.peak_memory(reset=True) == 35
-    device.set_unbacked(0)
+    device.set_unbacked_bytes(0)
     assert device.peak_memory(reset=True) == 40
 
 
 def test_hosts_need_no_deterministic_kernels() -> None:
     before = dict(os.environ)
     device.use_deterministic_kernels()
-    assert not device.deterministic() and not torch.are_deterministic_algorithms_enabled()
+    assert not device.is_deterministic() and not torch.are_deterministic_algorithms_enabled()
     assert dict(os.environ) == before
 
 
@@ -122,7 +122,7 @@ def test_deterministic_kernels_are_asked_of_every_library_and_the_users_own_vari
         device._ON_HOST = False
         device.use_deterministic_kernels()
         model = {"model_type": "llama", "rms_norm_eps": 1e-6, "initializer_range": 0.02, **COMMON}
-        settings = transformer_settings(describe(model), ParallelLayout(ranks=(0,)), torch.float32)
+        settings = transformer_settings(parse_pretrained(model), ParallelLayout(ranks=(0,)), torch.float32)
         algorithms = torch.are_deterministic_algorithms_enabled()
         print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]]))
 

@@ -29,7 +29,7 @@ from megatron_rl.megatron.log_probs import (
     Support,
     TopTokens,
     VocabularyShard,
-    support_of,
+    make_support,
     vocab_parallel_log_probs,
     vocab_parallel_top_tokens,
 )
@@ -75,7 +75,7 @@ def truncation(targets: Tensor) -> tuple[Support, Tensor]:
     sizes = inside.sum(1)
     sizes[3] = 0
     inside[3] = False
-    support = support_of(sizes.int(), inside.nonzero()[:, 1].int())
+    support = make_support(sizes.int(), inside.nonzero()[:, 1].int())
     inside[3] = True
     return support, ~inside
 
@@ -153,7 +153,7 @@ def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
         head.softmax_statistics(states.detach(), piece, targets, temperature, shard, 4, bucket_ids=ids)
         for shard, piece in zip(shards, pieces, strict=True)
     ]
-    log_normaliser, *scalars, log_buckets = head._combine_buckets(torch.stack(stats), targets, ids)
+    log_normaliser, *scalars, log_buckets = head._compute_bucket_outputs(torch.stack(stats), targets, ids)
     for actual, reference in zip((*scalars, log_buckets.exp()), expected, strict=True):
         torch.testing.assert_close(actual, reference.detach(), rtol=1e-11, atol=1e-12)
 
@@ -161,7 +161,7 @@ def test_buckets_of_vocabulary_shards_combine_to_the_whole(parts: int) -> None:
     slopes = torch.autograd.grad(mixed_loss(*leaves[:2], leaves[2].exp()), leaves)
     buckets = BucketGradients(ids, log_buckets, slopes[2])
     gradients = [
-        head._gradients(
+        head._compute_gradients(
             states.detach(), piece, targets, temperature, log_normaliser, scalars[1], *slopes[:2], shard, 4,
             buckets=buckets,
         )

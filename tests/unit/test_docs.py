@@ -18,7 +18,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli import reference
-from megatron_rl.cli.main import main, parse
+from megatron_rl.cli.main import main, parse_command_line
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 
@@ -186,8 +186,17 @@ def test_what_a_tutorial_imports_is_public(name: str) -> None:
     assert not private
 
 
+CONCEPTS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/concepts").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", CONCEPTS)
+def test_a_concept_has_a_page_with_a_diagram(name: str) -> None:
+    assert re.search(r"^!\[[^]]+\]\(\.\./images/\w+\.svg\)$", (ROOT / name).read_text(), re.MULTILINE)
+    assert f"({name.removeprefix('docs/')})" in (ROOT / "docs/concepts.md").read_text()
+
+
 def test_the_concepts_show_the_training_step() -> None:
-    block, sampling = blocks("docs/concepts.md", "python")[:2]
+    block, sampling = blocks("docs/concepts/step.md", "python")[:2]
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
@@ -240,8 +249,10 @@ def test_commands_parse(name: str) -> None:
     for line in lines_of(name):
         words = [word for word in shlex.split(line) if not re.fullmatch(r"[A-Z]+=\S+|\[.*|.*\]", word)]
         program = next((word for word in words if word in ("megatron-rl", "megatron_rl")), None)
+        if words[0] in ("git", "cd"):
+            continue
         if program is not None:
-            parse([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
+            parse_command_line([re.sub(r"^(N|…)$", "1", word) for word in words[words.index(program) + 1 :]])
         elif words[0] not in ELSEWHERE and "-m" not in words:
             script = next(word for word in words if "/" in word)
             assert list(ROOT.glob(script)), line

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import PendingCheckpoint, newest_intact, write_error
+from megatron_rl.checkpoint.folders import PendingCheckpoint, convert_write_error, find_newest_intact
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
-    latest,
+    latest_checkpoint,
     named_checkpoints,
     read_meta,
     write_meta,
@@ -40,7 +40,7 @@ from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
-STATE_DIGESTS = {2: "4aef3a48"}
+STATE_DIGESTS = {2: "3cfa5828"}
 """Digest of what says which state is saved, by its number."""
 
 
@@ -49,14 +49,14 @@ def folder_with(path: Path) -> Path:
     (path / "a.bin").write_bytes(bytes(range(256)) * 40)
     (path / "deep/b.json").write_text('{"step": 3}')
     (path / "empty").touch()
-    durable.write_digests(path, durable.digests(path, durable.files_below(path)))
+    durable.write_digests(path, durable.compute_digests(path, durable.files_below(path)))
     return path
 
 
 def damages(path: Path) -> list[str]:
     known = durable.read_digests(path)
     assert known is not None
-    return durable.damages(path, known, list(known))
+    return durable.find_damages(path, known, list(known))
 
 
 def test_a_whole_folder_has_no_damage_and_further_files_are_none(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
     path = folder_with(tmp_path / "step_1")
     with pytest.raises(OSError, match="not a regular file"):
-        durable.digests(path, ["a.bin", "deep"])
+        durable.compute_digests(path, ["a.bin", "deep"])
 
 
 @given(place=st.integers(0, 10239), bit=st.integers(0, 7))
@@ -139,7 +139,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
     device.initialize()
     final = folder_with(tmp_path / "step_4")
     write_meta(final, {"step": 4})
-    durable.write_digests(final, durable.digests(final, durable.files_below(final)))
+    durable.write_digests(final, durable.compute_digests(final, durable.files_below(final)))
     for has_older_leftover in (False, True):
         shutil.copytree(final, tmp_path / "step_4.partial")
         if has_older_leftover:
@@ -147,9 +147,9 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
         command = [sys.executable, "-c", KILLED_BETWEEN_TWO_RENAMES, f"{final}.partial", str(final)]
         assert subprocess.run(command).returncode == -signal.SIGKILL
         assert sorted(os.listdir(tmp_path)) == ["step_4.old", "step_4.partial"]
-        assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest(tmp_path)]
+        assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest_checkpoint(tmp_path)]
         said: list[str] = []
-        assert newest_intact(tmp_path, said.append) == final
+        assert find_newest_intact(tmp_path, said.append) == final
         assert "step_4.old" in said[0] and damages(final) == []
         assert os.listdir(tmp_path) == ["step_4"]  # a run that has ended makes no save that prunes
 
@@ -188,7 +188,7 @@ class _WriteWithoutMemory:
     def __init__(self, allocator: str) -> None:
         self._allocator = allocator
 
-    def run(self) -> None:
+    def write_shards(self) -> None:
         if self._allocator == "torch":
             torch.empty(2**40, dtype=torch.uint8)
         else:
@@ -240,5 +240,5 @@ def test_a_write_that_the_system_cuts_off_is_told_as_one(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for error in (cut.value, refused.value):
-        told = write_error(error, tmp_path / "step_2")
+        told = convert_write_error(error, tmp_path / "step_2")
         assert isinstance(told, UserError) and "ulimit -f" in str(told)

@@ -99,11 +99,11 @@ def play(
     ends: dict[int, EpisodeEnd] = {}
     seen: dict[int, list] = {number: [] for number in range(len(prompts))}
     for number, prompt in enumerate(prompts):
-        hosts.start(number, values(prompt, truth=7))
+        hosts.start_episode(number, values(prompt, truth=7))
     began = time.monotonic()
     while len(ends) < len(prompts):
         assert time.monotonic() < began + 60, (ends, seen)
-        for event in hosts.poll(0.5):
+        for event in hosts.poll_events(0.5):
             if isinstance(event, EpisodeEnd):
                 ends[event.number] = event
             elif isinstance(event, EpisodeRestart):
@@ -111,7 +111,7 @@ def play(
             elif isinstance(event, TurnRequest):
                 seen[event.number].append(event.messages)
                 turn = len(seen[event.number])
-                hosts.turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
+                hosts.send_turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
     return ends, seen
 
 
@@ -136,18 +136,18 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
     try:
         for number in range(len(said)):
             metadata = {"entry": task["entry"]} if number < 4 else {}
-            hosts.start(number, values(task["prompt"]) | {"metadata": metadata})
+            hosts.start_episode(number, values(task["prompt"]) | {"metadata": metadata})
         while len(ends) < len(said):
-            for event in hosts.poll(60):
+            for event in hosts.poll_events(60):
                 if isinstance(event, EpisodeEnd):
                     ends[event.number] = event
                 elif isinstance(event, TurnRequest):
                     answers, turn = said[event.number], len(seen[event.number])
                     seen[event.number].append(event.messages)
                     if turn < len(answers):
-                        hosts.turn(event.number, answers[turn], (1,), False)
+                        hosts.send_turn(event.number, answers[turn], (1,), False)
                     else:
-                        hosts.end(event.number)  # the row has no room
+                        hosts.reject_turn(event.number)  # the row has no room
     finally:
         hosts.close()
     assert [(ends[number].reward, ends[number].components["first_attempt"]) for number in range(4)] == [
@@ -168,12 +168,12 @@ def test_rewards_of_a_run_and_the_end_of_its_turns(hosts):
     assert ends[0] == EpisodeEnd(0) and ends[1] == EpisodeEnd(1, 2.0, {"style": 1.0})
     assert ends[2] == EpisodeEnd(2, 0.5, truncated=True) and ends[3].truncated
     assert [len(turns) for turns in seen.values()] == [1, 1, 3, 3]
-    one.start(9, values("go"))
-    while not (events := one.poll(1)):
+    one.start_episode(9, values("go"))
+    while not (events := one.poll_events(1)):
         pass
     assert events == [TurnRequest(9, [], None)]
-    one.end(9)  # the row has no room
-    while not (events := one.poll(1)):
+    one.reject_turn(9)  # the row has no room
+    while not (events := one.poll_events(1)):
         pass
     assert events == [EpisodeEnd(9, truncated=True)]  # nobody caught it, so nothing was judged
 
@@ -204,16 +204,16 @@ def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
 def test_a_process_runs_more_episodes_at_once_than_it_may_open_files(hosts):
     one, count = hosts(limits=LimitsConfig(files=64)), 200
     for number in range(count):
-        one.start(number, values("files"))
+        one.start_episode(number, values("files"))
     asking: list = []
     until = time.monotonic() + 60
     while len(asking) < count and time.monotonic() < until:
-        events = one.poll(0.5)
+        events = one.poll_events(0.5)
         assert all(isinstance(event, TurnRequest) for event in events), events
         asking += events
     for number in range(3):  # what they open themselves is limited all the same
-        one.turn(number, "go")
-        while not (events := one.poll(0.5)):
+        one.send_turn(number, "go")
+        while not (events := one.poll_events(0.5)):
             assert time.monotonic() < until
         (ended,) = events
         assert isinstance(ended, EpisodeEnd) and ended.reward is not None and 40 < ended.reward <= 64, ended
@@ -280,8 +280,8 @@ def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp
         mark.touch()
         ends, _ = play(hosts, ["end"])
         assert ends[0].failure == "crashed"
-        hosts.start(5, values("a"))
-        [lost] = hosts.poll(5.0)
+        hosts.start_episode(5, values("a"))
+        [lost] = hosts.poll_events(5.0)
         assert lost.failure == "crashed" and "could be started again" in lost.message
         mark.unlink()
         ends, _ = play(hosts, ["a", "b"])
@@ -327,6 +327,21 @@ def test_text_that_is_none_ends_its_episode_alone(tmp_path):
     reasons = {prompts[number]: end.failure for number, end in ends.items()}
     assert reasons == {**dict.fromkeys(prompts[:4], "wrong_type"), "raises": "exception", "good": None}
     assert seen[5][-1] == [{"role": "user", "content": "\U0001f600"}]
+
+
+def test_the_calculator_for_word_problems_computes_arithmetic_and_nothing_else():
+    file = Path(__file__).parents[2] / "launch/examples/tools/word_problem.py"
+    hosts = EnvironmentPool(EnvironmentConfig(f"{file}:WordProblem", turn_timeout=60.0))
+    calls = ["(12 + 3) * 7", "9 / 0", "7**9**9", "1,200 - 1", "2 +"]
+    prompts = ["so #### 7", *(f"First <calc>{call}</calc>" for call in calls)]
+    try:
+        ends, seen = play(hosts, prompts, lambda number, turn: prompts[number] if turn == 1 else "#### 7")
+    finally:
+        hosts.close()
+    assert {end.failure for end in ends.values()} == {None}
+    results = [seen[number][1][0]["content"] for number in range(1, 6)]
+    refused = "not an expression that I can compute"
+    assert results == ["105", refused, refused, "1199", refused]
 
 
 def test_the_calculator_of_the_example_takes_a_malformed_call_for_a_wrong_answer():

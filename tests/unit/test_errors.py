@@ -14,7 +14,7 @@ def test_a_choice_without_a_near_name_suggests_nothing():
 
 
 def test_two_keys_that_exclude_each_other_are_fixed_by_removing_one():
-    error = errors.exclusive("model.path", "model.provider", "each names the model")
+    error = errors.exclusive_error("model.path", "model.provider", "each names the model")
     assert error.where == "model.path"
     assert error.fix == "remove one of `model.path` and `model.provider`"
 

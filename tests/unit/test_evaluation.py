@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_rl.config.checkpoint_meta import META, prune
+from megatron_rl.config.checkpoint_meta import META, prune_checkpoints
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
 from megatron_rl.trainer import evaluation
-from megatron_rl.trainer.offline import table
+from megatron_rl.trainer.offline import format_metrics_table
 from megatron_rl.trainer.state import Best
 
 RIGHT = numpy.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
@@ -53,8 +53,8 @@ def test_majority_at_k_is_near_the_mean_over_all_subsets(count: int) -> None:
 def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
     def width(count: int) -> float:
         values = {"even": numpy.arange(count) % 2, "same": numpy.ones(count)}
-        low, high = evaluation.intervals(values)["even"]
-        assert low < 0.5 < high and evaluation.intervals(values)["same"] == (1.0, 1.0)
+        low, high = evaluation.bootstrap_intervals(values)["even"]
+        assert low < 0.5 < high and evaluation.bootstrap_intervals(values)["same"] == (1.0, 1.0)
         return high - low
 
     assert width(400) == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.1)
@@ -63,7 +63,8 @@ def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
 
 def test_diversity_of_known_answers() -> None:
     def of(*texts: str, samples: int = 1) -> dict[str, float]:
-        return evaluation.diversity([numpy.frombuffer(text.encode(), numpy.uint8) for text in texts], samples)
+        responses = [numpy.frombuffer(text.encode(), numpy.uint8) for text in texts]
+        return evaluation.diversity_statistics(responses, samples)
 
     assert of("aaaa", "abcd", samples=2)["distinct_1"] == pytest.approx(4 / 8)
     assert of("aaaa", "abcd")["distinct_2"] == pytest.approx((1 / 3 + 1) / 2)
@@ -73,10 +74,10 @@ def test_diversity_of_known_answers() -> None:
 
 
 def test_the_numbers_of_samples() -> None:
-    assert EvaluationSetConfig("a").draws() == ()
-    assert EvaluationSetConfig("a", samples=2).draws() == (2,)
-    assert EvaluationSetConfig("a", samples=8).draws() == (2, 4, 8)
-    assert EvaluationSetConfig("a", samples=12).draws() == (2, 4, 8, 12)
+    assert EvaluationSetConfig("a").sample_counts() == ()
+    assert EvaluationSetConfig("a", samples=2).sample_counts() == (2,)
+    assert EvaluationSetConfig("a", samples=8).sample_counts() == (2, 4, 8)
+    assert EvaluationSetConfig("a", samples=12).sample_counts() == (2, 4, 8, 12)
 
 
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
@@ -98,14 +99,14 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
     for step in measured:
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / META).write_text("{}")
-    prune(tmp_path / "step_5", 1, [step for step, _ in best.kept])
+    prune_checkpoints(tmp_path / "step_5", 1, [step for step, _ in best.kept])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_4", "step_5"]
 
 
 def test_the_table_of_several_models() -> None:
     first = {"eval/a/accuracy": 0.5, "eval/a/accuracy_low": 0.4, "eval/a/accuracy_high": 0.61}
-    assert table(["x"], [first]) == "eval/a/accuracy  0.5000 (0.400-0.610)"
-    lines = table(["x", "y"], [first, {"eval/a/reward": 1.0}]).splitlines()
+    assert format_metrics_table(["x"], [first]) == "eval/a/accuracy  0.5000 (0.400-0.610)"
+    lines = format_metrics_table(["x", "y"], [first, {"eval/a/reward": 1.0}]).splitlines()
     assert lines[:2] == ["[1] x", "[2] y"] and lines[2].split() == ["[1]", "[2]"]
     assert lines[3].split() == ["eval/a/accuracy", "0.5000", "(0.400-0.610)", "-"]
     assert lines[4].split() == ["eval/a/reward", "-", "1.0000"]

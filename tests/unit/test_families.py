@@ -17,10 +17,10 @@ from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.config.load import load
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
@@ -86,15 +86,15 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     assert not refusals(saved)
     described = read_pretrained(saved / "config.json")
     assert described.shape.parameters == count == load_shape(str(saved)).parameters
-    assert described.shape.tensors == len(list(described.tensors()))
+    assert described.shape.tensor_count == len(list(described.tensors()))
     assert sum(torch.Size(shape).numel() for shape in described.tensor_shapes().values()) == count
-    assert described.shape == pretrained(reference.config).shape
+    assert described.shape == describe_model(reference.config).shape
 
     # importer and exporter
     device.initialize()
     model = build_model(reference.config, ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
     load_weights(model, saved)
-    export(model, exported, saved)
+    export_model(model, exported, saved)
     assert not refusals(exported)
     assert read_pretrained(exported / "config.json").shape == described.shape
     for key, value in described.engine_keys.items():
@@ -130,7 +130,7 @@ def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:
     device.initialize()
     model = build_model(read_hf_config(saved), ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
     load_weights(model, saved)
-    export(model, workspace / "exported", saved)
+    export_model(model, workspace / "exported", saved)
     loaded = AutoModelForCausalLM.from_pretrained(workspace / "exported")
     use_epsilon_of_config(loaded)
     rows = torch.arange(20)[None]
@@ -153,7 +153,7 @@ def test_minimax_m2_is_read_as_it_is_published(workspace: Path) -> None:
     published = read_pretrained(saved / "config.json")
     assert published.shape == described.shape
     assert published.engine_keys == described.engine_keys
-    assert rotary_fraction(pretrained(read_hf_config(saved)).config) == 0.5
+    assert rotary_fraction(describe_model(read_hf_config(saved)).config) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,21 @@ def test_a_minimax_m2_that_would_be_computed_differently_is_refused(
     (saved / "config.json").write_text(json.dumps({**config, key: value}))
     (error,) = refusals(saved)
     assert message in error and f"config.json: {key}" in error
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "key"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(
+    family: str, change: dict[str, Any], key: str, workspace: Path
+) -> None:
+    (error,) = refusals_with(workspace / "saved", family, change)
+    assert f"config.json: {key}" in error
 
 
 @pytest.mark.parametrize("family", ["deepseek-v32", "glm-moe-dsa"])
@@ -213,11 +228,11 @@ def test_defaults_are_those_of_transformers(family) -> None:
     """A config.json may leave out what transformers fills in."""
     tiny = next(name for name in FAMILIES if config_of(name).model_type == family)
     whole = config_of(tiny).__class__().to_dict()
-    normal = TABLE[family].normal(whole)
+    normalise_config = TABLE[family].normalise_config(whole)
     aliases = {key: spelling for spelling, key in TABLE[family].aliases.items()}
     for key, value in (DEFAULTS | TABLE[family].defaults).items():
         made_up = key in MADE_UP_DEFAULTS.get(family, ())
-        if value is not None and normal.get(key) is not None and not made_up:
+        if value is not None and normalise_config.get(key) is not None and not made_up:
             told = whole.get(key, whole.get(aliases.get(key, key)))
             assert told == value, key
 

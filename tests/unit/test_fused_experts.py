@@ -28,7 +28,7 @@ def fuse(file: Path, form: FusedExperts) -> None:
         fused[name] = torch.empty(shape)
     for name, tensor in tensors.items():
         location = expert_location(name, shapes[name], form)
-        location.part(fused[location.name]).copy_(tensor)
+        location.select_part(fused[location.name]).copy_(tensor)
     assert len(fused) < len(tensors)
     save_file(fused, file, metadata={"format": "pt"})
 

@@ -14,13 +14,13 @@ from test_hf_logits import build
 
 from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.distributed import device
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.shapes.published import presets, shape_of
+from megatron_rl.shapes.published import load_presets, shape_of
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 from megatron_rl.weights.transfer import _Segment
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("functions_load_once")
 WINDOW = 8
 LENGTHS = (3, WINDOW, WINDOW + 1, 37)
 """Rows that are shorter than the window, of its length, and longer."""
-PUBLISHED = dict(presets()["gemma-4-31b"]["config"])
+PUBLISHED = dict(load_presets()["gemma-4-31b"]["config"])
 """Sizes as published checkpoints of 31B write them."""
 UNEVEN = {"head_dim": 32, "num_key_value_heads": 3}
 """Sizes of a layer with full attention and four query heads."""
@@ -83,7 +83,7 @@ def test_scalars_of_layers_are_buffers_that_exports_have_bit_for_bit(tmp_path: P
     assert len(scalars) == 4
     assert not any("layer_scalar" in name for name, _ in chunk.named_parameters())
 
-    export(model, tmp_path / "second", tmp_path / "first")
+    export_model(model, tmp_path / "second", tmp_path / "first")
     first = load_file(tmp_path / "first/model.safetensors")
     second = load_file(tmp_path / "second/model.safetensors")
     assert first.keys() == second.keys()

@@ -23,7 +23,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import live_parameters
@@ -70,7 +70,7 @@ def test_gradients_of_every_tensor_are_those_of_transformers(tmp_path: Path) -> 
     for stored, parameter in reference.named_parameters():
         for name, location in expert_tensors(stored, tuple(parameter.shape), FORM).items():
             assert parameter.grad is not None, name
-            wanted[name] = location.part(parameter.grad)
+            wanted[name] = location.select_part(parameter.grad)
 
     parameters = dict(chunk.named_parameters())
     seen: set[str] = set()
@@ -126,7 +126,7 @@ def test_boxes_of_stored_tensors_are_those_of_each_expert(
             stride = tuple(storage.stride())
         found: list[int] = []
         for part in boxes_of_experts([TensorBox(name, start, size, 0, "w", 0, stride)], form):
-            values = locations[part.name].part(stored)
+            values = locations[part.name].select_part(stored)
             for dim, (begin, count) in enumerate(zip(part.start, part.size, strict=True)):
                 values = values.narrow(dim, begin, count)
             assert torch.equal(view_of(storage, part), values), part
@@ -220,7 +220,7 @@ def test_four_bits_are_trained_as_transformers_reads_them_and_exported_in_the_mo
         assert torch.equal(parameter, weights[name].data), name
 
     # Values of 4 bits and their scales are exact in bfloat16.
-    export(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "second/config.json").read_text())
     assert config["dtype"] == "bfloat16" and "quantization_config" not in config
     loaded, told = AutoModelForCausalLM.from_pretrained(

@@ -15,7 +15,7 @@ from megatron_rl.planning.gpu_stack import (
     unfit_driver,
     unfit_packages,
 )
-from megatron_rl.versions import release
+from megatron_rl.versions import release_series
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "launch").glob("constraints-gpu-py*.txt"))
@@ -145,7 +145,7 @@ def test_a_driver_older_than_cuda_12_has_to_be_updated():
 
 @pytest.mark.parametrize("version", ["", "unknown", "main"])
 def test_a_version_without_numbers_is_no_release(version: str):
-    assert release(version) == (0, 0)
+    assert release_series(version) == (0, 0)
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
@@ -177,8 +177,8 @@ def test_cudas_compiler_is_of_the_release_of_its_headers(lock: Path):
     versions = dict(line.split("==") for line in lines if "==" in line)
     # Headers refuse a compiler of another release, and kernels that are compiled on demand need both.
     parts = ("runtime", "nvcc", "crt", "cccl", "nvrtc")
-    assert {release(versions[f"nvidia-cuda-{part}"]) for part in parts} == {(TOOLKIT, 0)}
-    assert release(versions["nvidia-nvvm"]) == (TOOLKIT, 0)
+    assert {release_series(versions[f"nvidia-cuda-{part}"]) for part in parts} == {(TOOLKIT, 0)}
+    assert release_series(versions["nvidia-nvvm"]) == (TOOLKIT, 0)
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.health import RULE_OF, RULES, VALUE, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning
+from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning_text
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "quickstart_metrics.jsonl"
@@ -181,7 +181,7 @@ def test_a_rule_of_the_users_own_and_changed_bands() -> None:
     steps = fired(lines(), *own)
     assert steps == {"low": [1]}
     (low,) = [rule for rule in rules(*own) if rule.name == "low"]
-    assert low.metrics == ("reward/mean",) and low.band() == "0.7 or more"
+    assert low.metrics == ("reward/mean",) and low.band_text() == "0.7 or more"
     changed = {rule.name: rule for rule in rules(*own)}["length"]
     assert (changed.above, changed.below) == (5.0, RULE_OF["length"].below)
 
@@ -221,7 +221,7 @@ def test_every_rule_names_settings_and_what_shows_it() -> None:
     for rule in RULES:
         assert rule.metrics and rule.usual and rule.causes and rule.change and rule.meaning
         assert rule.name == "mismatch" or rule.above is not None or rule.below is not None
-        assert replace(rule, above=rule.above or 1.0).band()
+        assert replace(rule, above=rule.above or 1.0).band_text()
 
 
 def test_the_samples_of_a_rule_show_its_fault() -> None:
@@ -266,7 +266,7 @@ def tables() -> list[str]:
 
 def test_the_page_shows_a_warning_as_a_run_prints_it() -> None:
     measurements = [(1, 0.8), (2, 0.8), (3, 0.828), (4, 0.832), (5, 0.863)]
-    line = f"step 5: warning: {warning(RULE_OF['truncation'], measurements)}"
+    line = f"step 5: warning: {warning_text(RULE_OF['truncation'], measurements)}"
     assert line in " ".join((ROOT / "docs/health.md").read_text(encoding="utf-8").split())
 
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import CheckpointFiles, shard_files
+from megatron_rl.hf.files import CheckpointFiles, divide_into_files
 from megatron_rl.hf.weights import check_tensors
-from megatron_rl.megatron.model_spec import model_spec, pretrained, read_hf_config, rotary_frequencies
+from megatron_rl.megatron.model_spec import describe_model, model_spec, read_hf_config, rotary_frequencies
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 from tests.hf_models import FAMILIES, RESCALING_ROPE, config_of, make_model, save_model
@@ -32,7 +32,7 @@ def spec(family, sizes=None, overrides=None, **changes):
 def test_names_and_shapes_are_those_transformers_saves(family, tmp_path):
     save_model(family, tmp_path)
     files = CheckpointFiles(tmp_path)
-    described = pretrained(config_of(family))
+    described = describe_model(config_of(family))
     trained = {name: shape for name, shape in files.shapes().items() if not described.is_copied(name)}
     assert trained == described.tensor_shapes()
     assert files.names() == set(files.shapes())
@@ -227,10 +227,10 @@ def test_broken_directories_are_refused(checkpoint, tmp_path):
 def test_files_are_filled_in_order():
     shapes = {"a": (10,), "b": (10,), "c": (30,), "d": (5,)}
     dtypes = dict.fromkeys(shapes, torch.float32)
-    files = shard_files(shapes, dtypes, 80)
+    files = divide_into_files(shapes, dtypes, 80)
     assert list(files.values()) == [["a", "b"], ["c"], ["d"]]
     assert next(iter(files)) == "model-00001-of-00003.safetensors"
-    assert shard_files(shapes, dtypes, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
+    assert divide_into_files(shapes, dtypes, 1000) == {"model.safetensors": ["a", "b", "c", "d"]}
 
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
@@ -238,7 +238,7 @@ def test_padded_and_duplicated_parts_fill_every_parameter():
     from megatron_rl.planning.reshard import megatron_layout
 
     device.initialize()
-    assert ParallelGroups(ParallelLayout((0,))).member
+    assert ParallelGroups(ParallelLayout((0,))).is_member
     layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
     groups = megatron_layout(config_of("qwen3-moe"), layout, torch.float32)
     assert {rank for group in groups for rank in group.ranks} == set(range(8))

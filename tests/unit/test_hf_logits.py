@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from megatron_rl import durable
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles, write_index
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
@@ -57,12 +57,12 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     save_model(family, tmp_path / "first")
     model = build(make_model(family).config)
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
+    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
     first, second = CheckpointFiles(tmp_path / "first"), CheckpointFiles(tmp_path / "second")
     assert first.names() == second.names()
     digests = durable.read_digests(tmp_path / "second")
     assert digests is not None and set(digests) == set(durable.files_below(tmp_path / "second"))
-    assert durable.damages(tmp_path / "second", digests, list(digests)) == []
+    assert durable.find_damages(tmp_path / "second", digests, list(digests)) == []
     for name in first.names():
         shape = first.shape(name)
         assert torch.equal(
@@ -71,15 +71,22 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     assert len(list((tmp_path / "second").glob("*.safetensors"))) > 1
 
 
-@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe"])
-def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "keys", "layer"),
+    [
+        ("deepseek-v3", {"num_nextn_predict_layers": 1}, "model.layers.4"),
+        ("glm4-moe", {"num_nextn_predict_layers": 1}, "model.layers.4"),
+        ("qwen3-next", {}, "mtp.layers.0"),
+    ],
+)
+def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, keys, layer, tmp_path):
     reference = save_model(family, tmp_path / "first")
     config = json.loads((tmp_path / "first/config.json").read_text())
-    (tmp_path / "first/config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (tmp_path / "first/config.json").write_text(json.dumps({**config, **keys}))
     further = {
-        "model.layers.4.eh_proj.weight": torch.randn(64, 128),
-        "model.layers.4.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
-        "model.layers.4.enorm.weight": torch.randn(64),
+        f"{layer}.eh_proj.weight": torch.randn(64, 128),
+        f"{layer}.mlp.experts.1.up_proj.weight": torch.randn(32, 64).to(torch.bfloat16),
+        f"{layer}.enorm.weight": torch.randn(64),
     }
     # Files beside a `model.safetensors` are not the model's: an index names both.
     weights = tmp_path / "first/model.safetensors"
@@ -91,7 +98,7 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_are(family, tmp
 
     model = build(type(reference.config).from_pretrained(tmp_path / "first"))
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "second", tmp_path / "first")
+    export_model(model, tmp_path / "second", tmp_path / "first")
     second = CheckpointFiles(tmp_path / "second")
     assert second.names() == CheckpointFiles(tmp_path / "first").names() >= set(further)
     for name, value in further.items():
@@ -105,7 +112,7 @@ def test_export_converts_to_the_asked_dtype(tmp_path):
     reference = save_model("qwen2", tmp_path / "first")
     model = build(reference.config)
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "half", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "half", dtype=torch.bfloat16)
     again = type(reference).from_pretrained(tmp_path / "half")
     assert again.dtype == torch.bfloat16
     for name, value in reference.state_dict().items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from megatron_rl.config.hub import has_weights, parse_name, resolve_names
+from megatron_rl.config.hub import has_weights, parse_hub_name, resolve_hub_names
 from megatron_rl.config.source import Leaf, Origin, Section
 from megatron_rl.errors import UserError
 from tests.hub_server import Hub, hub
@@ -54,12 +54,12 @@ def test_names_that_differ_in_a_separator_have_copies_of_their_own(
             server.address + "/{repo_id}/resolve/{revision}/{filename}",
         )
         tree = tree_of(*(f"hf://{name}" for name in names))
-        assert not resolve_names(tree, [], weights=True)
+        assert not resolve_hub_names(tree, [], with_weights=True)
         downloaded = values(tree)
         server.requests.clear()
         # The second use reads the pins.
         tree = tree_of(*(f"hf://{name}" for name in names))
-        assert not resolve_names(tree, [], weights=True)
+        assert not resolve_hub_names(tree, [], with_weights=True)
         assert values(tree) == downloaded and not server.requests
     for name, folder in zip(names, downloaded, strict=True):
         assert (Path(folder) / "model.safetensors").read_text() == name
@@ -77,7 +77,7 @@ def test_a_hub_that_goes_away_within_a_file_is_a_copy_that_is_not_complete(
         with hub(tmp_path / "repositories") as server:
             use(server, monkeypatch)
             server.stall_at = "train.jsonl"
-            resolved = pool.submit(resolve_names, tree_of(name), [], weights=True)
+            resolved = pool.submit(resolve_hub_names, tree_of(name), [], with_weights=True)
             assert server.stalled.wait(30)
         (copy,) = resolved.result(60).values()
     assert (copy.repo, copy.kind) == ("a/sums", "dataset") and copy.reason
@@ -90,7 +90,7 @@ def test_each_copy_that_is_not_downloaded_has_a_folder_of_its_own(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     names = ["hf://a/m", "hf://b/m", "hf://a/m@v2", "hf://datasets/a/m/x.jsonl", "hf://datasets/a/m/y.jsonl"]
     tree = tree_of(*names)
-    incomplete = resolve_names(tree, [], weights=True)
+    incomplete = resolve_hub_names(tree, [], with_weights=True)
     assert [f"{copy.name}/{copy.files}".removesuffix("/None") for copy in incomplete.values()] == names
     assert len(set(values(tree))) == len(names)
     # A config.json that the package ships is found by the model's name.
@@ -99,9 +99,9 @@ def test_each_copy_that_is_not_downloaded_has_a_folder_of_its_own(
 
 @pytest.mark.parametrize("repo", ["a/b--c", "a--b/c", "a/b..c", "a/-b", "a/b.git"])
 def test_a_name_that_the_hub_does_not_allow_is_malformed(repo: str, cache: Path) -> None:
-    assert parse_name(f"hf://{repo}") is None
+    assert parse_hub_name(f"hf://{repo}") is None
     errors: list[UserError] = []
-    resolve_names(tree_of(f"hf://{repo}"), errors, weights=True)
+    resolve_hub_names(tree_of(f"hf://{repo}"), errors, with_weights=True)
     assert [error.got for error in errors] == [f"hf://{repo}"] and "ORG/NAME" in str(errors[0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import Shard, import_parameters, trace_import
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import config_of
@@ -17,7 +17,7 @@ GROUPED = LAYER + "linear_{name}.weight{expert}"
 
 def checkpoint(config):
     """Return tensors of a whole checkpoint, every number of them different."""
-    shapes, begin, tensors = pretrained(config).tensor_shapes(), 0, {}
+    shapes, begin, tensors = describe_model(config).tensor_shapes(), 0, {}
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
         tensors[name] = torch.arange(begin, begin + count, dtype=torch.float64).view(shape)
@@ -27,7 +27,7 @@ def checkpoint(config):
 
 def storages(config, naming, shard):
     """Return empty parameters of the experts one rank holds, under their Megatron names."""
-    shape = pretrained(config).shape
+    shape = describe_model(config).shape
     experts, width = shape.experts, shape.expert_width // shard.expert_tensor_size
     parameters = {}
     for expert in range(experts // shard.expert_size):
@@ -45,8 +45,8 @@ def test_both_kinds_of_expert_storage_hold_the_checkpoint(family, naming):
     tensors = checkpoint(config)
     shard = Shard(expert=1, expert_size=2, expert_tensor=1, expert_tensor_size=2)
     parameters = storages(config, naming, shard)
-    import_parameters(parameters, tensors, pretrained(config), shard)
-    shape = pretrained(config).shape
+    import_parameters(parameters, tensors, describe_model(config), shard)
+    shape = describe_model(config).shape
     local, width = shape.experts // 2, shape.expert_width // 2
     block, gate, up, down = (
         ("block_sparse_moe", "w1", "w3", "w2")
@@ -69,9 +69,9 @@ def test_boxes_of_both_kinds_read_the_checkpoint_back(family, naming):
     tensors = checkpoint(config)
     shard = Shard(expert=1, expert_size=2)
     parameters = storages(config, naming, shard)
-    import_parameters(parameters, tensors, pretrained(config), shard)
+    import_parameters(parameters, tensors, describe_model(config), shard)
     meta = {name: torch.empty_like(value, device="meta") for name, value in parameters.items()}
-    boxes = trace_import(meta, pretrained(config), shard, rank=0)
+    boxes = trace_import(meta, describe_model(config), shard, rank=0)
     assert boxes
     for box in boxes:
         part = tuple(slice(low, low + size) for low, size in zip(box.start, box.size, strict=True))

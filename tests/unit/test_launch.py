@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from megatron_rl.cli.main import main
 from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM
 from megatron_rl.planning.machine import TESTED_VERSIONS
 
@@ -46,7 +47,6 @@ def test_wrong_arguments_exit_with_2(command: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart.sh", "local.sh"])
 def test_torchrun_starts_the_processes_without_a_warning(name: str, tmp_path: Path) -> None:
     script = (LAUNCH / name).read_text(encoding="utf-8")
@@ -69,6 +69,62 @@ def test_torchrun_starts_the_processes_without_a_warning(name: str, tmp_path: Pa
     )
     assert sorted(result.stdout.split()) == ["04", "14", "24", "34"], result
     assert result.stderr == ""
+
+
+def quickstart_commands(folder: Path, gpus: int, **environment: str) -> tuple[int, str, list[list[str]]]:
+    """Run a copy of the quickstart as on ``gpus`` GPUs, with programs that only record their arguments.
+
+    Return its exit code, its standard error and the arguments of each started program.
+    """
+    commands = folder / "commands"
+    listing = "\n".join(f"GPU {index}: NVIDIA H100" for index in range(gpus))
+    scripts = {
+        "launch/quickstart.sh": (LAUNCH / "quickstart.sh").read_text(encoding="utf-8"),
+        "launch/setup.sh": "exit 0\n",
+        ".venv/bin/python": f'#!/bin/sh\necho "$@" >>{commands}\n',
+        "tools/nvidia-smi": f"#!/bin/sh\ncat <<END\n{listing}\nEND\n",
+    }
+    for name, text in scripts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+    done = subprocess.run(
+        ["bash", "launch/quickstart.sh", "steps=3"],
+        cwd=folder,
+        env=os.environ | {"PATH": f"{folder / 'tools'}:{os.environ['PATH']}"} | environment,
+        capture_output=True,
+        text=True,
+    )
+    started = []
+    if commands.exists():
+        started = [line.split() for line in commands.read_text(encoding="utf-8").splitlines()]
+    return done.returncode, done.stderr, started
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 4), (1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_the_quickstart_has_a_layout_for_the_gpus_of_this_machine(
+    gpus: int,
+    processes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, errors, (_, check, train) = quickstart_commands(tmp_path, gpus)
+    assert (code, errors) == (0, "")
+    assert train[train.index("--nproc-per-node") + 1] == str(processes)
+    overrides = train[train.index("configs/quickstart.yaml") + 1 :]
+    assert overrides[-1] == "steps=3"
+    assert check[2:] == ["check", "configs/quickstart.yaml", "--world-size", str(processes), *overrides]
+    monkeypatch.chdir(ROOT)
+    assert main(check[2:]) == 0, capsys.readouterr().out
+
+
+def test_the_quickstart_names_the_numbers_of_processes_that_it_has_a_layout_for(tmp_path: Path) -> None:
+    code, errors, started = quickstart_commands(tmp_path, 8, NPROC="3")
+    assert code == 2 and not started
+    assert "NPROC of 1, 2 or 4" in errors and "got:      3" in errors
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import Launch, read_launch
-from megatron_rl.trainer.job import report_stop
+from megatron_rl.trainer.job import handle_stop_signals
 from megatron_rl.trainer.loop import Phases
 
 GOOD = {
@@ -22,7 +22,7 @@ GOOD = {
 
 def test_the_place_of_a_process_in_its_job() -> None:
     assert read_launch({}) == Launch(0, 1, 0, alone=True)
-    assert read_launch(GOOD, joins=True) == Launch(1, 2, 1, alone=False)
+    assert read_launch(GOOD, joins_group=True) == Launch(1, 2, 1, alone=False)
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == Launch(0, 1, 0, alone=False)
     assert read_launch({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": ""}).alone
 
@@ -48,7 +48,7 @@ def test_the_place_of_a_process_in_its_job() -> None:
 )
 def test_what_a_launcher_cannot_mean_is_named(changes: dict[str, str], named: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        read_launch(GOOD | changes, joins=True)
+        read_launch(GOOD | changes, joins_group=True)
     text = str(refused.value)
     assert all(f"environment: {name}" in text for name in named) and "fix:" in text
 
@@ -62,7 +62,7 @@ def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv(name, raising=False)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with report_stop("rank 0", Phases(), 60.0):
+        with handle_stop_signals("rank 0", Phases(), 60.0):
             ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -74,17 +74,17 @@ def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatc
 def test_a_signal_that_slurm_and_torchrun_both_send_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm signals every process of a step, and torchrun passes its own signal on."""
     ended: list[int] = []
-    with report_stop("rank 0", Phases(), 60.0) as stop, stop.saves():
-        monkeypatch.setattr(stop, "_end", ended.append)
-        stop.handle(signal.SIGUSR1)
-        stop.handle(signal.SIGUSR1)
+    with handle_stop_signals("rank 0", Phases(), 60.0) as stop, stop.defer_stops():
+        monkeypatch.setattr(stop, "_end_after_signal", ended.append)
+        stop.handle_signal(signal.SIGUSR1)
+        stop.handle_signal(signal.SIGUSR1)
         assert stop.signal_number == signal.SIGUSR1 and not ended
-        stop.handle(signal.SIGTERM)
+        stop.handle_signal(signal.SIGTERM)
         assert ended == [signal.SIGTERM], "another signal does not wait"
     ended.clear()
-    with report_stop("rank 0", Phases(), 60.0) as stop, stop.saves():
-        monkeypatch.setattr(stop, "_end", ended.append)
+    with handle_stop_signals("rank 0", Phases(), 60.0) as stop, stop.defer_stops():
+        monkeypatch.setattr(stop, "_end_after_signal", ended.append)
         monkeypatch.setattr("megatron_rl.trainer.job.ECHO_SECONDS", 0.0)
-        stop.handle(signal.SIGUSR1)
-        stop.handle(signal.SIGUSR1)
+        stop.handle_signal(signal.SIGUSR1)
+        stop.handle_signal(signal.SIGUSR1)
     assert ended == [signal.SIGUSR1], "later it is a second request"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM, TRANSFORMER_ENGINE
-from megatron_rl.versions import installed
+from megatron_rl.versions import installed_version
 from tests.conftest import ROOT, STANDIN
 from tests.library_names import PACKAGES, RECORD, has_name, names_in, package_files
 
@@ -54,7 +54,7 @@ def test_a_recorded_version_has_every_name_that_the_package_imports(version: str
 def test_the_installed_version_has_every_name_that_is_imported_or_recorded(distribution: str):
     folder = sources(distribution)
     assert folder is not None
-    number = installed(distribution) or metadata.version(HOST_BUILDS[distribution])
+    number = installed_version(distribution) or metadata.version(HOST_BUILDS[distribution])
     version = f"{distribution}=={number.partition('+')[0]}"
     names = names_in(package_files(), PACKAGES[distribution], folder) | {*VERSIONS.get(version, ())}
     assert names

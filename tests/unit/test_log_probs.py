@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.megatron import log_probs as module
-from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
+from megatron_rl.megatron.log_probs import VocabularyShard, make_support, vocab_parallel_log_probs
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
@@ -55,7 +55,7 @@ def _truncated():
     sizes = left.sum(1)
     sizes[3] = 0
     left[3] = False
-    support = support_of(sizes.int(), left.nonzero()[:, 1].int())
+    support = make_support(sizes.int(), left.nonzero()[:, 1].int())
     left[3] = True
     return case, support, ~left
 
@@ -113,7 +113,7 @@ def test_shards_combine_to_the_whole(parts, truncated):
         stats.append(
             module.softmax_statistics(states.detach(), local, targets, temperature, shard, 4, support)
         )
-    _, found, entropy = module._combine(torch.stack(stats))
+    _, found, entropy = module._compute_outputs(torch.stack(stats))
     wanted, wanted_entropy = vocab_parallel_log_probs(
         states, weight, targets, temperature, VocabularyShard(0, vocabulary, ALONE), support=support
     )
@@ -131,9 +131,9 @@ def test_parts_of_shards_merge_in_any_order():
         return module.softmax_statistics(states, weight[first:last], targets, temperature, shard, 4)
 
     parts = [part(first, first + 4) for first in (0, 4, 8, 12)]
-    halves = [module._merge(torch.stack(parts[half : half + 2])) for half in (0, 2)]
+    halves = [module._merge_statistics(torch.stack(parts[half : half + 2])) for half in (0, 2)]
     for one, other in zip(
-        module._combine(torch.stack(halves)), module._combine(part(0, 16)[None]), strict=True
+        module._compute_outputs(torch.stack(halves)), module._compute_outputs(part(0, 16)[None]), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -188,7 +188,7 @@ def test_the_gradient_of_a_half_precision_head_is_summed_in_float32(tokens):
 
 
 def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkeypatch):
-    values, gradients = module.kernel_errors(torch.bfloat16, module.TORCH)
+    values, gradients = module.measure_kernel_errors(torch.bfloat16, module.TORCH)
     assert values < 1e-3 and gradients.keys() == {"certain", "rare", "other"}
     assert max(gradients.values()) < 0.02, gradients
     monkeypatch.setattr(module, "triton_reductions", lambda: module.TORCH)
@@ -201,8 +201,8 @@ def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkey
         "softmax_statistics",
         lambda hidden, weight, *rest, **options: exact(hidden.float(), weight.float(), *rest, **options),
     )
-    monkeypatch.setattr(module, "_product", lambda left, right: (left @ right).float())
-    _, gradients = module.kernel_errors(torch.bfloat16)
+    monkeypatch.setattr(module, "_multiply", lambda left, right: (left @ right).float())
+    _, gradients = module.measure_kernel_errors(torch.bfloat16)
     assert gradients["certain"] > 1, gradients
     module.kernels_work.cache_clear()
     with pytest.warns(UserWarning, match="gradients by: certain tokens"):

@@ -29,7 +29,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
 from megatron_rl.trainer.job import Job, report_failure
-from megatron_rl.trainer.logging import WIDTH, MetricsLog, Progress, clock, output_to
+from megatron_rl.trainer.logging import WIDTH, MetricsLog, Progress, format_clock, redirect_output
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.sample_log import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
@@ -103,23 +103,23 @@ def test_the_line_of_a_step_has_at_most_100_columns(folder: RunFolder) -> None:
 
 def test_the_line_of_a_step_names_a_health_rule_that_fires(folder: RunFolder) -> None:
     with MetricsLog(folder, 1000, console=io.StringIO()) as log:
-        assert "unhealthy" not in log.line(998, {**STEP, "health/kl": 0.0})
-        line = log.line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
+        assert "unhealthy" not in log.format_line(998, {**STEP, "health/kl": 0.0})
+        line = log.format_line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
         assert "unhealthy entropy  561 s" in line
         # Names of a user's own rules may be long, and the line has its width.
         firing = {f"health/{'own_rule' * 12}": 1.0, "health/kl": 1.0, "health/entropy": 1.0}
-        line = log.line(998, {**STEP, "reward/invalid": 0.125, **firing})
+        line = log.format_line(998, {**STEP, "reward/invalid": 0.125, **firing})
         assert len(line) <= WIDTH and " and 2 more  561 s" in line and "reward 0.512" in line
 
 
 def test_the_parts_of_a_phase_are_named() -> None:
     console = io.StringIO()
     with Progress("build", console=console) as progress:
-        progress.begin("engine")
+        progress.show_part("engine")
     assert console.getvalue().splitlines() == ["build …", "build: engine …", "build: done after 0:00"]
     silent = io.StringIO()
     with Progress("build", enabled=False, console=silent) as progress:
-        progress.begin("engine")
+        progress.show_part("engine")
     assert not silent.getvalue()
 
 
@@ -268,8 +268,8 @@ def test_output_goes_to_the_rank_log_and_the_console_stays_clean(tmp_path: Path)
     program = """
 import os, sys
 from pathlib import Path
-from megatron_rl.trainer.logging import output_to
-with output_to(Path(sys.argv[1]), main=sys.argv[2] == "main") as console:
+from megatron_rl.trainer.logging import redirect_output
+with redirect_output(Path(sys.argv[1]), is_main=sys.argv[2] == "main") as console:
     print("python noise")
     os.system("echo noise of a child")
     console.write("step 1\\n")
@@ -291,14 +291,14 @@ raise RuntimeError("seen")
 
 
 def test_output_comes_back_after_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError), output_to(tmp_path / "log", main=True):
+    with pytest.raises(ValueError), redirect_output(tmp_path / "log", is_main=True):
         raise ValueError
     print("back")
     assert capfd.readouterr().out == "back\n"
 
 
 def test_clock() -> None:
-    assert [clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+    assert [format_clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
 def test_a_run_folder_that_is_removed_in_mid_run_is_named(tmp_path: Path) -> None:

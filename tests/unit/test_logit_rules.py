@@ -13,8 +13,8 @@ from transformers import NoRepeatNGramLogitsProcessor
 from megatron_rl.config.sections.response_limits import ResponseLimit
 from megatron_rl.config.sections.rollout import RolloutConfig, rule_errors
 from megatron_rl.megatron import log_probs as module
-from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
-from megatron_rl.megatron.logit_rules import build_row_rules, repeated_ngrams
+from megatron_rl.megatron.log_probs import VocabularyShard, make_support, vocab_parallel_log_probs
+from megatron_rl.megatron.logit_rules import build_row_rules, find_repeated_ngrams
 from megatron_rl.rollout.engines.vllm.rules import accelerator_processor
 from megatron_rl.rollout.sampling import apply_logit_rules, ban_repeated_ngrams, vllm_parameters
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
@@ -132,7 +132,7 @@ def test_values_and_gradients_equal_brute_force(chunk, cap, truncated):
     if truncated:
         inside = torch.rand(len(targets), VOCABULARY, generator=torch.Generator().manual_seed(1)) < 0.5
         inside[torch.arange(len(targets)), targets] = True
-        support = support_of(inside.sum(1).int(), inside.nonzero()[:, 1].int())
+        support = make_support(inside.sum(1).int(), inside.nonzero()[:, 1].int())
         outside = ~inside
 
     shard = VocabularyShard(0, VOCABULARY, ALONE, cap)
@@ -160,7 +160,7 @@ def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
         stats.append(
             module.softmax_statistics(states.detach(), local, targets, temperature, shard, 4, rules=rules)
         )
-    normaliser, found, entropy = module._combine(torch.stack(stats))
+    normaliser, found, entropy = module._compute_outputs(torch.stack(stats))
     wanted = expected(states, weight, targets, temperature, places)
     torch.testing.assert_close(found, wanted[0].detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(entropy, wanted[1].detach(), rtol=1e-12, atol=1e-12)
@@ -172,7 +172,7 @@ def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
         shard = VocabularyShard(part * rows, VOCABULARY, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
         arguments = (states.detach(), local, targets, temperature, normaliser, entropy, ones, ones * 0.3)
-        gradients.append(module._gradients(*arguments, shard=shard, chunk=4, rules=rules))
+        gradients.append(module._compute_gradients(*arguments, shard=shard, chunk=4, rules=rules))
     hidden, head = torch.autograd.grad((wanted[0] + 0.3 * wanted[1]).sum(), (states, weight))
     torch.testing.assert_close(sum(part[0] for part in gradients), hidden, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([part[1] for part in gradients]), head, rtol=1e-10, atol=1e-12)
@@ -201,13 +201,13 @@ def test_rules_of_tokens_that_are_not_selected_are_skipped():
 def test_bans_equal_those_of_transformers(size):
     processor = NoRepeatNGramLogitsProcessor(size)
     tokens = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(size))
-    pairs = repeated_ngrams(tokens, torch.arange(40), size)
+    pairs = find_repeated_ngrams(tokens, torch.arange(40), size)
     for position in range(40):
         begun = tokens[:position]
         scores = processor(begun[None], torch.zeros(1, 3))[0] if position else torch.zeros(3)
         mine = torch.zeros(3)
         ban_repeated_ngrams(mine, begun, size)
-        banned = pairs.tokens[pairs.items == position]
+        banned = pairs.tokens[pairs.selected_index == position]
         expected = set(scores.isneginf().nonzero()[:, 0].tolist())
         assert set(banned.tolist()) == expected == set((mine < 0).nonzero()[:, 0].tolist())
 

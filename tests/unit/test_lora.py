@@ -19,12 +19,12 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export, export_adapters
+from megatron_rl.hf.export import export_adapters, export_model
 from megatron_rl.hf.peft import add_adapters, record_base_checksum
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.lora import adapter_parameters, merge_adapters, remove_adapters, without_adapters
 from megatron_rl.megatron.model import ParallelModel, build_model
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import MLP, PEFT_PREFIX, TARGETS, Lora, adapter_parameter_count
 from tests.hf_models import config_of, save_model
@@ -67,13 +67,13 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
         for factor in "AB"
     }
     assert tensors.keys() == names
-    described = pretrained(model.hf_config)
+    described = describe_model(model.hf_config)
     back = LoraConfig(rank=3, alpha=6.0, targets=LORA.targets, path=str(tmp_path / "peft"))
     assert list(check_adapted_model(back, described)) == []
     again = adapter_parameters(build(tmp_path / "base", back))
     assert all(torch.equal(value, again[name]) for name, value in adapter_parameters(model).items())
     # The whole model that is exported has them added in, as has one whose base takes them over.
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     for name, value in merged.items():
         up = tensors.get(f"base_model.model.{name.removesuffix('weight')}lora_B.weight")
@@ -81,7 +81,7 @@ def test_what_peft_is_given_is_what_comes_back(family: str, tmp_path: Path) -> N
         change = torch.zeros(()) if up is None or down is None else 2.0 * up @ down
         torch.testing.assert_close(value, base[name] + change, rtol=0, atol=1e-6)
     merge_adapters(model, seed=7)
-    export(model, tmp_path / "folded")
+    export_model(model, tmp_path / "folded")
     folded = load_file(tmp_path / "folded/model.safetensors")
     assert all(torch.equal(folded[name], value) for name, value in merged.items())
 
@@ -91,9 +91,9 @@ def test_every_expert_has_an_adapter_of_its_own(family: str, expert: str, tmp_pa
     save_model(family, tmp_path / "base", num_hidden_layers=2)
     model = build(tmp_path / "base", EVERYWHERE)
     learn(model)
-    described = pretrained(model.hf_config)
+    described = describe_model(model.hf_config)
     counted = adapter_parameter_count(
-        described.shape, ParallelLayout((0,)), (0, 1), Lora.of(described.shape, 3, TARGETS)
+        described.shape, ParallelLayout((0,)), (0, 1), Lora.for_model(described.shape, 3, TARGETS)
     )
     parameters = adapter_parameters(model)
     assert counted[1] == sum(value.numel() for name, value in parameters.items() if ".experts." in name) > 0
@@ -108,13 +108,13 @@ def test_every_expert_has_an_adapter_of_its_own(family: str, expert: str, tmp_pa
     assert list(check_adapted_model(back, described)) == []
     again = adapter_parameters(build(tmp_path / "base", back))
     assert all(torch.equal(value, again[name]) for name, value in parameters.items())
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     with without_adapters(model):
-        export(model, tmp_path / "without")
+        export_model(model, tmp_path / "without")
     assert all(torch.equal(value, adapter_parameters(model)[name]) for name, value in parameters.items())
     merge_adapters(model, seed=7)
     remove_adapters(model)
-    export(model, tmp_path / "folded")
+    export_model(model, tmp_path / "folded")
     base, merged, without, folded = (
         load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged", "without", "folded")
     )
@@ -134,7 +134,7 @@ def test_adapters_of_experts_in_one_tensor_are_not_passed_over(tmp_path: Path) -
     told = {"r": 3, "lora_alpha": 6, "target_modules": []}
     (tmp_path / "adapter_config.json").write_text(json.dumps(told))
     back = replace(EVERYWHERE, path=str(tmp_path))
-    (error,) = check_adapted_model(back, pretrained(config_of("qwen3-moe")))
+    (error,) = check_adapted_model(back, describe_model(config_of("qwen3-moe")))
     assert "base_layer" in str(error.got) and "down_proj.lora_B" in str(error.expected)
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_adapter_is_refused_before_training(tmp_path: Path) -> None:
     save_model("qwen2", tmp_path / "base", num_hidden_layers=2)
     model = build(tmp_path / "base", LORA)
     export_adapters(model, tmp_path / "peft", tmp_path / "base")
-    described = pretrained(model.hf_config)
+    described = describe_model(model.hf_config)
     lora = replace(LORA, path=str(tmp_path / "peft"))
     assert not list(check_adapted_model(lora, described))
 
@@ -173,7 +173,7 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
     save_model("llama", tmp_path / "base", num_hidden_layers=2)
     save_model("llama", tmp_path / "other", seed=1, num_hidden_layers=2)
     model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
-    export(model, tmp_path / "split", file_bytes=100_000)
+    export_model(model, tmp_path / "split", file_bytes=100_000)
     record_base_checksum(model, tmp_path / "base")
     checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1})
     record_base_checksum(model, tmp_path / "split")
@@ -203,7 +203,7 @@ def test_adapters_that_do_not_fit_are_refused(
     rank = lora.get("rank", 32)
     good = {"r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(good | stored))
-    described = pretrained(config_of(family))
+    described = describe_model(config_of(family))
     (error,) = check_adapted_model(LoraConfig(**lora, path=str(tmp_path)), described)
     assert all((error.where, error.expected, error.got, error.fix))
     with pytest.raises(type(error), match=message):
@@ -211,7 +211,7 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def test_names_of_other_projects_lead_to_the_layer_that_holds_them() -> None:
-    weights = pretrained(config_of("qwen2")).weights(0)
+    weights = describe_model(config_of("qwen2")).weights(0)
     layers = {
         source.name.split(".")[-2]: weight.name.split(".")[-2]
         for weight in weights

@@ -23,8 +23,8 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
-from megatron_rl.hf.files import CheckpointFiles, checkpoint_shapes
+from megatron_rl.hf.export import export_model
+from megatron_rl.hf.files import CheckpointFiles, read_checkpoint_shapes
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.hf.peft import add_adapters
 from megatron_rl.hf.weights import load_weights
@@ -134,7 +134,7 @@ def test_a_written_checkpoint_is_read_again(family, tmp_path):
     config, errors = opened(tmp_path / "saved", tmp_path / ("none" if derived else "hf"), tmp_path / "run")
     assert not errors
     before, after = CheckpointFiles(tmp_path / "hf"), MegatronFiles(config.model.path)
-    assert checkpoint_shapes(config.model.path) == before.shapes()  # what vLLM's weights are traced by
+    assert read_checkpoint_shapes(config.model.path) == before.shapes()  # what vLLM's weights are traced by
     assert after.checkpoint.iteration == 7 and after.names() == before.names()
     for name in before.names():
         shape = before.shape(name)
@@ -150,7 +150,7 @@ def test_adapters_are_added_into_what_is_written(tmp_path):
     add_adapters(model, LoraConfig(rank=3), seed=7, trainable=True)
     for value in adapter_parameters(model).values():
         value.normal_(std=0.1)
-    export(model, tmp_path / "merged")
+    export_model(model, tmp_path / "merged")
     trained = live_parameters(model) | adapter_parameters(model)
     before = {name: value.clone() for name, value in trained.items()}
     arguments, _ = checkpoint_arguments(tmp_path / "hf")

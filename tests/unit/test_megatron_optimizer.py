@@ -16,7 +16,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_source import read_pointed_checkpoint
-from megatron_rl.interop.megatron_lm.optimizer_buffers import Order, flat_parameters
+from megatron_rl.interop.megatron_lm.optimizer_buffers import LayerImplementation, arrange_parameters
 from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.megatron.adoption import adopt_model
 from megatron_rl.megatron.model import live_parameters
@@ -161,6 +161,6 @@ def test_parameters_lie_in_buffers_where_megatron_puts_them(family, bucket_size,
                 offset = buffer.buckets[number].offset
                 places[names[parameter]] = keys[number], start - offset, tuple(parameter.shape)
     shape, rows = read_pretrained(tmp_path / "hf/config.json").shape, 131
-    found = flat_parameters({}, shape, rows, sizes, Order(fused=False, grouped=False))
+    found = arrange_parameters({}, shape, rows, sizes, LayerImplementation(fused=False, grouped=False))
     assert {item.name: (item.bucket, item.start, item.shape) for item in found} == places
     assert len(found) == len(places) and (len(sizes) > 4) == (bucket_size is not None)

@@ -19,7 +19,7 @@ from megatron_rl.check.engine.arguments import sampling_arguments
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model_spec import read_hf_config
@@ -135,7 +135,7 @@ def test_engines_and_exports_see_no_quantisation(family: str, algorithm: str, tm
     # So has the model, whose export in bfloat16 is that of any checkpoint.
     model = build(read_hf_config(tmp_path / "model"))
     load_weights(model, tmp_path / "model")
-    export(model, tmp_path / "out", tmp_path / "model", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "out", tmp_path / "model", dtype=torch.bfloat16)
     assert not (tmp_path / "out/hf_quant_config.json").exists()
     assert "quantization_config" not in read_config(tmp_path / "out/config.json")
     out = CheckpointFiles(tmp_path / "out")

@@ -32,7 +32,7 @@ from megatron_rl.types import (
     Rollouts,
     SamplingParameters,
     limited_counts,
-    observed_counts,
+    observation_token_counts,
     split_rows,
     turn_starts,
 )
@@ -125,7 +125,7 @@ def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: En
     columns = (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs, turn_starts(rollouts))
     for row, observed, *parts in zip(
         range(12),
-        observed_counts(rollouts).tolist(),
+        observation_token_counts(rollouts).tolist(),
         *(split_rows(c, rollouts.lengths) for c in columns),
         strict=True,
     ):
@@ -298,13 +298,13 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
 
     def judge() -> None:
         for index, group in scheduler.finished():
-            reward.start_early(index, group)
+            reward.start_early_rewards(index, group)
 
     scheduler.run_token_round(None, judge)
     outcomes = [one.sequence.outcome for one in scheduler.admitted]
     assert [outcome.failure for outcome in outcomes if outcome] == [None] * 4
     alone = cast(ReplicaGroup, SimpleNamespace(ranks=(0,), rank=0, gather_objects=lambda value: [value]))
-    early = reward.gather_early(alone)["function"]
+    early = reward.gather_early_rewards(alone)["function"]
     assert {row: answer.reward for row, answer in early.items()} == {0: 5.0, 1: 5.0, 2: 1.0, 3: 1.0}
     some = {"function": {row: early[row]._replace(reward=9.0) for row in (0, 3)}}
     take_in(scheduler)

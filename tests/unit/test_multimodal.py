@@ -14,13 +14,13 @@ from test_hf_logits import build, logits
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
-from megatron_rl.hf.export import export
+from megatron_rl.hf.export import export_model
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import live_parameters
-from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.shapes.multimodal import is_carried
-from megatron_rl.shapes.pretrained import describe, read_pretrained
+from megatron_rl.shapes.pretrained import parse_pretrained, read_pretrained
 from megatron_rl.shapes.published import shape_of
 from tests.hf_models import MULTIMODAL, save_multimodal, transpose_experts
 
@@ -84,7 +84,7 @@ def test_a_multimodal_checkpoint_is_trained_as_its_language_model(name: str, tmp
     reference = save_multimodal(name, tmp_path / "first")
     hf_config = read_hf_config(tmp_path / "first")
     model = build(hf_config)
-    assert read_pretrained(tmp_path / "first/config.json").shape == pretrained(hf_config).shape
+    assert read_pretrained(tmp_path / "first/config.json").shape == describe_model(hf_config).shape
     load_weights(model, tmp_path / "first")
 
     rows = torch.randint(0, 120, (3, 37), generator=torch.Generator().manual_seed(1))
@@ -96,7 +96,7 @@ def test_a_multimodal_checkpoint_is_trained_as_its_language_model(name: str, tmp
         # The export has one trained tensor that differs, and everything else bit for bit.
         changed = next(iter(live_parameters(model).values()))
         changed += 1.0
-    export(model, tmp_path / "second", tmp_path / "first", file_bytes=200_000, piece_bytes=5_000)
+    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=200_000, piece_bytes=5_000)
     before, after = (stored_tensors(tmp_path / folder) for folder in ("first", "second"))
     assert before.keys() == after.keys()
     different = {key for key in before if not torch.equal(before[key], after[key])}
@@ -114,7 +114,7 @@ def test_weights_of_another_type_than_the_vision_tower_are_exported_so(tmp_path:
     save_multimodal("qwen3-vl", tmp_path / "first")
     model = build(read_hf_config(tmp_path / "first"))
     load_weights(model, tmp_path / "first")
-    export(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
+    export_model(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
     dtypes = {is_carried(key): value.dtype for key, value in stored_tensors(tmp_path / "second").items()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     config = json.loads((tmp_path / "second/config.json").read_text())
@@ -154,7 +154,7 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path: Path) -> None:
     # The export has them one by one, as transformers saves them.
     model = build(read_hf_config(tmp_path / "fused"))
     load_weights(model, tmp_path / "fused")
-    export(model, tmp_path / "out", tmp_path / "fused")
+    export_model(model, tmp_path / "out", tmp_path / "fused")
     out = stored_tensors(tmp_path / "out")
     assert out.keys() == tensors.keys() and all(torch.equal(out[key], tensors[key]) for key in out)
 
@@ -175,20 +175,20 @@ def test_transposed_experts_are_read_as_those_that_are_not(tmp_path: Path) -> No
     # The export is as the published one, which vLLM reads too.
     model = build(read_hf_config(tmp_path / "saved"))
     load_weights(model, tmp_path / "saved")
-    export(model, tmp_path / "out", tmp_path / "saved", piece_bytes=5_000)
+    export_model(model, tmp_path / "out", tmp_path / "saved", piece_bytes=5_000)
     out, expected = (stored_tensors(tmp_path / folder) for folder in ("out", "published"))
     assert out.keys() == expected.keys() and all(torch.equal(out[key], expected[key]) for key in out)
 
 
 def test_published_configurations_have_their_sizes() -> None:
-    gemma = describe(GEMMA_4B)
+    gemma = parse_pretrained(GEMMA_4B)
     assert gemma.is_multimodal and gemma.shape.tied and gemma.config["eos_token_id"] == [1, 106]
     assert (gemma.shape.heads, gemma.shape.kv_heads, gemma.shape.head_dim) == (8, 4, 256)
     # 4.3B with the vision tower.
     assert round(gemma.shape.parameters / 1e9, 2) == 3.88
     assert len(gemma.shape.sliding_layers) == 34 - 34 // 6
 
-    qwen = describe(QWEN_7B)
+    qwen = parse_pretrained(QWEN_7B)
     assert qwen.is_multimodal and qwen.shape.qkv_bias and not qwen.shape.sliding_layers
     # As Qwen2.5 of 7B.
     assert round(qwen.shape.parameters / 1e9, 2) == 7.62
@@ -200,7 +200,7 @@ def test_published_configurations_are_those_of_transformers(tmp_path: Path) -> N
     """What is read from the file and from the class that fills in defaults is the same."""
     for config in (GEMMA_4B, QWEN_7B):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert pretrained(read_hf_config(tmp_path)).shape == describe(config).shape
+        assert describe_model(read_hf_config(tmp_path)).shape == parse_pretrained(config).shape
 
 
 def checked(name: str, folder: Path, *overrides: str) -> Any:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.megatron.packing import (
     balance_work,
-    bin_packing,
     min_bins_bound,
+    pack_into_bins,
     pack_rows,
     partition_rows,
     row_work,
@@ -46,7 +46,7 @@ def fewest_by_trying(lengths, budget):
 @given(st.lists(st.integers(1, 30), max_size=6), st.integers(1, 40))
 @settings(max_examples=150, deadline=None)
 def test_bins_are_as_few_as_can_be(lengths, budget):
-    bins = bin_packing(lengths, budget)
+    bins = pack_into_bins(lengths, budget)
     assert sorted(item for part in bins for item in part) == list(range(len(lengths)))
     assert all(len(part) <= 1 or sum(lengths[item] for item in part) <= budget for part in bins)
     fewest = fewest_by_trying(lengths, budget)
@@ -56,7 +56,7 @@ def test_bins_are_as_few_as_can_be(lengths, budget):
 def test_a_packing_that_best_fit_misses_is_found():
     """Best fit puts 7 and 6 together, one token short of full, and then needs a third bin."""
     lengths = [7, 6, 5, 4, 4, 2]
-    found = [sum(lengths[item] for item in part) for part in bin_packing(lengths, 14)]
+    found = [sum(lengths[item] for item in part) for part in pack_into_bins(lengths, 14)]
     assert found == [14, 14]
 
 
@@ -64,7 +64,7 @@ def test_a_packing_that_best_fit_misses_is_found():
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_as_few_as_packing_all_rows_together_allows(lengths, data_parallel, budget):
     (count,) = {len(share) for share in partition_rows(lengths, data_parallel, budget)}
-    assert count == max(1, -(-len(bin_packing(lengths, budget)) // data_parallel))
+    assert count == max(1, -(-len(pack_into_bins(lengths, budget)) // data_parallel))
 
 
 def responses(kind, rows, longest, seed):

@@ -24,7 +24,7 @@ from megatron_rl.megatron.layers import PackedAttention
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.packing import pack_for_transformer_engine
 from megatron_rl.megatron.schedule import build_microbatches, forward_only
-from megatron_rl.metrics import merge
+from megatron_rl.metrics import merge_metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch, token_index
 from tests.hf_models import save_model
@@ -220,7 +220,9 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
         pack=pack_for_transformer_engine,
     )
     few, many = batch_of([1]), batch_of([31, 31])
-    found = merge(build_microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many))
+    found = merge_metrics(
+        build_microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many)
+    )
     assert found.values()["padding/fraction"] == pytest.approx(5 / 68)
 
 

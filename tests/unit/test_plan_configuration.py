@@ -14,7 +14,12 @@ from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.learn import TrainChoice, network_bytes
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
-from megatron_rl.shapes.memory import Layers, OptimizerChoice, representative_stages, training_memory
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    OptimizerChoice,
+    representative_stages,
+    training_memory,
+)
 from megatron_rl.shapes.published import load_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,7 +133,7 @@ def test_the_fullest_stage_is_one_of_those_that_are_estimated(model: str, pipeli
     def memory(stage: int) -> float:
         optimizer = OptimizerChoice()
         return training_memory(
-            shape, layout, stages, stage, optimizer, Layers(2, True, "none"), 4096, 8
+            shape, layout, stages, stage, optimizer, LayerImplementation(2, True, "none"), 4096, 8
         ).total
 
     estimated = representative_stages(shape, stages)

@@ -15,7 +15,7 @@ from megatron_rl.planning.reshard import (
     plan_offline,
     read_layout,
 )
-from megatron_rl.shapes.traffic import received_by_peers
+from megatron_rl.shapes.traffic import received_by_other_projects
 
 
 @pytest.mark.parametrize(("source", "tensor"), [("tp8", 4), ("tp8", 2), ("tp4pp2", 4), ("tp2pp4dp2", 2)])
@@ -31,7 +31,7 @@ def test_received_bytes_are_hybridflows_where_its_assumptions_hold(source, tenso
     )
     received = sum(plan.received.get(rank, 0) for rank in actor.ranks) / actor.size
     model = 2 * 8.030e9
-    assert received == pytest.approx(received_by_peers(model, actor, tensor)["HybridFlow"], rel=1e-3)
+    assert received == pytest.approx(received_by_other_projects(model, actor, tensor)["HybridFlow"], rel=1e-3)
 
 
 def test_the_command_adds_a_plan_up(capsys):

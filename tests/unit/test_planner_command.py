@@ -13,7 +13,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
-from megatron_rl.cli.plan import add_arguments, problem_of, run
+from megatron_rl.cli.plan import add_arguments, make_problem, run
 from megatron_rl.config import budget
 from megatron_rl.config.adapters import is_initial_actor
 from megatron_rl.config.load import load, load_text
@@ -23,7 +23,7 @@ from megatron_rl.planning.predict.placement import search
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
 from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Machine, load_constants
-from megatron_rl.shapes.published import load_shape, presets
+from megatron_rl.shapes.published import load_presets, load_shape
 
 
 def plan(*words: str) -> int:
@@ -76,7 +76,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
     out = tmp_path / "plan.yaml"
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    problem = problem_of(parser.parse_args(words))
+    problem = make_problem(parser.parse_args(words))
     for plan in search(problem, parser.parse_args(words).split).plans:
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
         # What `plan` printed of this configuration is what `check` prints of it, to the last byte.
         assert run.memory == report.memory
         assert run.traffic == report.sync
-        held = {phase: max(rank.total(phase) for rank in report.memory) for phase in budget.PHASES}
+        held = {phase: max(rank.phase_peak(phase) for rank in report.memory) for phase in budget.PHASES}
         assert plan_record(run)["gigabytes"] == {phase: most / 1e9 for phase, most in held.items()}
         # A plan that does not fit is none. The search does not know the connections of its weight sync.
         connections = max(
@@ -115,7 +115,7 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["llama-3-70b", "--gpus", "8", "--response-tokens", "4096", "--lora-rank", "32"]
-    problem = problem_of(parser.parse_args(words))
+    problem = make_problem(parser.parse_args(words))
     whole, adapters = (search(each).plans[0] for each in (replace(problem, lora=None), problem))
     actor, reference = (adapters.plan_of(role) for role in ("actor", "reference"))
     assert actor is not None and actor.memory.fullest.optimizer < 0.1 * actor.memory.fullest.weights
@@ -143,7 +143,7 @@ def test_long_sequences_are_cut_over_ranks() -> None:
     add_arguments(parser)
     words = ["llama-3.1-8b", "--gpus", "16"]
     for response, cut in (("65536", True), ("8192", False)):
-        problem = problem_of(parser.parse_args([*words, "--response-tokens", response]))
+        problem = make_problem(parser.parse_args([*words, "--response-tokens", response]))
         fastest = search(problem).plans[0]
         actor = fastest.plan_of("actor").choice
         assert (actor.layout.context > 1) is cut
@@ -175,7 +175,7 @@ def test_plan_and_check_print_the_same_words(tmp_path, capsys) -> None:
 def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    problem = problem_of(parser.parse_args(["qwen3-8b", "--gpus", "16", "--algorithm", "ppo"]))
+    problem = make_problem(parser.parse_args(["qwen3-8b", "--gpus", "16", "--algorithm", "ppo"]))
     for placed in search(problem).plans:
         run = planned_run(problem, placed, Paths("models/qwen3-8b"))
         (tmp_path / "plan.yaml").write_text(config_text(problem, run))
@@ -195,7 +195,7 @@ def _hf_config(name: str) -> dict:
         "qwen3_moe": "Qwen3MoeForCausalLM",
         "deepseek_v3": "DeepseekV3ForCausalLM",
     }
-    config = presets()[name]["config"]
+    config = load_presets()[name]["config"]
     return {**config, "architectures": [architecture[config["model_type"]]]}
 
 

@@ -26,7 +26,12 @@ from megatron_rl.planning.predict.placement import (
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import Layers, activation_bytes, in_flight, saved_activation_bytes
+from megatron_rl.shapes.memory import (
+    LayerImplementation,
+    activation_bytes,
+    count_microbatches_in_flight,
+    saved_activation_bytes,
+)
 from megatron_rl.shapes.published import load_shape
 
 CONSTANTS = load_constants()
@@ -78,7 +83,7 @@ def test_activation_memory_is_linear_in_tokens(model: str, recompute: str) -> No
     layout = cut(tensor=2, pipeline=4, data=2, expert=2 if model == "deepseek-v3" else 1)
     shape = load_shape(model)
     one, two, four = (
-        activation_bytes(shape, layout, range(15), tokens, 4, Layers(recompute=recompute))
+        activation_bytes(shape, layout, range(15), tokens, 4, LayerImplementation(recompute=recompute))
         for tokens in (1000, 2000, 4000)
     )
     assert two == pytest.approx(2 * one) and four == pytest.approx(4 * one)
@@ -96,11 +101,11 @@ def test_plain_gpt_activations_equal_the_published_formula() -> None:
 
 
 def test_micro_batches_in_flight() -> None:
-    assert [in_flight(cut(pipeline=4), stage, 100) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight(cut(pipeline=4), 0, 1) == 1
+    assert [count_microbatches_in_flight(cut(pipeline=4), stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert count_microbatches_in_flight(cut(pipeline=4), 0, 1) == 1
     interleaved = cut(pipeline=4, virtual_pipeline=4)
     # Narayanan et al. 2021: interleaving holds 1 + (p - 1) / (p v) times as much on the first stage.
-    assert in_flight(interleaved, 0, 100) == pytest.approx(4 * (1 + 3 / 16))
+    assert count_microbatches_in_flight(interleaved, 0, 100) == pytest.approx(4 * (1 + 3 / 16))
 
 
 def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.published import load_shape, presets, shape_of
+from megatron_rl.shapes.published import load_presets, load_shape, shape_of
 
 # Totals as the checkpoints themselves have them (safetensors index or model card).
 PUBLISHED = {
@@ -35,9 +35,9 @@ def test_total_equals_the_published_checkpoint(name: str, total: int) -> None:
     assert load_shape(name).parameters == total
 
 
-@pytest.mark.parametrize("name", sorted(presets()))
+@pytest.mark.parametrize("name", sorted(load_presets()))
 def test_preset_states_its_own_totals(name: str) -> None:
-    preset, shape = presets()[name], load_shape(name)
+    preset, shape = load_presets()[name], load_shape(name)
     assert shape.parameters == preset["parameters_total"]
     if "parameters_active" in preset:
         assert shape.active_parameters == preset["parameters_active"]
@@ -51,12 +51,12 @@ def test_cache_bytes_per_token() -> None:
 
 
 def test_tensor_count_equals_the_checkpoint_index() -> None:
-    assert load_shape("llama-3.1-8b").tensors == 291
-    assert load_shape("llama-2-70b").tensors == 723
+    assert load_shape("llama-3.1-8b").tensor_count == 291
+    assert load_shape("llama-2-70b").tensor_count == 723
 
 
 def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
-    config = dict(presets()["qwen3-8b"]["config"])
+    config = dict(load_presets()["qwen3-8b"]["config"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_shape(str(tmp_path)).parameters == PUBLISHED["qwen3-8b"]
     assert load_shape({"text_config": config}).parameters == PUBLISHED["qwen3-8b"]
@@ -69,11 +69,11 @@ def test_config_json_of_a_directory_and_nested_text_config(tmp_path) -> None:
 
 
 def test_real_config_without_the_presets_additions() -> None:
-    config = {key: value for key, value in presets()["qwen2-7b"]["config"].items() if key != "attention_bias"}
+    config = {k: v for k, v in load_presets()["qwen2-7b"]["config"].items() if k != "attention_bias"}
     assert shape_of(config).parameters == PUBLISHED["qwen2-7b"]
-    config = {k: v for k, v in presets()["qwen3-30b-a3b"]["config"].items() if k != "qk_norm"}
+    config = {k: v for k, v in load_presets()["qwen3-30b-a3b"]["config"].items() if k != "qk_norm"}
     assert shape_of(config).parameters == PUBLISHED["qwen3-30b-a3b"]
-    config = {k: v for k, v in presets()["deepseek-v3"]["config"].items() if k != "router_bias"}
+    config = {k: v for k, v in load_presets()["deepseek-v3"]["config"].items() if k != "router_bias"}
     assert shape_of(config).parameters == PUBLISHED["deepseek-v3"]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megatron_rl import EmbeddedTrainer
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments
-from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors
+from megatron_rl.checkpoint.tensors import load_tensors, plan_tensor_write
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.data import quickstart
@@ -25,7 +25,7 @@ from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.parameter_mapping import global_name
-from megatron_rl.megatron.provider import global_groups, load_provider
+from megatron_rl.megatron.provider import load_provider, use_global_groups
 from megatron_rl.megatron.schedule import forward_backward
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
@@ -135,7 +135,7 @@ def test_groups_are_global_for_as_long_as_the_block(tmp_path: Path) -> None:
     device.initialize()
     groups = ParallelGroups(ParallelLayout((0,)))
     before = dict(vars(parallel_state))
-    with pytest.raises(RuntimeError), global_groups(groups):
+    with pytest.raises(RuntimeError), use_global_groups(groups):
         assert parallel_state.get_tensor_model_parallel_group() is groups.tensor
         assert parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
         assert parallel_state.is_pipeline_last_stage() and parallel_state.is_rank_in_embedding_group()
@@ -172,7 +172,7 @@ def test_a_scripts_model_that_rl_would_train_wrongly_is_refused(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
-    quickstart.make(tmp_path / "data")
+    quickstart.write_inputs(tmp_path / "data")
     path = tmp_path / "data" / "model"
     (tmp_path / "rl.yaml").write_text(RL.format(folder=tmp_path))
     (tmp_path / "reward.py").write_text(REWARD)
@@ -194,10 +194,12 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         # The script's own checkpoint of model, optimizer and schedule; ours beside it.
         actor = trainer.roles.actor
         (tmp_path / "saved").mkdir()
-        saved = begin_tensors(tmp_path / "saved", actor.model, actor.optimizer, ANY, keep=False)
-        saved.run()
+        saved = plan_tensor_write(
+            tmp_path / "saved", actor.model, actor.optimizer, ANY, copy_host_tensors=False
+        )
+        saved.write_shards()
         with device.megatron_mode():
-            saved.finish()
+            saved.write_tensor_index()
         torch.save((trained[2].state_dict(), trainer.state_dict()), tmp_path / "rl.pt")
         second, third = trainer.step(), trainer.step()
         trainer.close()

@@ -20,10 +20,10 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles, copy_tensors
-from megatron_rl.hf.weights import fingerprint
+from megatron_rl.hf.weights import compute_fingerprint
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
-from megatron_rl.shapes.pretrained import describe, read_pretrained
+from megatron_rl.shapes.pretrained import parse_pretrained, read_pretrained
 from megatron_rl.shapes.quantized import Quantization, read_quantization
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import BLOCKS, in_eight_bits, quantise, save_model
@@ -193,25 +193,25 @@ def test_copies_are_in_the_dtype_of_the_export(tmp_path: Path) -> None:
 
 def test_a_fingerprint_is_that_of_the_weights_that_are_read(tmp_path: Path) -> None:
     save_model("qwen3", tmp_path)
-    before = fingerprint(tmp_path, torch.bfloat16)
+    before = compute_fingerprint(tmp_path, torch.bfloat16)
     quantise(tmp_path)
-    assert fingerprint(tmp_path, torch.bfloat16) != before
+    assert compute_fingerprint(tmp_path, torch.bfloat16) != before
     files = CheckpointFiles(tmp_path)
     dense = {name: files.read(name, (0,) * len(shape), shape) for name, shape in files.shapes().items()}
-    quantised = fingerprint(tmp_path, torch.bfloat16)
+    quantised = compute_fingerprint(tmp_path, torch.bfloat16)
 
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(dense, tmp_path / "model.safetensors")
-    assert fingerprint(tmp_path, torch.bfloat16) == quantised
+    assert compute_fingerprint(tmp_path, torch.bfloat16) == quantised
 
 
 def write_quantised(path: Path, change: Callable[[dict[str, Tensor]], object], config: Any = BLOCKS) -> None:
     """Write a model folder with quantised projections, after ``change`` of its tensors."""
     write_model(path)
     stored: dict[str, Tensor] = {}
-    for name, shape in describe(SHAPE).tensor_shapes().items():
+    for name, shape in parse_pretrained(SHAPE).tensor_shapes().items():
         stored[name] = torch.zeros(shape, dtype=torch.bfloat16)
         if name.endswith("_proj.weight"):
             stored[name], stored[f"{name}_scale_inv"] = in_eight_bits(torch.ones(shape), (128, 128))

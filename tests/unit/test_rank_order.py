@@ -17,7 +17,7 @@ from megatron_rl.shapes.traffic import (
     assign_columns,
     best_rank_order,
     gathered_bytes,
-    received_by_peers,
+    received_by_other_projects,
     shared_bytes,
 )
 
@@ -106,7 +106,7 @@ def test_pairwise_published_reshard_volume():
     shared = shared_bytes(SHAPE, actor, 2, 2)
     received = shared.traffic(actor.ranks).received_most
     assert received == pytest.approx(shared.model_bytes / 4, rel=1e-3)
-    assert received_by_peers(shared.model_bytes, actor, 2)["HybridFlow"] == shared.model_bytes / 4
+    assert received_by_other_projects(shared.model_bytes, actor, 2)["HybridFlow"] == shared.model_bytes / 4
     assert gathered_bytes(shared.model_bytes, actor) == shared.model_bytes * 3 / 4
     assert gathered_bytes(shared.model_bytes, actor, colocated=False) == shared.model_bytes
 

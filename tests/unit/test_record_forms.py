@@ -464,7 +464,7 @@ def test_a_turn_of_no_weight_between_others_is_masked() -> None:
         config, "sft.data", "sft.jsonl", tokenizer, TokenFiles(None, print), RESPONSE, 200, True, data
     )
     assert any("`id`" in remark for remark in rows.remarks())
-    batch = rows.in_file_order()
+    batch = rows.batch_in_file_order()
     (tokens,), (mask,) = (split_rows(part, batch.lengths) for part in (batch.tokens, batch.response_mask))
     assert "9" not in tokenizer.decode(tokens[mask])
     assert "9" in tokenizer.decode(tokens)

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.tutorials import LEFT_OUT, RECORDINGS
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.trainer import report
-from megatron_rl.trainer.logging import COLUMNS, MetricsLog, accuracies
+from megatron_rl.trainer.logging import COLUMNS, MetricsLog, accuracy_names
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = re.compile(r"train +(?P<step>\d+)/(?P<total>\d+)(?P<items>(?:  .*)?(?:\n    eval/.*)*)")
@@ -71,7 +71,7 @@ def values_of(items: list[str]) -> dict[str, float]:
         name, _, text = item.partition(" ")
         if name in metric_of:
             values[metric_of[name]] = float(text)
-        elif accuracies([name]):
+        elif accuracy_names([name]):
             values[name] = float(text)
         elif name == "invalid":
             values["reward/invalid"] = float(text)
@@ -98,7 +98,7 @@ def test_the_lines_of_steps_are_those_that_the_log_writes(name: str, tmp_path: P
         if match:
             values = values_of(re.split(r"\s{2,}", match["items"])[1:])
             with MetricsLog(RunFolder(tmp_path), int(match["total"])) as log:
-                written = log.line(int(match["step"]), values)
+                written = log.format_line(int(match["step"]), values)
             assert ETA.sub("eta", line) in (ETA.sub("eta", written), written)
 
 

@@ -148,8 +148,8 @@ def test_rewards_see_the_marks_that_a_user_added_and_none_that_frame_a_turn() ->
     form = replace(QWEN_2, special=(*QWEN_2.special, "<answer>", "</answer>", "<think>"))
     tokenizer = tokenizer_of(form)
     ids = tokenizer.encode("<think>a<answer>4</answer><|im_end|>\n<|im_start|>user<|endoftext|>")
-    assert VisibleText(tokenizer).text(ids) == "<think>a<answer>4</answer>\nuser"
-    assert VisibleText(tokenizer).texts([ids, []]) == ["<think>a<answer>4</answer>\nuser", ""]
+    assert VisibleText(tokenizer).decode(ids) == "<think>a<answer>4</answer>\nuser"
+    assert VisibleText(tokenizer).decode_all([ids, []]) == ["<think>a<answer>4</answer>\nuser", ""]
 
 
 def test_an_end_behind_a_space_is_not_repeated_where_a_conversation_goes_on() -> None:
@@ -173,7 +173,7 @@ def dated(tmp_path: Path, now: datetime) -> PromptSource:
 def test_a_template_with_the_date_has_that_of_the_first_start(tmp_path: Path) -> None:
     first = datetime(2024, 2, 29, 23, 59)
     source = dated(tmp_path, first)
-    assert "29 February 2024" in source.in_file_order().prompts[0]
+    assert "29 February 2024" in source.batch_in_file_order().prompts[0]
     dated(tmp_path, first).load_state_dict(source.state_dict())
     with pytest.raises(UserError, match="writes the date"):
         dated(tmp_path, first + timedelta(days=1)).load_state_dict(source.state_dict())
@@ -183,10 +183,10 @@ def test_the_first_start_of_a_run_is_the_first_that_any_process_keeps(tmp_path: 
     folder = RunFolder(tmp_path)
     assert folder.read_first_start() is None
     first = datetime(2024, 2, 29, 23, 59)
-    assert folder.keep_first_start(first) == first
-    assert folder.keep_first_start(first + timedelta(days=1)) == first
+    assert folder.store_first_start(first) == first
+    assert folder.store_first_start(first + timedelta(days=1)) == first
     folder.first_start.write_text("not a time")
-    assert folder.keep_first_start(first + timedelta(days=1)) == first + timedelta(days=1)
+    assert folder.store_first_start(first + timedelta(days=1)) == first + timedelta(days=1)
     assert [file.name for file in tmp_path.iterdir()] == ["first_start"]
 
 

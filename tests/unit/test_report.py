@@ -24,7 +24,7 @@ from megatron_rl.trainer.compare import compare
 from megatron_rl.trainer.logging import MetricsLog
 from megatron_rl.trainer.report import PhaseTime
 from megatron_rl.trainer.sample_log import write_rollouts
-from megatron_rl.trainer.starts import Start, command_text, write_start
+from megatron_rl.trainer.starts import Start, format_command, write_start
 from tests.browser import Browser, executable
 
 
@@ -55,11 +55,11 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
     folder = run(tmp_path / "addition")
     folder.write_config("seed: 1 # <&>\n")
     console = io.StringIO()
-    text = report.write(folder.path, console).read_text()
+    text = report.write_report(folder.path, console).read_text()
     page, shown = Page(text), console.getvalue()
     for words in ("0.500 → 0.900", "+0.400; best 0.900 at step 30", "learn", "0:45", "75%", "10.00%"):
         assert words in shown and any(words in cell for row in page.rows for cell in row), words
-    rows = [list(row) for row in report.summary(read_metrics(folder.metrics), {})]
+    rows = [list(row) for row in report.summary_rows(read_metrics(folder.metrics), {})]
     assert [row for row in page.rows if row in rows] == rows, "the numbers of the metrics"
     assert "seed: 1 # &lt;&amp;&gt;" in text and 'name="viewport"' in text
     assert {"eval/held_out/accuracy", "response length (tokens)"} <= {*page.charts}
@@ -81,7 +81,7 @@ def test_the_report_names_the_pieces_of_the_algorithm(tmp_path: Path) -> None:
         "  kl: none\n  value_loss: null\n"
     )
     console = io.StringIO()
-    page = Page(report.write(folder.path, console).read_text())
+    page = Page(report.write_report(folder.path, console).read_text())
     assert "algorithm: grpo, policy_loss ppo_clip, kl none\n" in console.getvalue()
     assert ["policy_loss", "ppo_clip: clip_low 0.2, dual_clip null"] in page.rows and [
         "kl",
@@ -102,7 +102,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         columns |= {"reward": [reward, 0.5], "length": [step, 9], "finish_reason": [0, 1]}
         write_rollouts(folder, step, columns)
     write_rollouts(folder, 30, {"prompt": ["1+1="], "response": ["2"], "reward": [1.0]}, kind="eval_held_out")
-    report.write(folder.path, io.StringIO())
+    report.write_report(folder.path, io.StringIO())
     return folder
 
 
@@ -180,7 +180,7 @@ def test_every_step_keeps_its_worst_best_longest_and_invalid_samples_with_their_
     folder = run(tmp_path, steps=3, optional=False)
     for step in (1, 2, 3):
         write_groups(folder, step)
-    samples = report.stored_samples(folder)
+    samples = report.read_stored_samples(folder)
     assert samples.counts[0] == {"set": "training", "step": 1, "stored": 512, "shown": 32}
     for step in (1, 2, 3):
         rows = [row for row in samples.rows if row["step"] == step]
@@ -205,7 +205,7 @@ def test_the_samples_of_a_prompt_are_shown_side_by_side(tmp_path: Path) -> None:
     folder = run(tmp_path, steps=2, optional=False)
     write_groups(folder, 2)
     told = scripted(
-        Page(report.write(folder.path, io.StringIO()).read_text()),
+        Page(report.write_report(folder.path, io.StringIO()).read_text()),
         """
         results.kept = elements.kept.textContent;
         set('mark', 'best');
@@ -241,7 +241,7 @@ def test_the_page_begins_with_the_facts_of_the_run(tmp_path: Path) -> None:
     )
     for start, resumed in ((first, False), (first, False), (second, True)):
         write_start(folder, start, resumed=resumed)
-    page = Page(report.write(folder.path, io.StringIO()).read_text())
+    page = Page(report.write_report(folder.path, io.StringIO()).read_text())
     rows = dict(row for row in page.rows if len(row) == 2)
     assert rows["started"] == "2026-08-01 10:00:00+00:00; 2 starts, the last 2026-08-02 10:00:00+00:00"
     assert rows["command"] == second.command and rows["versions"] == "python 3.12.1, torch 2.13.0"
@@ -251,7 +251,7 @@ def test_the_page_begins_with_the_facts_of_the_run(tmp_path: Path) -> None:
 
     # Neither a damaged record nor none stops a report.
     folder.starts.write_text('[{"time": 1')
-    page = Page(report.write(folder.path, io.StringIO()).read_text())
+    page = Page(report.write_report(folder.path, io.StringIO()).read_text())
     assert ["duration", "0:06 in 3 steps"] in page.rows and not any("command" in row for row in page.rows)
 
 
@@ -259,7 +259,7 @@ def test_the_recorded_command_has_no_secret() -> None:
     words = ["/x/megatron_rl/__main__.py", "train", "a b.yaml", "reward.arguments.api_key=k1", "steps=2"]
     words += ["reward.arguments={auth: {token: k2}}", "data.max_prompt_tokens=8"]
     environment = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
-    text = command_text(words, environment)
+    text = format_command(words, environment)
     assert text == (
         "torchrun --nproc-per-node 8 --nnodes 2 -m megatron_rl train 'a b.yaml' "
         "reward.arguments.api_key=(hidden) steps=2 reward.arguments=(hidden) data.max_prompt_tokens=8"
@@ -281,7 +281,7 @@ def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
     with Browser(path, 1280) as browser:
         browser.open(sampled.report)
         cells = [row.split("\t") for row in browser.texts("tr")]
-        assert [*map(list, report.summary(lines, {}))] == [row for row in cells if len(row) == 3][1:]
+        assert [*map(list, report.summary_rows(lines, {}))] == [row for row in cells if len(row) == 3][1:]
         charts_are_drawn(browser)
         filters = (
             (("#step", 3), "3"),
@@ -379,10 +379,10 @@ def test_conversations_are_shown_turn_by_turn(tmp_path: Path) -> None:
         "failure": [None, "timeout: 5 s"],
     }
     write_rollouts(folder, 1, columns)
-    turns = report.stored_samples(folder).rows[0]["turns"]
+    turns = report.read_stored_samples(folder).rows[0]["turns"]
     assert turns[1] == {"role": "policy", "content": HOSTILE, "tokens": 5, "calls": ['add {"a": 1}']}
     told = scripted(
-        Page(report.write(folder.path, io.StringIO()).read_text()),
+        Page(report.write_report(folder.path, io.StringIO()).read_text()),
         """
         const [good, failed] = elements.list.children;
         const boxes = sample => sample.children.filter(child => child.className.startsWith('turn '));
@@ -408,7 +408,7 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
     for step in range(1, 101):
         columns = {"prompt": [str(row) for row in range(64)], "response": ["x"] * 64, "reward": [1.0] * 64}
         write_rollouts(folder, step, columns)
-    samples = report.stored_samples(folder)
+    samples = report.read_stored_samples(folder)
     assert not samples.unreadable and len(samples.rows) == report.SAMPLES
     assert {count["step"] for count in samples.counts} == {*range(1, 101)}
     assert {(count["shown"], count["stored"]) for count in samples.counts} == {(20, 64)}
@@ -417,7 +417,7 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
 def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
     rows = {
         name: (value, remark)
-        for name, value, remark in report.summary(read_metrics(run(tmp_path).metrics), {})
+        for name, value, remark in report.summary_rows(read_metrics(run(tmp_path).metrics), {})
     }
     assert rows["steps"][0] == "30"
     assert rows["mean reward"][0] == "0.183 → 0.850"
@@ -461,11 +461,12 @@ def test_numbers_beyond_all_measure_have_a_report(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_short_and_sparse_runs_have_a_report(tmp_path: Path, steps: int) -> None:
     folder = run(tmp_path, steps=steps, optional=False)
-    page = report.write(folder.path, io.StringIO()).read_text()
+    page = report.write_report(folder.path, io.StringIO()).read_text()
     assert "eval/held_out/accuracy" in page and folder.curve.stat().st_size > 5000
     assert "mismatch" not in page
     rewards = [line["reward/mean"] for line in read_metrics(folder.metrics) if "reward/mean" in line]
-    shown = [row[1] for row in report.summary(read_metrics(folder.metrics), {}) if row[0] == "mean reward"]
+    rows = report.summary_rows(read_metrics(folder.metrics), {})
+    shown = [row[1] for row in rows if row[0] == "mean reward"]
     ends = [f"{rewards[0]:.3f} → {rewards[-1]:.3f}"] if rewards else []
     assert shown == ends, "the first and the last steps are not the same ones"
 
@@ -474,7 +475,7 @@ def test_a_run_that_cannot_be_written_to_has_its_table(tmp_path: Path) -> None:
     folder, console = run(tmp_path, steps=2), io.StringIO()
     folder.curve.mkdir()
     with pytest.raises(OSError):
-        report.write(folder.path, console)
+        report.write_report(folder.path, console)
     assert "mean reward" in console.getvalue()
 
 
@@ -485,7 +486,7 @@ def test_the_warm_up_is_in_the_table(tmp_path: Path) -> None:
         log.write(1, {"sft/loss": 2.0})
         log.write(2, {"sft/loss": 0.5})
     console = io.StringIO()
-    report.write(folder.path, console)
+    report.write_report(folder.path, console)
     assert "2.000 → 0.500" in console.getvalue()
 
 
@@ -615,7 +616,7 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_rules_that_fired_are_shown_with_causes_and_the_samples_that_show_them(tmp_path: Path) -> None:
     folder = run(tmp_path / "healthy", steps=4)
-    assert "<h2>Health</h2>" not in report.write(folder.path, io.StringIO()).read_text()
+    assert "<h2>Health</h2>" not in report.write_report(folder.path, io.StringIO()).read_text()
 
     folder = RunFolder(tmp_path / "run").create()
     with MetricsLog(folder, 9, console=io.StringIO()) as log:
@@ -629,7 +630,7 @@ def test_rules_that_fired_are_shown_with_causes_and_the_samples_that_show_them(t
     columns = {"prompt": ["1+1=", "2+2=", HOSTILE], "response": ["2", "no end" * 400, "y"]}
     write_rollouts(folder, 4, columns | {"reward": [1.0, 0.0, math.nan], "finish_reason": [0, 1, 0]})
     console = io.StringIO()
-    page = Page(report.write(folder.path, console).read_text())
+    page = Page(report.write_report(folder.path, console).read_text())
     assert "health: truncation" in console.getvalue() and "4-5, 8; see docs/health.md" in console.getvalue()
     assert "health: kl" not in console.getvalue()
     (row,) = [row for row in page.rows if row and row[0] == "truncation"]

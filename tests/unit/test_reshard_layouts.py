@@ -15,7 +15,7 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron.model import build_model, live_parameters
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.planning.reshard import (
     dense_shapes,
@@ -25,8 +25,8 @@ from megatron_rl.planning.reshard import (
     plan_offline,
 )
 from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
-from megatron_rl.shapes.lora import Lora, adapted, default_targets
-from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
+from megatron_rl.shapes.lora import Lora, default_targets, make_adapted_model
+from megatron_rl.shapes.traffic import best_rank_order, max_peers_on_node, shared_bytes
 from megatron_rl.weights.plan import build_plan, schedule_phases
 from tests.hf_models import FAMILIES, config_of
 from tests.representatives import represented
@@ -64,7 +64,7 @@ SIZES = st.fixed_dictionaries(
 def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabulary, data):
     """What `check` counts without torch equals the plan of traced boxes, rank by rank."""
     config = config_of(family, vocab_size=vocabulary)
-    model = pretrained(config)
+    model = describe_model(config)
     if not model.shape.experts:
         sizes |= {"expert": 1, "expert_tensor": 1}
     if model.shape.expert_bias:
@@ -84,7 +84,7 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
     adaptable = not model.shape.experts and family != "phi3" and not model.shape.linear_layers
     if adaptable and data.draw(st.booleans()):
         lora = Lora(data.draw(st.integers(1, 9)), default_targets(model.shape))
-        model = adapted(model, lora.rank, None, lora.targets)
+        model = make_adapted_model(model, lora.rank, None, lora.targets)
     shared = shared_bytes(model.shape, actor, places, 2, settings=overrides, whole_experts=whole, lora=lora)
     sources = megatron_layout(config, actor, torch.bfloat16, overrides, lora)
     per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
@@ -107,7 +107,7 @@ def test_expert_layouts_plan_onto_tensor_parallel_engines(family):
     config = config_of(family)
     actor = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
     sources = megatron_layout(config, actor, torch.bfloat16)
-    model = pretrained(config)
+    model = describe_model(config)
     for tensor, whole_experts in ((2, False), (4, False), (2, True)):
         plan = build_plan(sources, engine_layout(model, range(8), tensor, torch.bfloat16, whole_experts))
         assert sum(plan.received.values()) == sum(plan.sent.values()) > 0
@@ -155,9 +155,9 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
     assert schedule_phases(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
 
-    shape = pretrained(config).shape
+    shape = describe_model(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
     shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
     order = best_rank_order(shared, actor.ranks, 8)
     near = Counter(rank for pair in plan.pairs for rank in pair if pair[0] // 8 == pair[1] // 8)
-    assert max(near.values(), default=0) <= 2 * peers_on_node(shared, actor, order, 8)
+    assert max(near.values(), default=0) <= 2 * max_peers_on_node(shared, actor, order, 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors
+from megatron_rl.checkpoint.tensors import load_tensors, plan_tensor_write
 from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed import device
@@ -218,10 +218,12 @@ def test_roles_over_one_base_learn_as_over_two(tmp_path: Path) -> None:
     # A checkpoint has what learns alone: adapters and the head.
     with critic.resident():
         (tmp_path / "saved").mkdir()
-        saved = begin_tensors(tmp_path / "saved", critic.model, critic.optimizer, ANY, keep=False)
-        saved.run()
+        saved = plan_tensor_write(
+            tmp_path / "saved", critic.model, critic.optimizer, ANY, copy_host_tensors=False
+        )
+        saved.write_shards()
         with device.megatron_mode():
-            saved.finish()
+            saved.write_tensor_index()
     _, again = adapted_roles(tmp_path, False)
     with again.resident(), critic.resident():
         load_tensors(tmp_path / "saved", again.model, again.optimizer)

@@ -100,7 +100,7 @@ def test_the_first_filter_that_applies_is_named(tmp_path: Path) -> None:
     filters = ResponseFilters(config, RewardConfig())
     responses = ["   ", "ab", "ababababab", "a bad day", "xab", "zab", "yab", "fine"]
     ids = [[ord(letter) for letter in response] for response in responses]
-    answers = filters.answers([{"prompt": "", "response": text} for text in responses], ids)
+    answers = filters.compute_answers([{"prompt": "", "response": text} for text in responses], ids)
     filters.close()
     assert [answer.message for answer in answers[:5]] == list(config.names)
     assert {answer.reason for answer in answers[:5]} == {FILTERED}
@@ -140,7 +140,7 @@ def test_no_scorer_and_no_model_sees_a_removed_response(on_filtered: str, tmp_pa
     prompts, rollouts = batch_of(["1234", "12", "123", "1294", "1", "12345"], failed=(2,))
     model = Model()
     roles = SimpleNamespace(reward=reward, reward_models=(model,), has_single_scorer=False)
-    removed = reward.filter(prompts, rollouts, alone())
+    removed = reward.run_filters(prompts, rollouts, alone())
     assert removed.names == {1: "min_tokens", 4: "min_tokens"}
     assert removed.metrics.values() == {"filtered/min_tokens": pytest.approx(2 / 6)}
     found = compute_row_rewards(cast(Roles, roles), prompts, rollouts, alone(), None, removed)
@@ -191,8 +191,8 @@ def test_a_group_that_is_scored_early_is_filtered_first(tmp_path: Path) -> None:
         sequence.append_sampled(Completion(0, ids, [0.0] * len(ids), FINISH_STOP), version=0)
         sequence.finish_reason = FINISH_STOP
         sequences.append(sequence)
-    reward.start_early(3, SequenceGroup(prompts.rows([0]), sequences))
-    early = reward.gather_early(alone())
+    reward.start_early_rewards(3, SequenceGroup(prompts.rows([0]), sequences))
+    early = reward.gather_early_rewards(alone())
     reward.close()
     assert early["function"] == {6: Answer(None, "", 4.0)}
     assert {row: answer.reason for row, answer in early["filters"].items()} == {6: None, 7: FILTERED}

@@ -24,7 +24,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_gener
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quickstart.make(tmp_path_factory.mktemp("quickstart"), "tiny")
+    return quickstart.write_inputs(tmp_path_factory.mktemp("quickstart"), "tiny")
 
 
 def records(values: Sequence[dict[str, Any]]) -> tuple[Record, ...]:
@@ -60,13 +60,13 @@ def tokenizer():
 def test_supervised_rows(tokenizer: Any) -> None:
     items = records([{"prompt": "1+1=", "response": "2"}, {"prompt": "6+6=", "response": "12"}])
     rows = responses(items, tokenizer, shuffle=False)
-    batch = rows.next(2)
+    batch = rows.next_batch(2)
     assert tokenizer.decode(batch.tokens) == "<bos>1+1=2<eos><bos>6+6=12<eos>"
     assert batch.lengths.tolist() == [7, 8]
     assert batch.response_mask.tolist() == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 3
     assert torch.allclose(batch.loss_weights, batch.response_mask / 5)
     assert batch.temperature.tolist() == [1.0, 1.0]
-    assert torch.equal(rows.in_file_order().tokens, batch.tokens), "in the order of the data"
+    assert torch.equal(rows.batch_in_file_order().tokens, batch.tokens), "in the order of the data"
     with pytest.raises(UserError, match="a record has no `response`"):
         responses(records([{"prompt": "1"}]), tokenizer)
     with pytest.raises(UserError, match="not a response"):
@@ -85,7 +85,7 @@ def test_a_response_that_says_its_end_has_no_second_one(tokenizer: Any, tmp_path
     texts = ["2<eos>", "12<pad>", "3", "<eos>", "4<eos>5"]
     items = records([{"prompt": "1+1=", "response": text} for text in texts])
     rows = responses(items, tokenizer, 8, tmp_path, shuffle=False)
-    batch = rows.in_file_order()
+    batch = rows.batch_in_file_order()
     found = [tokenizer.decode(row) for row in split_rows(batch.tokens, batch.lengths)]
     ended = ["2<eos>", "12<pad>", "3<eos>", "<eos>"]
     assert found == [f"<bos>1+1={text}" for text in ended]
@@ -103,8 +103,10 @@ def test_the_assistants_last_message_is_the_response(material: Path) -> None:
         {"prompt": [user, said[0], again], "response": [said[1]]},
     ):
         rows = responses(records([values]), tokenizer)
-        assert torch.equal(rows.in_file_order().tokens, expected.in_file_order().tokens)
-        assert torch.equal(rows.in_file_order().response_mask, expected.in_file_order().response_mask)
+        assert torch.equal(rows.batch_in_file_order().tokens, expected.batch_in_file_order().tokens)
+        assert torch.equal(
+            rows.batch_in_file_order().response_mask, expected.batch_in_file_order().response_mask
+        )
     for values in ({"prompt": [user]}, {"prompt": [user], "response": [user]}, {"prompt": said[:1]}):
         with pytest.raises(UserError):
             responses(records([values]), tokenizer)
@@ -133,7 +135,7 @@ def test_every_turn_of_a_conversation_is_learned(material: Path) -> None:
         ("from the second", {"prompt": messages[:3], "response": messages[3:]}, True),
         ("a call", {"prompt": messages[:4]}, True),
     ):
-        batch = responses(records([values]), tokenizer, every_turn=every).in_file_order()
+        batch = responses(records([values]), tokenizer, every_turn=every).batch_in_file_order()
         text = "1+1=2<eos>2+2=*5<eos>" + ("" if name == "a call" else "9=12<eos>")
         assert tokenizer.decode(batch.tokens) == text
         assert batch.loss_weights.sum() == 1 and (batch.loss_weights > 0).eq(batch.response_mask).all()
@@ -165,16 +167,16 @@ def test_a_turn_ends_as_the_chat_template_ends_one(material: Path, tmp_path: Pat
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
     item = {"prompt": [{"role": "user", "content": "1+1"}], "response": "2"}
     for model in (tmp_path, None):
-        row = responses(records([item]), tokenizer, model=model).in_file_order().tokens
+        row = responses(records([item]), tokenizer, model=model).batch_in_file_order().tokens
         assert tokenizer.decode(row) == "1+1<pad>=2<pad>"
 
 
 def test_a_resumed_supervised_source_goes_on_exactly(material: Path, tokenizer: Any) -> None:
     items = load_records(material / "sft.jsonl")[:50]
     first, second = (responses(items, tokenizer) for _ in range(2))
-    first.next(70)
+    first.next_batch(70)
     second.load_state_dict(first.state_dict())
-    assert torch.equal(first.next(64).tokens, second.next(64).tokens)
+    assert torch.equal(first.next_batch(64).tokens, second.next_batch(64).tokens)
 
 
 def test_pairs_are_chosen_then_rejected_and_weigh_the_same(tmp_path, tokenizer):
@@ -182,7 +184,7 @@ def test_pairs_are_chosen_then_rejected_and_weigh_the_same(tmp_path, tokenizer):
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     rows_of_pairs = pairs(tmp_path / "pairs.jsonl", tokenizer)
     assert len(rows_of_pairs) == 6
-    batch = rows_of_pairs.next(4)
+    batch = rows_of_pairs.next_batch(4)
     rows = [
         tokenizer.decode(row, skip_special_tokens=True) for row in split_rows(batch.tokens, batch.lengths)
     ]
@@ -194,7 +196,7 @@ def test_pairs_are_chosen_then_rejected_and_weigh_the_same(tmp_path, tokenizer):
     assert batch.tokens[last].unique().tolist() == [tokenizer.eos_token_id]
     firsts = [
         row.tolist()
-        for row in split_rows(pairs(tmp_path / "pairs.jsonl", tokenizer).next(4).tokens, batch.lengths)
+        for row in split_rows(pairs(tmp_path / "pairs.jsonl", tokenizer).next_batch(4).tokens, batch.lengths)
     ]
     assert firsts == [row.tolist() for row in split_rows(batch.tokens, batch.lengths)]
 
@@ -214,7 +216,7 @@ def test_pairs_may_be_whole_conversations(material: Path, tmp_path: Path) -> Non
     for name, values in (("apart", apart), ("whole", whole), ("same", same)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(values))
     expected, batch = (
-        pairs(tmp_path / f"{name}.jsonl", tokenizer, 64).in_file_order() for name in ("apart", "whole")
+        pairs(tmp_path / f"{name}.jsonl", tokenizer, 64).batch_in_file_order() for name in ("apart", "whole")
     )
     assert torch.equal(batch.tokens, expected.tokens)
     assert torch.equal(batch.response_mask, expected.response_mask)
@@ -240,6 +242,6 @@ def test_long_pairs_are_counted_and_wrong_fields_named(tmp_path, tokenizer):
 
 
 def test_the_quickstart_prefers_right_sums(tmp_path):
-    quickstart._write_lines(tmp_path / "p", [quickstart._preference((17, 25), random.Random(1))])
+    quickstart._write_jsonl(tmp_path / "p", [quickstart._make_preference((17, 25), random.Random(1))])
     (record,) = load_records(str((tmp_path / "p").rename(tmp_path / "p.jsonl")), setting="pairs")
     assert record.values["chosen"] == "42" != record.values["rejected"]

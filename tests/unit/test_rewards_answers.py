@@ -10,7 +10,7 @@ from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.arithmetic import exact_match, match_and_length
-from megatron_rl.rewards.math_answer import are_equal, last_boxed, marked_answer, marked_number
+from megatron_rl.rewards.math_answer import are_equal, find_last_box, find_marked_answer, marked_number
 from megatron_rl.rewards.reasoning_gym import score
 
 
@@ -39,14 +39,14 @@ def test_match_and_length_gives_two_components() -> None:
 
 
 def test_marked_answers_are_found() -> None:
-    assert marked_answer("3 and 4\n#### 7") == "7"
-    assert marked_answer("#### 6\nno, #### 7 \nafter") == "7"
-    assert marked_answer("so \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
-    assert last_boxed("\\boxed{1} then \\boxed{2}") == "2"
-    assert last_boxed("\\boxed{never closed") is None
-    assert last_boxed("\\boxed{1}, not \\boxed{} or \\boxed{2") == "1"
-    assert marked_answer("the answer is 7") is None
-    assert marked_answer("####") is None
+    assert find_marked_answer("3 and 4\n#### 7") == "7"
+    assert find_marked_answer("#### 6\nno, #### 7 \nafter") == "7"
+    assert find_marked_answer("so \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
+    assert find_last_box("\\boxed{1} then \\boxed{2}") == "2"
+    assert find_last_box("\\boxed{never closed") is None
+    assert find_last_box("\\boxed{1}, not \\boxed{} or \\boxed{2") == "1"
+    assert find_marked_answer("the answer is 7") is None
+    assert find_marked_answer("####") is None
 
 
 def test_expressions_are_compared_by_their_meaning() -> None:

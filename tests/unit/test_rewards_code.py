@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megatron_rl.config.sections.rewards import CodeConfig
-from megatron_rl.rewards.code import program_of, read_tests
-from megatron_rl.rewards.function import RewardResult, code_reward
+from megatron_rl.rewards.code import extract_program, read_tests
+from megatron_rl.rewards.function import RewardResult, make_code_reward
 
 ADD = "def add(a, b):\n    return a + b\n"
 SUBTRACT = "def add(a, b):\n    return a - b\n"
@@ -56,7 +56,7 @@ ENDLESS = {
 
 def judged(programs: list[str], tests: Any, **settings: Any) -> RewardResult:
     # Programs that end have time to, also where other work leaves them little of the processor.
-    reward = code_reward(CodeConfig(**{"test_timeout": 60.0, "timeout": 300.0, **settings}))
+    reward = make_code_reward(CodeConfig(**{"test_timeout": 60.0, "timeout": 300.0, **settings}))
     try:
         return reward.score(
             [{"prompt": "p", "response": text, "ground_truth": tests, "metadata": {}} for text in programs]
@@ -163,12 +163,12 @@ RESPONSES = {
 
 @pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES.keys())
 def test_the_program_is_found_among_what_models_write_around_it(response: str) -> None:
-    assert program_of(response).strip() == "print(7)"
+    assert extract_program(response).strip() == "print(7)"
 
 
 def test_a_fence_in_a_docstring_stays_in_its_program() -> None:
     program = 'def f():\n    """Use it so:\n\n    ```python\n    f()\n    ```\n    """\n    return 7\n'
-    assert program_of(f"```python\n{program}```\nDone.") == program
+    assert extract_program(f"```python\n{program}```\nDone.") == program
 
 
 RIGHT = {
@@ -250,8 +250,8 @@ RIGHT = {
 
 
 def test_a_program_is_right_where_the_assertion_holds_in_python() -> None:
-    with code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
-        answers = reward.answers([
+    with make_code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
+        answers = reward.compute_answers([
             {"prompt": "", "response": program, "ground_truth": [test], "metadata": {}}
             for program, test in RIGHT.values()
         ])  # fmt: skip
@@ -296,8 +296,8 @@ UNDECIDED = {
 
 def test_no_program_decides_its_test() -> None:
     cases = {**DECEIVERS, **UNDECIDED}
-    with code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
-        answers = reward.answers([
+    with make_code_reward(CodeConfig(test_timeout=60.0, timeout=300.0)) as reward:
+        answers = reward.compute_answers([
             {"prompt": "", "response": program, "ground_truth": [test], "metadata": {}}
             for program, test in cases.values()
         ])  # fmt: skip

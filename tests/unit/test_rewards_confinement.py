@@ -21,7 +21,7 @@ from megatron_rl.config.setting import iter_settings
 from megatron_rl.contained import process
 from megatron_rl.contained.confinement import OTHER_TASKS
 from megatron_rl.errors import UserError
-from megatron_rl.redaction import HIDDEN, is_hidden, is_secret, redacted
+from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret, redact
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
 HOSTILE = """
@@ -252,9 +252,9 @@ def test_secrets_are_known_by_their_names() -> None:
     hidden = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "apiKey", "password", "Authorization"]
     shown = ["max_prompt_tokens", "TOKENIZERS_PARALLELISM", "keys", "monkey", "author"]
     assert all(map(is_secret, hidden)) and not any(map(is_secret, shown))
-    told = redacted({"url": "http://x", "headers": [{"api_key": "abc"}], "token": ""})
+    told = redact({"url": "http://x", "headers": [{"api_key": "abc"}], "token": ""})
     assert told == {"url": "http://x", "headers": [{"api_key": HIDDEN}], "token": ""}
-    assert is_hidden(told) and not is_hidden({"url": ["http://x"]})
+    assert contains_hidden(told) and not contains_hidden({"url": ["http://x"]})
 
 
 def test_a_run_writes_no_secret_down_and_takes_no_hidden_one(file: str) -> None:

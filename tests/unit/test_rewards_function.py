@@ -503,4 +503,7 @@ def test_text_that_is_none_makes_its_sample_invalid(tmp_path: Path) -> None:
     assert "surrogate" in result.failures[0].message
     assert {"a", "\U0001f600"} == set(result.components)
     with FunctionReward(RewardConfig(f"{path}:write"), returns_text=True) as writer:
-        assert [answer.reason for answer in writer.answers(samples(["4", "5"]))] == [None, "wrong_type"]
+        assert [answer.reason for answer in writer.compute_answers(samples(["4", "5"]))] == [
+            None,
+            "wrong_type",
+        ]

@@ -114,7 +114,7 @@ def extended(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def configuration(extended) -> Path:
     """Write a run of the extended package whose tutor has ranks of its own."""
-    material = quickstart.make(extended / "material")
+    material = quickstart.write_inputs(extended / "material")
     config = {
         "run_dir": str(extended / "run"),
         "steps": 2,

@@ -12,7 +12,7 @@ import torch
 from test_torch_engine import prompts
 
 from megatron_rl.rewards.worker import Answer
-from megatron_rl.rollout.buffer import RolloutBuffer, early_rewards, select_groups
+from megatron_rl.rollout.buffer import RolloutBuffer, merge_early_rewards, select_groups
 from megatron_rl.rollout.collate import append_new_tokens, collect_new_tokens, to_prompts, to_rollouts
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, enough_groups_finished
 from megatron_rl.rollout.types import OBSERVED, Sequence, SequenceGroup
@@ -132,7 +132,7 @@ def test_a_restored_buffer_is_the_saved_one():
 
     other.load_state_dict(buffer.state_dict())
     assert [one.seed for one in unfinished(other.started)] == [one.seed for one in unfinished(buffer.started)]
-    assert early_rewards(other.started) == {"tests": {3: Answer(None, "", 2.0)}}
+    assert merge_early_rewards(other.started) == {"tests": {3: Answer(None, "", 2.0)}}
     mine, theirs = buffer.state_dict(), other.state_dict()
     for kind in ("prompts", "rollouts"):
         for name, value in vars(mine["started"][kind]).items():
@@ -161,7 +161,7 @@ def test_no_group_is_lost_and_none_gets_older_than_the_bound(seed: int):
         for prompt in new:
             lengths[prompt] = [source.choice([1, 2, 3, 40]) for _ in range(2)]
         buffer.add(started(numbered(new), 2, seed=version, version=version))
-        required = buffer.required(version, ahead=ahead, bound=bound)
+        required = buffer.flag_required(version, updates_ahead=ahead, max_updates=bound)
         waited += sum(required)
         run_token_rounds(buffer.started, lengths, required, wanted, tokens, version)
 

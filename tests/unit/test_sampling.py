@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_rl.rollout.sampling import (
-    draw,
+    continuation_seed,
+    draw_tokens,
     filtered_logits,
     log_prob_temperature,
-    part_seed,
     row_seeds,
 )
 from megatron_rl.types import (
@@ -32,7 +32,7 @@ def test_row_seeds_depend_on_seed_and_position_alone():
 
 
 def test_parts_of_a_response_draw_from_streams_of_their_own():
-    seeds = [part_seed(seed, done) for seed in row_seeds(3, range(100)) for done in range(10)]
+    seeds = [continuation_seed(seed, done) for seed in row_seeds(3, range(100)) for done in range(10)]
     assert len(set(seeds)) == 1000
     assert seeds[::10] == row_seeds(3, range(100))
 
@@ -77,7 +77,9 @@ def test_draws_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.3, 0.0, 0.2])
     count = 20000
     generators = [torch.Generator().manual_seed(seed) for seed in row_seeds(1, range(count))]
-    drawn = draw(probabilities.log().expand(count, 4), torch.zeros(count, dtype=torch.bool), generators)
+    drawn = draw_tokens(
+        probabilities.log().expand(count, 4), torch.zeros(count, dtype=torch.bool), generators
+    )
     share = drawn.bincount(minlength=4) / count
     assert share[2] == 0
     assert torch.allclose(share, probabilities, atol=4 * (0.25 / count) ** 0.5)
@@ -86,10 +88,10 @@ def test_draws_follow_the_distribution():
 def test_a_row_draws_from_its_own_stream():
     logits = torch.randn(3, 50)
     sampled = torch.zeros(3, dtype=torch.bool)
-    together = draw(logits, sampled, [torch.Generator().manual_seed(seed) for seed in (5, 6, 7)])
-    alone = draw(logits[1:2], sampled[:1], [torch.Generator().manual_seed(6)])
+    together = draw_tokens(logits, sampled, [torch.Generator().manual_seed(seed) for seed in (5, 6, 7)])
+    alone = draw_tokens(logits[1:2], sampled[:1], [torch.Generator().manual_seed(6)])
     assert together[1] == alone[0]
-    greedy = draw(logits, ~sampled, [torch.Generator().manual_seed(seed) for seed in (5, 6, 7)])
+    greedy = draw_tokens(logits, ~sampled, [torch.Generator().manual_seed(seed) for seed in (5, 6, 7)])
     assert torch.equal(greedy, logits.argmax(1))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.megatron.log_probs import VocabularyShard, vocab_parallel_log_probs
 from megatron_rl.megatron.logit_rules import token_temperatures
-from megatron_rl.megatron.schedule import _support
+from megatron_rl.megatron.schedule import _select_support
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
 from megatron_rl.rollout.engines.vllm import replay
 from megatron_rl.rollout.engines.vllm.replay import accelerator_processor
@@ -169,7 +169,7 @@ def test_trainer_has_the_values_and_gradients_of_the_same_distribution(rollouts:
         temperature,
         VocabularyShard(0, VOCABULARY, SimpleNamespace(size=lambda: 1)),
         4,
-        support=_support(rollouts, selected),
+        support=_select_support(rollouts, selected),
     )
     # Temperatures are float32, so they are equal to 1e-7.
     torch.testing.assert_close(found[plain], wanted[plain], rtol=0, atol=1e-6)

@@ -67,4 +67,4 @@ def test_tables_show_rates_percentiles_and_headroom() -> None:
 @pytest.mark.parametrize("users", ["", "0", "a,2"])
 def test_numbers_of_users_that_cannot_be_read(users: str) -> None:
     with pytest.raises(UserError, match="numbers of users"):
-        bench_serve._users(users)
+        bench_serve._parse_user_counts(users)

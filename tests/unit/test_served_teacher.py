@@ -108,7 +108,7 @@ def request(server: Teacher, rows: list[list[int]], k: int = 0, *, sends: bool =
     top = TopTokens(k, VOCABULARY - 2) if k else None
     teacher = ServedTeacher(config, top, longest_row=8)
     try:
-        return teacher.start(rollouts, sends).result(timeout=30)
+        return teacher.start_requests(rollouts, sends).result(timeout=30)
     finally:
         teacher.close()
 

@@ -22,13 +22,13 @@ from megatron_rl.rewards.worker import Answer
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_difference, require_tokens
+from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_log_prob_difference, require_tokens
 from megatron_rl.trainer.sample import (
     RolloutSource,
     SampledBatch,
     StalenessError,
     partial_fraction,
-    staleness,
+    staleness_metrics,
 )
 from megatron_rl.types import FINISH_LENGTH, Rollouts, SamplingParameters, Scores
 from tests.sampling import make_prompts, started
@@ -47,24 +47,25 @@ MIXED = Rollouts(
 
 
 def test_a_row_is_as_old_as_its_oldest_token():
-    values = staleness(5, MIXED, max_updates=2).values()
+    values = staleness_metrics(5, MIXED, max_updates=2).values()
     assert values == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/token_mean": pytest.approx(0.6)}
     assert partial_fraction(MIXED) == 0.5
     with pytest.raises(StalenessError, match=r"version 3 .* version 5; asynchrony.max_staleness allows 1"):
-        staleness(5, MIXED, max_updates=1)
+        staleness_metrics(5, MIXED, max_updates=1)
     whole = replace(MIXED, token_versions=None)
-    assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in staleness(5, whole, 2).values()
+    values = staleness_metrics(5, whole, 2).values()
+    assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in values
 
 
 def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
     old = MIXED.rollout_log_probs + torch.tensor([9.0, 9.0, 9.0, 0.25, 9.0, 0.5, 0.75])
     scores = Scores(torch.zeros(2), torch.tensor([True, True]), {}, old_log_probs=old)
-    assert fresh_difference(MIXED, scores, scores.valid, version=5) == pytest.approx(0.5)
+    assert fresh_log_prob_difference(MIXED, scores, scores.valid, version=5) == pytest.approx(0.5)
     one_valid = torch.tensor([True, False])
-    assert fresh_difference(MIXED, scores, one_valid, version=5) == pytest.approx(0.25)
-    assert fresh_difference(MIXED, scores, scores.valid, version=6) is None
+    assert fresh_log_prob_difference(MIXED, scores, one_valid, version=5) == pytest.approx(0.25)
+    assert fresh_log_prob_difference(MIXED, scores, scores.valid, version=6) is None
     whole = replace(MIXED, token_versions=None)
-    assert fresh_difference(whole, scores, scores.valid, version=5) == pytest.approx(0.625)
+    assert fresh_log_prob_difference(whole, scores, scores.valid, version=5) == pytest.approx(0.625)
     limits = MismatchConfig(warn=0.3, stop=0.6)
     for difference in (None, 0.3, 0.5):
         check_mismatch(difference, limits)

@@ -58,7 +58,7 @@ def test_the_estimate_fills_the_target_and_no_more(workspace):
         tokens = report.config.batch.tokens_per_microbatch
         assert tokens is not None and report.batch is not None
         budgets.append(tokens)
-        peak = max(rank.total(phase) for rank in report.memory for phase in ("score", "learn"))
+        peak = max(rank.phase_peak(phase) for rank in report.memory for phase in ("score", "learn"))
         if tokens > report.batch.longest_row:
             assert peak <= 0.8 * gib * GIB
         assert report.batch.tokens_per_microbatch == tokens
@@ -107,10 +107,10 @@ def test_a_budget_without_measurements_stays():
 
 def test_a_checkpoint_of_another_estimate_is_not_taken():
     saved = budget(7000).state_dict()
-    assert budget().restored(saved) == budget(7000)
-    assert budget().restored(None) == budget()
-    assert budget().restored({**saved, "estimate": 5000}) == budget()
-    assert budget().restored({**saved, "allowed": 70e9}) == budget()
+    assert budget().restore(saved) == budget(7000)
+    assert budget().restore(None) == budget()
+    assert budget().restore({**saved, "estimate": 5000}) == budget()
+    assert budget().restore({**saved, "allowed": 70e9}) == budget()
 
 
 def test_a_run_without_a_target_has_no_budget(workspace):

@@ -22,7 +22,7 @@ from megatron_rl.errors import first_line
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import trackers as module
 from megatron_rl.trainer.logging import MetricsLog
-from megatron_rl.trainer.trackers import TensorBoard, Trackers, host
+from megatron_rl.trainer.trackers import TensorBoard, Trackers, describe_host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
 
@@ -41,7 +41,7 @@ def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settin
     about = {
         "configuration": {"seed": 7},
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": host(),
+        "hardware": describe_host(),
     }
     return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
 
@@ -55,7 +55,7 @@ def run_restart_and_run_anew(folder: RunFolder, tracker: str) -> str:
             MetricsLog(folder, 2, resumed_step=step - 1 if resumed else None, trackers=told) as log,
         ):
             log.write(step, {"reward/mean": 0.123456 * step, "policy/loss": math.nan})
-            told.samples("step", step, {"prompt": ["1+1=", "2+2="], "reward": [0.5, 1.0]})
+            told.write_samples("step", step, {"prompt": ["1+1=", "2+2="], "reward": [0.5, 1.0]})
     assert said == []
     return json.loads((folder.path / "trackers.json").read_text())[tracker]
 
@@ -124,8 +124,8 @@ def test_swanlab_offline_has_everything_and_goes_on_after_a_restart(folder: RunF
 
 def test_samples_are_a_text_of_tensorboard(folder: RunFolder) -> None:
     with trackers(folder, []) as told:
-        told.begin("train", None)
-        told.samples("eval_held_out", 3, {"prompt": ["<b>"], "conversation": [[{"role": "policy"}]]})
+        told.begin_phase("train", None)
+        told.write_samples("eval_held_out", 3, {"prompt": ["<b>"], "conversation": [[{"role": "policy"}]]})
     events = EventAccumulator(str(folder.tensorboard / "train"))
     events.Reload()
     (event,) = events.Tensors("samples/eval_held_out/text_summary")
@@ -139,7 +139,7 @@ def test_a_full_disk_of_tensorboard_is_said_without_a_traceback(folder: RunFolde
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tracker = TensorBoard(folder)
-    tracker.begin("train", None)
+    tracker.begin_phase("train", None)
     thread = tracker._writers["train"].file_writer.event_writer._async_writer._worker
     thread._record_writer.write = full
     with pytest.raises(OSError, match="No space left"):
@@ -162,7 +162,7 @@ def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) 
         ):
             for step in (1, 2, 3):
                 log.write(step, {"reward/mean": 0.5})
-                told.samples("step", step, {"prompt": ["x"]})
+                told.write_samples("step", step, {"prompt": ["x"]})
     assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3]
     assert len(said) == 3 and all("failed and is disabled for this run" in line for line in said)
     assert "mlflow" in said[0] and "not a database" in said[0]
@@ -191,7 +191,7 @@ def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with trackers(folder, [], trackers=(), prometheus=address) as told:
-        told.begin("train", None)
+        told.begin_phase("train", None)
         told.write("train", 1, {"reward/mean": 0.25})
         told.write("train", 2, {"reward/mean": 0.5})
         end, text = time.monotonic() + 60, ""

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.types import PromptBatch, SamplingParameters, TrainBatch, row_index, split_rows
 
 
@@ -62,5 +62,5 @@ def test_metrics_merge_as_means_over_elements():
         Metrics.maximum("b", 3),
         Metrics.maximum("b", 1),
     ]
-    assert merge(parts).values() == {"a": 1.0, "b": 3.0}
+    assert merge_metrics(parts).values() == {"a": 1.0, "b": 3.0}
     assert Metrics.mean("empty", 0.0, 0.0).values() == {}

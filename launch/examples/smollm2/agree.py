@@ -22,8 +22,8 @@ from megatron_rl.data.sources import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
-from megatron_rl.trainer.job import job
-from megatron_rl.trainer.sample import Pending, complete_round, gather_complete
+from megatron_rl.trainer.job import open_job
+from megatron_rl.trainer.sample import PendingRound, gather_complete_round, make_complete_round
 from megatron_rl.types import Rollouts, split_rows
 
 PROMPTS = 16
@@ -44,20 +44,20 @@ def transformers_log_probs(path: str, dtype: str, rollouts: Rollouts) -> torch.T
 def main(path: str, overrides: list[str]) -> None:
     """Sample, compute the log-probs with the other two, and print the differences."""
     config = check_config(load(path, overrides), 1).valid()
-    with job(config) as current:
+    with open_job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
         source = load_prompts(config, "data.train", config.data.train or "", tokenizer, current.token_files)
-        prompts = source.next(PROMPTS)
+        prompts = source.next_batch(PROMPTS)
 
         # The ranks meet once the data is known to be readable.
-        current.join()
+        current.join_ranks()
         roles = build_roles(config, algorithm_of(config), tokenizer)
 
         with roles.hybrid_engine.generation_mode():
-            generation_round = complete_round(prompts, 1, config.seed, roles.hybrid_engine.version)
-            rollouts = gather_complete(
+            generation_round = make_complete_round(prompts, 1, config.seed, roles.hybrid_engine.version)
+            rollouts = gather_complete_round(
                 roles.rollout,
-                Pending(generation_round, roles.rollout.infer(generation_round)),
+                PendingRound(generation_round, roles.rollout.infer(generation_round)),
                 ReplicaGroup(),
             )
 

@@ -11,19 +11,19 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
+from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, read_dict_keys
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, join_names, single_errors, unknown_choice
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
 """Module and name of the class whose fields ``rollout.vllm`` sets."""
 
 TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
-"""Module and name of the table of vLLM's parsers of tool calls."""
+"""Module and name of the table of vLLM's tool-call parsers."""
 
 HOST_BATCHED_TOKENS = 4096
 """vLLM's default for ``max_num_batched_tokens`` on a CPU, per tensor-parallel rank."""
@@ -107,41 +107,41 @@ REFUSED: Mapping[str, str] = {
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
     """Return the errors for ``rollout.vllm``: names and types are compared with the installed vLLM's."""
-    installed = class_fields(ENGINE_ARGUMENTS) if values else None
+    installed_fields = class_fields(ENGINE_ARGUMENTS) if values else None
 
     errors: list[UserError] = []
     for name, value in values.items():
-        error = _argument_error(name, value, installed)
+        error = _argument_error(name, value, installed_fields)
         if error is not None:
             errors.append(error)
     return errors
 
 
 def _argument_error(
-    name: str, value: Any, installed: Mapping[str, InstalledField] | None
+    name: str, value: Any, installed_fields: Mapping[str, InstalledField] | None
 ) -> UserError | None:
     """Return the error for the value of one engine argument, or None if it is valid.
 
-    ``installed``: fields of the installed vLLM's arguments by name, or None if vLLM is not installed.
+    ``installed_fields``: fields of the installed vLLM's arguments by name, or None if vLLM is not installed.
     """
-    path = f"rollout.vllm.{name}"
+    setting = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
-    key = OURS.get(name)
-    if key is not None:
-        message = f"`{path}` is set by the run itself: it is called `{key}` here"
-        return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
+    our_key = OURS.get(name)
+    if our_key is not None:
+        message = f"`{setting}` is set by the run itself: it is called `{our_key}` here"
+        return UserError(message, where=setting, expected=f"`{our_key}`", got=got, fix=f"write `{our_key}`")
 
     # Features that an engine with weights written in place cannot have.
     if name in REFUSED and not _is_switched_off(value):
-        message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
-        return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
+        message = f"`{setting}` does not work with the rollout's engine: {REFUSED[name]}"
+        return UserError(message, where=setting, expected="no value", got=got, fix=f"remove `{setting}`")
 
     # Pass through the fields that the installed version has.
-    if installed is None:
+    if installed_fields is None:
         return None
 
-    return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
+    return field_error("rollout.vllm", name, value, installed_fields, "vLLM's EngineArgs")
 
 
 def _is_switched_off(value: Any) -> bool:
@@ -150,22 +150,26 @@ def _is_switched_off(value: Any) -> bool:
 
 
 def check_tool_parser(name: str | None) -> list[UserError]:
-    """Return the error for a parser of tool calls that the installed vLLM does not have."""
+    """Return the error for a tool-call parser that the installed vLLM does not have."""
+    if name is None:
+        return []
+
     # Without an installed vLLM there is no table to compare with.
-    available = table_names(*TOOL_PARSERS) if name is not None else None
-    if name is None or not available or name in available:
+    available_parsers = read_dict_keys(*TOOL_PARSERS)
+    if not available_parsers or name in available_parsers:
         return []
 
     fix = "name the one that vLLM's documentation has for the model"
-    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), otherwise=fix)]
+    parsers = sorted(available_parsers)
+    return [unknown_choice("rollout.environment.tool_parser", name, parsers, fallback_fix=fix)]
 
 
-def check_user_engine(spec: str) -> list[UserError]:
+def check_user_engine(object_path: str) -> list[UserError]:
     """Return the errors for a user-defined engine, ``file.py:Name``, whose module is imported here."""
-    if ":" not in spec:
+    if ":" not in object_path:
         return []
     try:
-        engine = load_path(spec, "rollout.engine")
+        engine = load_object(object_path, "rollout.engine")
     except UserError as error:
         return list(single_errors(error))
 
@@ -174,7 +178,7 @@ def check_user_engine(spec: str) -> list[UserError]:
         return []
     return [
         UserError(
-            f"{spec} cannot be called",
+            f"{object_path} cannot be called",
             where="rollout.engine",
             expected="a class of megatron_rl.Generator and megatron_rl.WeightStore, or a function that "
             "returns one",
@@ -219,7 +223,7 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
     }
 
 
-def host_errors(values: Mapping[str, Any]) -> list[UserError]:
+def chunked_prefill_errors(values: Mapping[str, Any]) -> list[UserError]:
     """Return the error for chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
     path = "rollout.vllm.enable_chunked_prefill"
     value = values.get("enable_chunked_prefill")
@@ -265,34 +269,35 @@ def host_engine_errors(
     is_for_gpus = config.gpu is not None and not for_this_machine
     if not capabilities.host_kernels or is_for_gpus or not has_host_build():
         return
-    yield from host_errors(config.rollout.vllm)
+    yield from chunked_prefill_errors(config.rollout.vllm)
 
     if shape is None:
         return
 
-    rows = capabilities.host_expert_rows
+    row_multiple = capabilities.host_expert_rows
     widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
-    if shape.expert_bias and rows and any(width % rows for width in widths):
+    if shape.expert_bias and row_multiple and any(width % row_multiple for width in widths):
         yield UserError(
             "vLLM has no kernel for these experts on a machine without an accelerator",
             where="rollout.tensor",
-            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {rows}",
+            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {row_multiple}",
             got=f"{widths[0]} and {widths[1]}",
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
     # Mixers that differ in other sizes have one kernel, and one error.
-    mixers = {(mixer.name, mixer.kernel_size(shape)): mixer for mixer in shape.mixers}
-    for (name, size), mixer in mixers.items():
-        sizes = capabilities.host_kernels.get(name, ())
-        if size in sizes:
+    mixer_by_kernel = {(mixer.name, mixer.kernel_size(shape)): mixer for mixer in shape.mixers}
+    for (name, kernel_size), mixer in mixer_by_kernel.items():
+        supported_sizes = capabilities.host_kernels.get(name, ())
+        if kernel_size in supported_sizes:
             continue
 
         expected = "rollout.engine=torch, for this model on such a machine"
         got = config.rollout.engine
-        if sizes:
-            expected = f"{mixer.kernel_size_name} of {join_names([str(size) for size in sizes], len(sizes))}"
-            got = f"{mixer.kernel_size_name} of {size}"
+        if supported_sizes:
+            size_texts = [str(size) for size in supported_sizes]
+            expected = f"{mixer.kernel_size_name} of {join_names(size_texts, len(size_texts))}"
+            got = f"{mixer.kernel_size_name} of {kernel_size}"
         yield UserError(
             f"vLLM has no kernel for this model's {mixer.noun} on a machine without an accelerator",
             where="rollout.engine",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
-from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between
+from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between_syncs
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -91,10 +91,10 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
     ``requirements`` maps the setting that meets each requirement to whether it is met. The ``got`` of
     ``error`` is the configured choice, and its ``fix`` the alternative to meeting the requirements.
     """
-    unmet = [setting for setting, is_met in requirements.items() if not is_met]
-    if unmet:
-        got = f"{error.got} without {', '.join(unmet)}"
-        fix = f"set {' '.join(unmet)}, or {error.fix}"
+    unmet_settings = [setting for setting, is_met in requirements.items() if not is_met]
+    if unmet_settings:
+        got = f"{error.got} without {', '.join(unmet_settings)}"
+        fix = f"set {' '.join(unmet_settings)}, or {error.fix}"
         yield replace(error, got=got, fix=fix)
 
 
@@ -145,25 +145,25 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
     # A response is as many policy versions old as the steps that it was sampled ahead.
-    bound = config.asynchrony.max_staleness
-    minimum = config.asynchrony.steps_ahead
+    max_staleness = config.asynchrony.max_staleness
+    least_staleness = config.asynchrony.steps_ahead
     reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
-        minimum += 1
+        least_staleness += 1
         reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
-        minimum += versions_between(config)
+        least_staleness += versions_between_syncs(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")
-    expected = f"at least {minimum}: {', and '.join(reasons)}"
+    expected = f"at least {least_staleness}: {', and '.join(reasons)}"
 
-    if bound is not None and bound < minimum:
+    if max_staleness is not None and max_staleness < least_staleness:
         yield UserError(
             "every response would be older than allowed",
             where="asynchrony.max_staleness",
             expected=expected,
-            got=str(bound),
-            fix=f"set asynchrony.max_staleness={minimum} or more, or remove it",
+            got=str(max_staleness),
+            fix=f"set asynchrony.max_staleness={least_staleness} or more, or remove it",
         )
 
 

@@ -38,24 +38,24 @@ _FILE_SETTINGS = (
 """Keys of config.json that describe the checkpoint's files and do not affect the model's outputs."""
 
 
-def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def comparable_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return the settings of a config.json that a server with the same model must report unchanged.
 
     These are the values that are not mappings, and the numbers of rotary positions, flattened to keys such as
     ``rope_scaling.factor``; vLLM renames some of the others. ``section`` is the prefix of flattened keys.
     """
-    plain: dict[str, Any] = {}
+    comparable: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
             # Rotary positions are the only nested setting that affects the model's outputs.
             if section or name.startswith("rope"):
-                plain |= plain_settings(value, f"{section}{name}.")
+                comparable |= comparable_settings(value, f"{section}{name}.")
             continue
         is_number = isinstance(value, int | float)
         if (section and is_number) or (not section and name not in _FILE_SETTINGS):
             # Convert through JSON, as a server's response is: tuples become lists, other objects text.
-            plain[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
-    return plain
+            comparable[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
+    return comparable
 
 
 def server_commands(config: RunConfig) -> list[str]:
@@ -94,24 +94,24 @@ def server_commands(config: RunConfig) -> list[str]:
     # The endpoints for weight updates exist only in vLLM's development mode.
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
 
-    lines = [command, *_flags(arguments)]
+    lines = [command, *_format_flags(arguments)]
 
     # On a host without an accelerator, the command gives the size of the cache in bytes.
-    host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
+    host_flags = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
         *(f"{line} \\" for line in lines[:-1]),
         lines[-1],
         "on a host without accelerator, set VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1, and add:",
-        " ".join(_flags(host)),
+        " ".join(_format_flags(host_flags)),
     ]
 
 
-def _flags(arguments: Mapping[str, Any]) -> list[str]:
+def _format_flags(arguments: Mapping[str, Any]) -> list[str]:
     """Format engine arguments as command-line flags, without empty dicts."""
-    return [_flag(name.replace("_", "-"), value) for name, value in arguments.items() if value != {}]
+    return [_format_flag(name.replace("_", "-"), value) for name, value in arguments.items() if value != {}]
 
 
-def _flag(name: str, value: Any) -> str:
+def _format_flag(name: str, value: Any) -> str:
     """Format one engine argument as ``--name``, ``--no-name``, or ``--name VALUE`` quoted for a shell."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
@@ -123,7 +123,7 @@ def _flag(name: str, value: Any) -> str:
 class _CapabilityRule(NamedTuple):
     """Rule that refuses a setting if the rollout engine lacks the capability which the setting needs."""
 
-    refused: bool
+    is_refused: bool
     """Whether the setting is set and the engine lacks the capability."""
     setting: str
     """Configuration key of the setting."""
@@ -146,21 +146,21 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
     # Each rule: a setting, the capability that it needs, and engines that have it.
     rules = (
         _CapabilityRule(
-            refused=bool(rollout.vllm) and not capabilities.in_process,
+            is_refused=bool(rollout.vllm) and not capabilities.in_process,
             setting="rollout.vllm",
             reason="has the settings of the servers' own command",
             expected="{}",
             engines=engines_with(in_process=True, tensor_parallel=True),
         ),
         _CapabilityRule(
-            refused=rollout.truncates and not capabilities.sampling_masks,
+            is_refused=rollout.truncates and not capabilities.sampling_masks,
             setting="rollout.top_p, top_k or min_p",
             reason="does not return the tokens that a filter keeps, which the trainer needs",
             expected="1, 0 and 0, in sampling profiles too",
             engines=engines_with(sampling_masks=True),
         ),
         _CapabilityRule(
-            refused=rollout.order == OPEN and not capabilities.partial,
+            is_refused=rollout.order == OPEN and not capabilities.partial,
             setting="rollout.order",
             reason="answers whole requests, which the open order interrupts",
             expected=CLOSED,
@@ -169,7 +169,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
     )
 
     for rule in rules:
-        if rule.refused:
+        if rule.is_refused:
             yield UserError(
                 f"rollout.engine={rollout.engine} {rule.reason}",
                 where=rule.setting.partition(",")[0],
@@ -238,8 +238,8 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             )
 
     # A server that is listed twice, even in a different spelling, would receive every weight twice.
-    distinct = {url.rstrip("/").lower() for url in urls}
-    if not urls or len(distinct) < len(urls):
+    distinct_urls = {url.rstrip("/").lower() for url in urls}
+    if not urls or len(distinct_urls) < len(urls):
         yield UserError(
             "`rollout.server.urls` is empty or names a server twice",
             where="rollout.server.urls",
@@ -252,10 +252,10 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 def _is_server_url(url: str) -> bool:
     """Return whether a URL is of the form ``http://HOST:PORT``, without a path."""
     try:
-        address = urllib.parse.urlsplit(url)
-        has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)
+        parts = urllib.parse.urlsplit(url)
+        has_address = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
     except ValueError:
         return False
 
-    has_other_parts = bool(address.path.strip("/") or address.query or address.fragment or address.username)
+    has_other_parts = bool(parts.path.strip("/") or parts.query or parts.fragment or parts.username)
     return has_address and not has_other_parts

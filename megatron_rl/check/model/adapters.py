@@ -17,7 +17,7 @@ from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.errors import UserError, requires, unknown_choice
+from megatron_rl.errors import UserError, requirement_error, unknown_choice
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,
@@ -26,8 +26,8 @@ from megatron_rl.shapes.lora import (
     PEFT_WEIGHTS,
     TARGETS,
     Lora,
-    adapted,
     adapts_experts,
+    make_adapted_model,
     target_problems,
 )
 from megatron_rl.shapes.model import ModelShape
@@ -67,7 +67,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
     for name in lora.targets or ():
         if name not in TARGETS:
             layer = CHECKPOINT_LAYERS.get(name) or " or ".join(TARGETS)
-            yield unknown_choice(path, name, TARGETS, otherwise=f"write {layer}")
+            yield unknown_choice(path, name, TARGETS, fallback_fix=f"write {layer}")
 
     targets = lora.targets
     if targets is not None and (not targets or len(set(targets)) < len(targets)):
@@ -89,7 +89,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
         if engine is not None:
             got = f"rollout.engine={engine} and rank {lora.rank}"
         condition = f"{engines_with(adapter_sync=True)} and a rank of at most {max_rank}"
-        yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
+        yield requirement_error(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
 def idle_adapter_errors(config: RunConfig) -> Iterator[UserError]:
@@ -116,14 +116,14 @@ def check_adapted_model(
 
     ``key`` is the key of the adapters' section; ``settings`` are the Megatron settings of the model.
     """
-    refused = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
-    if refused:
-        noun = refused[0].noun
+    refused_mixers = [mixer for mixer in model.shape.mixers if not mixer.takes_adapters]
+    if refused_mixers:
+        noun = refused_mixers[0].noun
         yield UserError(
             f"models with {noun} cannot have adapters",
             where=key,
             expected="no adapters, or another model",
-            got=f"{model.shape.name}, with {model.shape.mixers[refused[0]]} {noun}",
+            got=f"{model.shape.name}, with {model.shape.mixers[refused_mixers[0]]} {noun}",
             fix=f"remove {key}",
         )
         return
@@ -139,14 +139,14 @@ def check_adapted_model(
         return
 
     # Targets that the model does not have, and settings that exclude adapters of experts.
-    targets = Lora.of(model.shape, lora.rank, lora.targets).targets
+    targets = Lora.for_model(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
     stores_keys_twice = any(copies > 1 for _, copies in model.shape.key_value_parameters)
     if lora.sync == "adapter" and stores_keys_twice and "linear_qkv" in targets:
         # vLLM 0.32 adds the adapter of the keys' projection to keys, not to the values that equal them.
         errors.append(
             UserError(
-                "vLLM's adapters of keys leave out values, which are the keys in some layers of this model",
+                "some layers of this model use keys as values, and vLLM would adapt the keys alone",
                 where=f"{key}.sync",
                 expected="merged, or targets without linear_qkv",
                 got="adapter",
@@ -190,7 +190,7 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
     digests = durable.read_digests(folder)
     problems = [f"{durable.DIGESTS} is missing or damaged"]
     if digests is not None:
-        problems = durable.damages(folder, digests, list(digests))
+        problems = durable.find_damages(folder, digests, list(digests))
     if problems:
         yield UserError(
             "the adapter to start from is damaged",
@@ -237,17 +237,17 @@ def _peft_config_errors(
     lora: LoraConfig,
     model: PretrainedModel,
     targets: tuple[str, ...],
-    peft: Mapping[str, Any],
+    peft_config: Mapping[str, Any],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
+    """Yield the differences between the configured adapters and ``peft_config``, PEFT's settings of them."""
     # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
-    numbers = {
-        "rank": (lora.rank, peft.get("r")),
-        "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha")),
+    configured_and_saved = {
+        "rank": (lora.rank, peft_config.get("r")),
+        "alpha": (lora.alpha or lora.rank, peft_config.get("lora_alpha")),
     }
-    for name, (configured, saved) in numbers.items():
+    for name, (configured, saved) in configured_and_saved.items():
         if not isinstance(saved, int | float) or not math.isclose(saved, configured):
             yield UserError(
                 f"the adapter to start from has another {name}",
@@ -258,30 +258,30 @@ def _peft_config_errors(
             )
 
     # Every saved layer needs a configured adapter; adapters of further layers are initialised.
-    modules = adapted(model, lora.rank, lora.alpha, targets).modules()
-    saved_modules = peft.get("target_modules")
+    modules = make_adapted_model(model, lora.rank, lora.alpha, targets).modules()
+    saved_modules = peft_config.get("target_modules")
     if isinstance(saved_modules, list):
-        uncovered = sorted(set(saved_modules) - set(modules))
+        uncovered_modules = sorted(set(saved_modules) - set(modules))
     else:
         # PEFT also takes a regular expression.
-        uncovered = [str(saved_modules)]
-    if uncovered:
+        uncovered_modules = [str(saved_modules)]
+    if uncovered_modules:
         yield UserError(
             "the adapter to start from also adapts other layers",
             where=f"{key}.targets",
-            expected="layers that contain " + ", ".join(uncovered),
+            expected="layers that contain " + ", ".join(uncovered_modules),
             got=", ".join(targets) + ": " + ", ".join(modules),
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
     # LoRA variants compute another function of the same two matrices.
-    for name, plain in _PLAIN_PEFT.items():
-        if peft.get(name, plain) not in (plain, None, [], {}):
+    for name, plain_value in _PLAIN_PEFT.items():
+        if peft_config.get(name, plain_value) not in (plain_value, None, [], {}):
             yield UserError(
                 f"the adapter to start from uses PEFT's {name}",
                 where=f"{key}.path",
-                expected=f"{name}: {json.dumps(plain)} in {file}",
-                got=json.dumps(peft[name]),
+                expected=f"{name}: {json.dumps(plain_value)} in {file}",
+                got=json.dumps(peft_config[name]),
                 fix="start from an adapter of plain LoRA, which has only two matrices",
             )
 
@@ -298,20 +298,24 @@ def _peft_tensor_errors(
     """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
-    shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
+    shapes = make_adapted_model(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
     # PEFT names tensors by its wrappers around the model.
-    stored: dict[str, tuple[int, ...]] = {}
+    stored_shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in read_header(file).items():
-        stored[name.removeprefix(PEFT_PREFIX)] = tensor.shape
+        stored_shapes[name.removeprefix(PEFT_PREFIX)] = tensor.shape
 
-    unexpected = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))
-    if unexpected:
-        first = unexpected[0]
+    unexpected_names: list[str] = []
+    for name, shape in sorted(stored_shapes.items()):
+        if shapes.get(name) != tuple(shape):
+            unexpected_names.append(name)
+    if unexpected_names:
+        first_name = unexpected_names[0]
         yield UserError(
             "the adapter to start from has tensors that belong to no layer of the model",
             where=f"{key}.path",
             expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
-            got=f"{len(unexpected)} others in {file}, {first} {list(stored[first])} among them",
+            got=f"{len(unexpected_names)} others in {file}, {first_name} {list(stored_shapes[first_name])} "
+            "among them",
             fix="start from an adapter of this model; experts stored in one tensor have to be split",
         )

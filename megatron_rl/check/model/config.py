@@ -46,13 +46,13 @@ _LONGEST_VALUE = 200
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
-        stored = read_config(file)
-        family = family_of(stored, str(file))
+        full_config = read_config(file)
+        family = family_of(full_config, str(file))
     except UserError:
         return read_trainable(file, files.errors)  # reports the file, or its architecture
 
     # The rules on values assume the right types.
-    config = language_config(stored)
+    config = language_config(full_config)
     errors = list(_type_errors(config, family, file))
     if not errors:
         errors = list(_value_errors(config, family, file))
@@ -61,13 +61,13 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
         return None
 
     # The checkpoint's own modelling code is never run, and the model may be a different one without it.
-    if stored.get("auto_map"):
+    if full_config.get("auto_map"):
         files.warnings.append(
             UserError(
                 "the model comes with Python code, which no part of a run executes",
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
-                got=str(stored["auto_map"])[:_LONGEST_VALUE],
+                got=str(full_config["auto_map"])[:_LONGEST_VALUE],
                 fix="remove auto_map if the model computes the same without that code",
             )
         )
@@ -77,12 +77,13 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors for values whose type differs from the field of transformers' configuration class."""
     # The text model of a multi-modal family has a class with the suffix Text in the family's module.
-    folder = family.model_type.removesuffix("_text")
+    module_name = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
     if family.model_type.endswith("_text"):
         class_name += "Text"
     class_name += "Config"
-    fields = class_fields((f"transformers.models.{folder}.configuration_{folder}", class_name)) or {}
+    module = f"transformers.models.{module_name}.configuration_{module_name}"
+    fields = class_fields((module, class_name)) or {}
 
     for key, value in config.items():
         field = fields.get(key)
@@ -96,7 +97,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         is_refused_integer = type(value) is int and accepts_only_floats
         if is_refused_integer or not field.accepts(value):
             fix = f"write {key} as {annotation}, or copy config.json again"
-            yield _error(file, key, annotation, value, fix)
+            yield _config_error(file, key, annotation, value, fix)
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
@@ -104,7 +105,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
-        yield _error(file, "model_type", expected, model_type, _model_type_fix(model_type, family))
+        yield _config_error(file, "model_type", expected, model_type, _model_type_fix(model_type, family))
     try:
         read_quantization(config, str(file))
     except UserError as error:
@@ -113,33 +114,33 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     # transformers 5 writes `dtype`, earlier versions write `torch_dtype`.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
-        yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
+        yield _config_error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
 
     # Sizes, layers and positions.
     for key, maximum in _MAX_COUNTS.items():
         count = config.get(key)
         if isinstance(count, int) and count > maximum:
-            yield _error(file, key, f"at most {maximum}", count)
+            yield _config_error(file, key, f"at most {maximum}", count)
     yield from _head_errors(config, file)
     yield from _layer_type_errors(config, file)
     yield from _rope_errors(config, family, file)
 
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
-        yield _error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
+        yield _config_error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
 
     # Labels of a classification head, and token ids.
     for key in ("id2label", "label2id"):
         labels = config.get(key)
         if labels is not None and not isinstance(labels, dict):
-            yield _error(file, key, "an object", labels)
+            yield _config_error(file, key, "an object", labels)
     yield from _token_id_errors(config, file)
 
 
 def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for token ids outside the vocabulary."""
-    vocabulary = config.get("vocab_size")
-    if not isinstance(vocabulary, int):
+    vocabulary_size = config.get("vocab_size")
+    if not isinstance(vocabulary_size, int):
         return
 
     # Checkpoints of transformers before version 5 have -1 for "no padding token".
@@ -150,9 +151,9 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
         if isinstance(value, list):
             token_ids = value
 
-        numbers = [token_id for token_id in token_ids if isinstance(token_id, int)]
-        if any(not minimum <= token_id < vocabulary for token_id in numbers):
-            yield _error(file, key, f"a token below vocab_size ({vocabulary}), or null", value)
+        integer_ids = [token_id for token_id in token_ids if isinstance(token_id, int)]
+        if any(not minimum <= token_id < vocabulary_size for token_id in integer_ids):
+            yield _config_error(file, key, f"a token below vocab_size ({vocabulary_size}), or null", value)
 
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
@@ -168,51 +169,52 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
-    heads = _size(config, "num_attention_heads")
-    groups = _size(config, "num_key_value_heads")
-    hidden_size = _size(config, "hidden_size")
-    head_size = _size(config, "head_dim")
+    heads = _positive_integer(config, "num_attention_heads")
+    groups = _positive_integer(config, "num_key_value_heads")
+    hidden_size = _positive_integer(config, "hidden_size")
+    head_size = _positive_integer(config, "head_dim")
     if heads is None:
         return  # reported when the model's shape is read
 
     # Each key-value head serves the same number of query heads.
     if groups is not None and heads % groups:
-        yield _error(file, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", groups)
+        expected = f"a divisor of num_attention_heads ({heads})"
+        yield _config_error(file, "num_key_value_heads", expected, groups)
     if config.get("kv_lora_rank"):
         return  # multi-head latent attention has separate head sizes
 
     # Without head_dim, the head size is hidden_size / heads.
     if head_size is None and hidden_size is not None and hidden_size % heads:
         expected = f"a divisor of hidden_size ({hidden_size}), or head_dim"
-        yield _error(file, "num_attention_heads", expected, heads)
+        yield _config_error(file, "num_attention_heads", expected, heads)
     if head_size is None:
         head_size = (hidden_size or 0) // heads
 
     if head_size % 2:
-        yield _error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)
+        yield _config_error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for ``layer_types``: one known type of attention for each layer."""
     layer_types = config.get("layer_types")
-    layers = config.get("num_hidden_layers")
+    layer_count = config.get("num_hidden_layers")
     if not isinstance(layer_types, list):
         return
 
-    if len(layer_types) != layers:
-        expected = f"num_hidden_layers ({layers}) entries"
-        yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
+    if len(layer_types) != layer_count:
+        expected = f"num_hidden_layers ({layer_count}) entries"
+        yield _config_error(file, "layer_types", expected, f"{len(layer_types)} entries")
         return
 
     # The types of mixers whose sizes the config.json has.
-    allowed: list[str] = []
+    allowed_types: list[str] = []
     for mixer in MIXERS.values():
         if all(config.get(key) for key in mixer.size_keys):
-            allowed += mixer.layer_types
+            allowed_types += mixer.layer_types
     if config.get("index_topk"):
-        allowed = ["indexed_attention"]
-    if any(layer_type not in allowed for layer_type in layer_types):
-        yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
+        allowed_types = ["indexed_attention"]
+    if any(layer_type not in allowed_types for layer_type in layer_types):
+        yield _config_error(file, "layer_types", f"entries among {', '.join(allowed_types)}", layer_types)
 
 
 def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
@@ -221,19 +223,22 @@ def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:
         key = "rope_parameters"
-    parameters = config.get(key)
-    if parameters is not None and not isinstance(parameters, dict):
-        yield _error(file, key, "an object with rope_type and its numbers", parameters)
+    rope_parameters = config.get(key)
+    if rope_parameters is not None and not isinstance(rope_parameters, dict):
+        yield _config_error(file, key, "an object with rope_type and its numbers", rope_parameters)
         return
 
     # Models with several attention types may have rope parameters for each layer type.
-    parameters = parameters or {}
-    by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
-    for rope in by_layer_type or [parameters]:
+    rope_parameters = rope_parameters or {}
+    layer_type_ropes: list[Any] = []
+    for layer_type in _LAYER_TYPES:
+        if layer_type in rope_parameters:
+            layer_type_ropes.append(rope_parameters[layer_type])
+    for rope in layer_type_ropes or [rope_parameters]:
         if isinstance(rope, dict):
             yield from _rope_value_errors(rope, config, family, file, key)
         else:
-            yield _error(file, key, "an object for each kind of layer", rope)
+            yield _config_error(file, key, "an object for each kind of layer", rope)
 
 
 def _rope_value_errors(
@@ -246,9 +251,9 @@ def _rope_value_errors(
     """Yield the errors for one set of rotary parameters: its type, and the numbers that the type needs."""
     # Before version 5, transformers wrote the type as "type".
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    supported = (*ROPE_TYPES, *family.rope_types)
-    if rope_type not in supported:
-        yield _error(file, key, f"a rope_type among {', '.join(supported)}", rope_type)
+    supported_types = (*ROPE_TYPES, *family.rope_types)
+    if rope_type not in supported_types:
+        yield _config_error(file, key, f"a rope_type among {', '.join(supported_types)}", rope_type)
         return
 
     numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
@@ -261,10 +266,10 @@ def _rope_value_errors(
         got = value
         if value is None:
             got = "nothing"
-        yield _error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
+        yield _config_error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
 
 
-def _size(config: Mapping[str, Any], key: str) -> int | None:
+def _positive_integer(config: Mapping[str, Any], key: str) -> int | None:
     """Return the positive integer at a key of a config.json, or None for any other value."""
     value = config.get(key)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -277,7 +282,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
+def _config_error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
     """Return the error for the value ``got`` at one key of a config.json.
 
     ``expected``: valid values. ``fix``: advice to the user, or None for the general one.

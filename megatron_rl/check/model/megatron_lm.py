@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.model.tokenizer import vocabulary_of
+from megatron_rl.check.model.tokenizer import read_vocabulary_size
 from megatron_rl.check.rewards import FunctionRef, check_function
 from megatron_rl.config.roles import explicit_model_paths, role_of, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
-from megatron_rl.errors import UserError, UserErrors, requires, single_errors
-from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
+from megatron_rl.errors import UserError, UserErrors, requirement_error, single_errors
+from megatron_rl.interop.megatron_lm.arguments import contradiction_errors, derive_arguments, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
@@ -33,7 +33,7 @@ from megatron_rl.interop.megatron_lm.checkpoint import (
 from megatron_rl.shapes.pretrained import (
     TOKENIZER_FILES,
     PretrainedModel,
-    describe,
+    parse_pretrained,
     read_json,
     tokenizer_files,
 )
@@ -68,13 +68,13 @@ def with_megatron_models(
     # Settings that need a Megatron checkpoint.
     if "model.megatron" not in broken:
         if config.model.hf_path is not None and config.model.megatron is None:
-            errors["model.hf_path"] = [_needs_checkpoint("model.hf_path", config.model.hf_path)]
+            errors["model.hf_path"] = [_missing_checkpoint_error("model.hf_path", config.model.hf_path)]
         if config.model.resume_optimizer:
             errors["model.resume_optimizer"] = _resume_optimizer_errors(config)
 
     origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
-    for section, path in _megatron_checkpoints(config).items():
+    for section, path in _find_megatron_checkpoints(config).items():
         if f"{section}.path" in broken:
             continue
         if allow_missing and not Path(path).exists():
@@ -105,7 +105,7 @@ def with_megatron_models(
     export_error = _export_error(config, folders)
     if export_error is not None:
         errors["checkpoint.megatron"] = [export_error]
-    return _with_paths(config, folders), origins, errors
+    return _with_model_paths(config, folders), origins, errors
 
 
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
@@ -116,41 +116,44 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     if settings.provider is None:
         if settings.weights is not None:
             fix = "set model.provider, or remove model.weights"
-            yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
+            yield requirement_error(
+                "model.weights", settings.weights, "model.provider", got="no value", fix=fix
+            )
         return
 
-    # The provider's signature must fit its call. `model.weights` names a table, which must exist.
-    optional = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
+    # The provider's signature must fit its call.
+    optional_arguments = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,
         "model.provider",
         accepts_group=False,
         arguments=REQUIRED_ARGUMENTS,
-        optional=optional,
+        optional_arguments=optional_arguments,
         passes_all=True,
     )
     yield from check_function(provider)
     if settings.weights is not None:
-        names = FunctionRef(
+        # `model.weights` names a table of weight names, which must exist.
+        weight_table = FunctionRef(
             settings.weights,
             "model.weights",
             accepts_group=False,
             arguments=(),
-            optional=(),
+            optional_arguments=(),
             passes_all=True,
         )
-        yield from check_function(names)
+        yield from check_function(weight_table)
 
     if model is None:
         return
     try:
-        arguments_of(model)
+        derive_arguments(model)
     except UserError as error:
         fix = "remove model.provider: Megatron's own GPTModel is built"
         yield replace(error, where="model.provider", fix=fix)
 
 
-def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
+def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return the path of each configured Megatron checkpoint: section -> path.
 
     The actor's is under ``model``.
@@ -165,81 +168,87 @@ def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     return checkpoints
 
 
-def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with other paths of models; ``folders`` maps a section to its new ``path``."""
+def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+    """Return the configuration with new paths of models; ``folders``: section -> its new ``path``."""
 
-    def at_folder(name: str, section: Any) -> Any:
+    def replace_path(name: str, section: Any) -> Any:
         if name not in folders:
             return section
         return replace(section, path=str(folders[name]))
 
-    return with_role_sections(config, at_folder)
+    return with_role_sections(config, replace_path)
 
 
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
     """Return the error for ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
-    target = config.checkpoint.megatron
-    if target is None:
+    export_folder = config.checkpoint.megatron
+    if export_folder is None:
         return None
 
     # For a resumed run, the folder may contain its earlier checkpoints.
-    resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
-    if is_megatron(target) and not resumes:
+    is_resumed = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
+    if is_megatron(export_folder) and not is_resumed:
         return UserError(
             "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",
             expected="a folder that is new, or that this run has written to",
-            got=target,
+            got=export_folder,
             fix="choose another folder: older iterations in it are removed, by checkpoint.keep",
         )
 
     # Megatron-LM's arguments cannot describe every architecture.
     file = folders.get("model", Path(config.model.path)) / "config.json"
     try:
-        model = describe(read_json(file), str(file))
+        model = parse_pretrained(read_json(file), str(file))
     except UserError:
         return None  # reported by the rules on the model
     try:
-        arguments_of(model)
+        derive_arguments(model)
     except UserError as error:
         return replace(error, where="checkpoint.megatron", fix="remove checkpoint.megatron")
     return None
 
 
-def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -> MegatronCheckpoint:
+def _write_model_folder(
+    config: RunConfig,
+    checkpoint_path: Path,
+    key: str,
+    folder: Path,
+) -> MegatronCheckpoint:
     """Write the Hugging Face folder of a Megatron checkpoint: config.json, tokenizer, and a pointer to it.
 
-    ``path`` is the checkpoint, ``folder`` the folder that is written, and ``key`` the configuration key that
-    names the checkpoint. Returns the checkpoint. Raises UserError or UserErrors for a folder with other
-    files, and for a checkpoint that does not fit its model.
+    ``folder`` is the folder that is written, and ``key`` the configuration key that names the checkpoint.
+    Returns the checkpoint. Raises UserError or UserErrors for a folder with other files, and for a checkpoint
+    that does not fit its model.
     """
     is_actor = key == "model.megatron"
     folder_key = key
     if is_actor:
         folder_key = "model.path"
     _require_free_folder(folder, folder_key)
-    checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
+    checkpoint = read_checkpoint(_find_starting_checkpoint(config, checkpoint_path, folder), key)
 
     # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
-    tokenizer = _tokenizer_folder(config, checkpoint, key)
+    tokenizer_folder = _find_tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
-    if tokenizer is not None and (tokenizer / "config.json").is_file():
-        config_file = tokenizer / "config.json"
+    if tokenizer_folder is not None and (tokenizer_folder / "config.json").is_file():
+        config_file = tokenizer_folder / "config.json"
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
         hf_config = without_quantization(read_json(config_file))
-        model = describe(hf_config, str(config_file))
-        errors = contradictions(checkpoint.arguments, model, key, str(config_file))
+        model = parse_pretrained(hf_config, str(config_file))
+        errors = contradiction_errors(checkpoint.arguments, model, key, str(config_file))
 
     # Another role's model may have another size than the one in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
-        hf_config = derive_config(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
+        vocabulary_size = _vocabulary_size(config, is_actor, tokenizer_folder)
+        hf_config = derive_config(checkpoint.arguments, key, vocabulary_size)
         errors = []
 
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
-    shape = describe(hf_config, key).shape
+    shape = parse_pretrained(hf_config, key).shape
     if not errors:
-        _, parameter_errors = checkpoint.parameters(shape)
+        _, parameter_errors = checkpoint.locate_parameters(shape)
         errors += parameter_errors
     if is_actor and config.model.resume_optimizer and not errors:
         errors += checkpoint.optimizer_errors(shape, "model.resume_optimizer")
@@ -254,9 +263,9 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         "arguments": dict(checkpoint.arguments),
     }
     contents = {POINTER: _json_bytes(pointer_values), "config.json": _json_bytes(hf_config)}
-    if tokenizer is not None:
-        for name in tokenizer_files(tokenizer):
-            contents[name] = (tokenizer / name).read_bytes()
+    if tokenizer_folder is not None:
+        for name in tokenizer_files(tokenizer_folder):
+            contents[name] = (tokenizer_folder / name).read_bytes()
 
     try:
         _write_files(folder, contents)
@@ -290,24 +299,24 @@ def _require_free_folder(folder: Path, key: str) -> None:
     )
 
 
-def _starting_iteration(config: RunConfig, checkpoints: Path, model_folder: Path) -> Path:
-    """Return the checkpoint to start from: ``checkpoints``, or an iteration in this folder.
+def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_folder: Path) -> Path:
+    """Return the checkpoint to start from: ``checkpoint_folder``, or an iteration in this folder.
 
     A run that is resumed keeps the iteration that it began with, which the pointer in ``model_folder``
     names (`read_pointer`), even if newer ones exist.
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
-        return checkpoints
+        return checkpoint_folder
 
     # The pointer names the checkpoint that the run began with.
-    values = read_pointer(model_folder) or {}
-    recorded = Path(str(values.get("checkpoint", "")))
-    if recorded.parent == checkpoints.resolve() and recorded.is_dir():
-        return recorded
-    return checkpoints
+    pointer = read_pointer(model_folder) or {}
+    recorded_checkpoint = Path(str(pointer.get("checkpoint", "")))
+    if recorded_checkpoint.parent == checkpoint_folder.resolve() and recorded_checkpoint.is_dir():
+        return recorded_checkpoint
+    return checkpoint_folder
 
 
-def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
+def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raises UserError if the actor has none.
 
     It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's
@@ -349,14 +358,14 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
     )
 
 
-def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
+def _vocabulary_size(config: RunConfig, is_actor: bool, tokenizer_folder: Path | None) -> int | None:
     """Return the vocabulary size for a checkpoint whose arguments lack it, or None if no file has it."""
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
-    if tokenizer is None:
+    if tokenizer_folder is None:
         return None
-    return vocabulary_of(tokenizer)
+    return read_vocabulary_size(tokenizer_folder)
 
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:
@@ -381,25 +390,26 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
             continue
         file.parent.mkdir(exist_ok=True)
 
-        temporary = folder / f"{name}.{os.getpid()}.part"
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
+        temporary_file = folder / f"{name}.{os.getpid()}.part"
+        temporary_file.write_bytes(content)
+        os.replace(temporary_file, file)
 
 
-def _needs_checkpoint(key: str, value: str) -> UserError:
+def _missing_checkpoint_error(key: str, value: str) -> UserError:
     """Return the error for a setting that only has an effect together with ``model.megatron``.
 
     ``key`` and ``value``: the setting, and its value as text.
     """
     fix = "set model.megatron, or name only a Hugging Face model, in model.path"
-    return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
+    condition = "model.megatron, the checkpoint with the weights"
+    return requirement_error(key, value, condition, got="no value", fix=fix)
 
 
 def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     """Return the errors for settings with which the actor cannot resume the checkpoint's Adam moments."""
     key = "model.resume_optimizer"
     if config.model.megatron is None:
-        return [_needs_checkpoint(key, "true")]
+        return [_missing_checkpoint_error(key, "true")]
 
     # The moments are of Adam on all weights, and only valid for exactly the checkpoint's weights.
     conflicts: dict[str, str] = {}
@@ -413,11 +423,11 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
         conflicts["preference"] = "a stage before reinforcement learning"
     return [
         UserError(
-            f"{path} is incompatible with the checkpoint's optimizer state",
+            f"{conflict_key} is incompatible with the checkpoint's optimizer state",
             where=key,
             expected="Adam on all weights, starting from the checkpoint's",
-            got=f"{path}: {got}",
-            fix=f"remove {key} or {path}",
+            got=f"{conflict_key}: {got}",
+            fix=f"remove {key} or {conflict_key}",
         )
-        for path, got in conflicts.items()
+        for conflict_key, got in conflicts.items()
     ]

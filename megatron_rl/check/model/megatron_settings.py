@@ -24,7 +24,7 @@ from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.errors import UserError, join_names, requires, unknown_choice
+from megatron_rl.errors import UserError, join_names, requirement_error, unknown_choice
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -306,7 +306,7 @@ def _is_installed(module: str) -> bool:
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a section that cannot be tried on this machine, with their requirements."""
-    unmet: dict[str, str] = {}
+    need_by_field: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)
         if need is None or is_off(value):
@@ -320,11 +320,11 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         else:
             is_missing = not _is_installed(_PACKAGES[need])
         if is_missing:
-            unmet[name] = need
-    return unmet
+            need_by_field[name] = need
+    return need_by_field
 
 
-def _select_triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
+def _select_testable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
     """Return the settings that Megatron can validate on this machine; at the start of a run, all of them."""
     if training:
         return dict(values)
@@ -349,21 +349,21 @@ def check_model_settings(
     """
     # Some keys that set a field are in the role's own section.
     section = path.removesuffix("megatron")
-    keys: dict[str, str] = {}
+    key_by_field: dict[str, str] = {}
     for name, key in DERIVED_FIELDS.items():
-        keys[name] = key.replace("actor.layout", f"{section}layout")
-    keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
-    keys["recompute_granularity"] = "actor.recompute"
+        key_by_field[name] = key.replace("actor.layout", f"{section}layout")
+    key_by_field["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
+    key_by_field["recompute_granularity"] = "actor.recompute"
 
     # Report dropped fields once, below.
-    dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
-    effective = {name: value for name, value in values.items() if name not in dropped}
-    errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+    dropped_names = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
+    effective_values = {name: value for name, value in values.items() if name not in dropped_names}
+    errors = _pass_through_errors(effective_values, path, TRANSFORMER_CONFIG, key_by_field, SET_BY_RUN)
     if not errors:
-        errors += _router_loss_errors(effective, path)
+        errors += _router_loss_errors(effective_values, path)
 
     # Megatron accepts these fields, but they have no effect in this package.
-    for name in sorted(dropped):
+    for name in sorted(dropped_names):
         errors.append(
             UserError(
                 f"`{path}.{name}` would have no effect: {DROPPED[name]}",
@@ -379,7 +379,7 @@ def check_model_settings(
     if low_precision and not elsewhere and not _is_installed("transformer_engine"):
         for name in low_precision:
             errors.append(
-                requires(
+                requirement_error(
                     f"{path}.{name}",
                     values[name],
                     "Transformer Engine: only its layers compute in that format",
@@ -447,9 +447,15 @@ def check_optimizer(
     ``elsewhere`` is whether the run will be on other machines.
     """
     ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
-    keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
+    key_by_field = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
     optimizer_path = f"{path}.megatron"
-    yield from _pass_through_errors(optimizer.megatron, optimizer_path, OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
+    yield from _pass_through_errors(
+        optimizer.megatron,
+        optimizer_path,
+        OPTIMIZER_CONFIG,
+        key_by_field,
+        OPTIMIZER_SET,
+    )
     yield from _pass_through_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
 
     # Combinations of optimizer features that exclude each other.
@@ -467,7 +473,7 @@ def check_optimizer(
     # Features that require a package or another setting.
     needs_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
     if needs_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
-        yield requires(
+        yield requirement_error(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
             "Transformer Engine's FusedAdam, whose state has fewer bits",
@@ -477,7 +483,7 @@ def check_optimizer(
 
     reduces_in_backward = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
     if ddp.get("overlap_param_gather") and not reduces_in_backward:
-        yield requires(
+        yield requirement_error(
             f"{ddp_path}.overlap_param_gather",
             "true",
             "a distributed optimizer whose gradients are reduced in the backward pass (overlap_grad_reduce)",
@@ -536,22 +542,22 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
         return
 
     # The fused and the Sinkhorn router cannot be given the experts to route to.
-    fixed_router = None
+    excluding_setting = None
     if actor.megatron.get("moe_router_fusion"):
-        fixed_router = "moe_router_fusion"
+        excluding_setting = "moe_router_fusion"
     elif actor.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
-        fixed_router = "moe_router_load_balancing_type"
-    if fixed_router is not None:
+        excluding_setting = "moe_router_load_balancing_type"
+    if excluding_setting is not None:
         yield UserError(
             "fused and Sinkhorn routers cannot replay choices: their kernel chooses the experts itself",
-            where=f"actor.megatron.{fixed_router}",
+            where=f"actor.megatron.{excluding_setting}",
             expected=f"no fused or Sinkhorn routers with {key}",
-            got=f"{actor.megatron[fixed_router]} with {key}: {replay}",
+            got=f"{actor.megatron[excluding_setting]} with {key}: {replay}",
             fix=f"remove one of the two, or set {key}=none",
         )
     elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
         engines = engines_with(routing_replay=True)
-        yield requires(
+        yield requirement_error(
             key,
             replay,
             f"{engines}, which returns the experts of each token",
@@ -564,33 +570,35 @@ def _pass_through_errors(
     values: Mapping[str, Any],
     path: str,
     classes: Sequence[tuple[str, str]],
-    keys: Mapping[str, str],
-    reasons: Mapping[str, str],
+    key_by_field: Mapping[str, str],
+    reason_by_field: Mapping[str, str],
 ) -> list[UserError]:
     """Return the errors for fields at the key ``path`` that the run sets, or that ``classes`` do not have.
 
-    ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
-    that sets it, ``reasons`` a field to the reason why the run sets it.
+    ``classes`` are (module, name), the last one the most derived. ``key_by_field`` has the keys of ours that
+    set fields, ``reason_by_field`` the reasons why the run sets fields.
     """
     # Parse the installed sources only if there is a field to compare: most sections are empty.
-    installed = class_fields(*classes) if values else None
-    owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
+    installed_fields = class_fields(*classes) if values else None
+    class_name = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
 
     errors: list[UserError] = []
     for name, value in values.items():
-        key = keys.get(name)
-        reason = reasons.get(name)
+        key = key_by_field.get(name)
+        reason = reason_by_field.get(name)
         if reason is None and key is not None:
             reason = f"it is called `{key}` here"
         if reason is not None:
             errors.append(_set_by_run_error(f"{path}.{name}", name, value, reason, key))
-        elif installed is not None:
-            available = installed
-            if name not in installed:
+        elif installed_fields is not None:
+            suggested_fields = installed_fields
+            if name not in installed_fields:
                 # Suggest only fields that are passed through.
-                refused = {*keys, *reasons, *DROPPED}
-                available = {field: installed[field] for field in installed if field not in refused}
-            error = field_error(path, name, value, available, owner)
+                refused_names = {*key_by_field, *reason_by_field, *DROPPED}
+                suggested_fields = {
+                    field: installed_fields[field] for field in installed_fields if field not in refused_names
+                }
+            error = field_error(path, name, value, suggested_fields, class_name)
             if error is not None:
                 errors.append(error)
     return errors
@@ -635,7 +643,7 @@ class TrialRole:
     ddp: Mapping[str, Any]
     """The role's settings of Megatron's DDP."""
 
-    def request(self, dtype: str, training: bool) -> dict[str, Any]:
+    def build_request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.
 
         Fields that this machine cannot try are left out, except at the start of a run (``training``).
@@ -643,7 +651,7 @@ class TrialRole:
         optimizer = None
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
-            optimizer["megatron"] = _select_triable(self.optimizer.megatron, training)
+            optimizer["megatron"] = _select_testable(self.optimizer.megatron, training)
 
         return {
             "role": self.role,
@@ -653,9 +661,9 @@ class TrialRole:
             "recompute": self.recompute,
             "fused": self.fused,
             "dtype": dtype,
-            "overrides": _select_triable(self.settings, training),
+            "overrides": _select_testable(self.settings, training),
             "optimizer": optimizer,
-            "ddp": _select_triable(self.ddp, training),
+            "ddp": _select_testable(self.ddp, training),
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
@@ -663,19 +671,19 @@ class TrialRole:
         # Keys of `refusals`: the role's name for its model, the name and a suffix for its other parts.
         message = refusals.get(self.role)
         if message is not None:
-            yield self._refusal("model", message, self.settings_key, self.settings)
+            yield self._refusal_error("model", message, self.settings_key, self.settings)
 
         section = self.layout.path.removesuffix("layout")
         message = refusals.get(f"{self.role} ddp")
         if message is not None:
-            yield self._refusal("DDP", message, f"{section}ddp", self.ddp)
+            yield self._refusal_error("DDP", message, f"{section}ddp", self.ddp)
 
         message = refusals.get(f"{self.role} optimizer")
         if self.optimizer is not None and message is not None:
             path = f"{section}optimizer.megatron"
-            yield self._refusal("optimizer", message, path, self.optimizer.megatron)
+            yield self._refusal_error("optimizer", message, path, self.optimizer.megatron)
 
-    def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
+    def _refusal_error(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
         """Return the error for Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
         fields = [name for name in values if name in message or len(values) == 1]
@@ -697,13 +705,13 @@ class TrialRole:
 class Trial:
     """Separate process in which Megatron builds, and so validates, the configurations of all roles.
 
-    The constructor starts it. ``paths`` are the keys of all settings; without any, no process is started.
-    ``patience`` is a time limit in seconds from the start of the process.
+    The constructor starts it. ``setting_keys`` are the keys of all settings; without any, no process is
+    started. ``time_limit`` is in seconds from the start of the process.
     """
 
-    def __init__(self, paths: list[str], patience: float) -> None:
-        self._paths = paths
-        self._patience = patience
+    def __init__(self, setting_keys: list[str], time_limit: float) -> None:
+        self._setting_keys = setting_keys
+        self._time_limit = time_limit
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
 
@@ -715,7 +723,7 @@ class Trial:
                 break
 
         # Start now, so that the imports overlap with the other rules.
-        if paths and self._missing_package is None:
+        if setting_keys and self._missing_package is None:
             self._process = subprocess.Popen(
                 TRIAL_COMMAND,
                 stdin=subprocess.PIPE,
@@ -724,7 +732,7 @@ class Trial:
                 text=True,
             )
 
-    def result(
+    def wait_for_result(
         self,
         roles: list[TrialRole],
         dtype: str,
@@ -734,20 +742,21 @@ class Trial:
 
         At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
         """
-        if not self._paths:
+        if not self._setting_keys:
             return [], []
         if self._process is None:
             return [], [self._not_tried_warning(f"{self._missing_package} is not installed here")]
 
         # The other rules have used a part of the time.
-        request = json.dumps([role.request(dtype, training) for role in roles])
+        request = json.dumps([role.build_request(dtype, training) for role in roles])
         elapsed = time.monotonic() - self._start
-        timeout = max(0.1, self._patience - elapsed)
+        timeout = max(0.1, self._time_limit - elapsed)
         try:
             answer, stderr = self._process.communicate(request, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
-            return [], [self._not_tried_warning(f"Megatron did not answer within {self._patience:g} seconds")]
+            reason = f"Megatron did not answer within {self._time_limit:g} seconds"
+            return [], [self._not_tried_warning(reason)]
 
         # A failed process is only a warning, since `train` builds the same configurations.
         if self._process.returncode != 0:
@@ -772,8 +781,8 @@ class Trial:
     def _not_tried_warning(self, reason: str) -> UserError:
         """Return the warning about settings that Megatron has not validated, for this reason."""
         return UserError(
-            f"the values of {', '.join(self._paths)} were not tried",
-            where=self._paths[0],
+            f"the values of {', '.join(self._setting_keys)} were not tried",
+            where=self._setting_keys[0],
             expected="torch and megatron-core, to make the TransformerConfig of every role",
             got=reason,
             fix="check again where the run will be, or with more time; `train` makes the same test",

@@ -36,10 +36,10 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 """Exceptions of reading token ids from valid JSON that is not a tokenizer."""
 
 
-def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
+def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | None) -> None:
     """Check the tokenizer of the model at ``path``, which ``key`` names.
 
-    ``vocabulary`` is the number of rows of the model's embedding, or None if not available.
+    ``vocabulary_size`` is the number of rows of the model's embedding, or None if not available.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.record_missing(
@@ -53,42 +53,42 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
     # Report each file that cannot be read, and apply the rules on ids to the others.
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
     generation = _read_or_report(path / "generation_config.json", files) or {}
-    code = settings.get("auto_map")
-    if code:
+    code_reference = settings.get("auto_map")
+    if code_reference:
         files.warnings.append(
             UserError(
                 "the tokenizer comes with Python code, which no part of a run executes",
                 where=f"{path / 'tokenizer_config.json'}: auto_map",
                 expected="a tokenizer.json that transformers loads without it",
-                got=str(code)[:200],
+                got=str(code_reference)[:200],
                 fix="remove auto_map if tokenizer.json has the same tokens",
             )
         )
     tokenizer = _read_or_report(path / "tokenizer.json", files)
     if tokenizer is not None:
         try:
-            _load(path)
+            _load_tokenizer(path)
         except Exception as error:  # `tokenizers` raises bare Exceptions (seen in 0.23)
             files.errors.append(_unreadable_error(path / "tokenizer.json", error))
             return
 
-    vocab_file = _read_or_report(path / "vocab.json", files)
+    vocab_json = _read_or_report(path / "vocab.json", files)
     try:
-        ids, special = _token_ids(tokenizer or {}, vocab_file, settings)
+        ids, special_texts = _collect_token_ids(tokenizer or {}, vocab_json, settings)
     except _MALFORMED_VOCABULARY as error:
         files.errors.append(_unreadable_error(path / "tokenizer.json", error))
         return
 
     # Every token id in the model's input needs a row of the embedding.
-    files.errors.extend(_generation_end_errors(path, generation, vocabulary))
-    if vocabulary is not None and ids:
-        files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
-        files.errors.extend(_end_token_errors(path, settings, ids, vocabulary))
+    files.errors.extend(_generation_end_errors(path, generation, vocabulary_size))
+    if vocabulary_size is not None and ids:
+        files.errors.extend(_vocabulary_errors(path, ids, special_texts, vocabulary_size))
+        files.errors.extend(_end_token_errors(path, settings, ids, vocabulary_size))
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
-    for setting, text, encoded in _encoded_stops(path, rollout):
+    for setting, text, encoded in _encode_stop_texts(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
             yield error
@@ -98,7 +98,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
 
 def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
     """Return whether a response of the model at ``path`` may end at a text of several tokens."""
-    return any(len(encoded.tokens) > 1 for _, _, encoded in _encoded_stops(path, rollout))
+    return any(len(encoded.tokens) > 1 for _, _, encoded in _encode_stop_texts(path, rollout))
 
 
 class _EncodedText(NamedTuple):
@@ -112,7 +112,7 @@ class _EncodedText(NamedTuple):
     """Text that the tokens decode to."""
 
 
-def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
+def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
     """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
@@ -144,14 +144,14 @@ def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]
         return
 
     unknown_token = getattr(tokenizer.model, "unk_token", None)
-    vocabulary = tokenizer.get_vocab_size()
+    vocabulary_size = tokenizer.get_vocab_size()
     for setting, texts in rules.items():
         for text in texts:
             # A text such as ``token_id:17`` names the id itself.
-            token = explicit_token_id(text)
-            if token is not None:
-                if token >= vocabulary:
-                    yield rule_id_error(setting, text, vocabulary)
+            token_id = explicit_token_id(text)
+            if token_id is not None:
+                if token_id >= vocabulary_size:
+                    yield rule_id_error(setting, text, vocabulary_size)
                 continue
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown_token:
@@ -161,7 +161,7 @@ def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]
 def read_tokenizer(path: Path) -> Any:
     """Return the tokenizer in a folder; None if it cannot be read, which `check_tokenizer` reports."""
     try:
-        return _load(path)
+        return _load_tokenizer(path)
     except Exception:
         return None
 
@@ -171,15 +171,15 @@ def token_ids(path: Path) -> dict[str, int]:
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
-    vocab_file = _read_or_report(path / "vocab.json", files)
+    vocab_json = _read_or_report(path / "vocab.json", files)
     try:
-        ids, _ = _token_ids(tokenizer, vocab_file, settings)
+        ids, _ = _collect_token_ids(tokenizer, vocab_json, settings)
     except _MALFORMED_VOCABULARY:
         return {}  # reported by `check_tokenizer`
     return ids
 
 
-def vocabulary_of(path: Path) -> int | None:
+def read_vocabulary_size(path: Path) -> int | None:
     """Return the number of token ids in a tokenizer's files, or None if the files contain no ids."""
     ids = token_ids(path)
     if not ids:
@@ -187,7 +187,7 @@ def vocabulary_of(path: Path) -> int | None:
     return 1 + max(ids.values())
 
 
-def _load(path: Path) -> Any:
+def _load_tokenizer(path: Path) -> Any:
     """Load a folder's tokenizer, or return None if tokenizer.json or the library `tokenizers` is missing."""
     try:
         from tokenizers import Tokenizer
@@ -226,64 +226,64 @@ def _unreadable_error(file: Path, error: Exception) -> UserError:
     )
 
 
-def _token_ids(
+def _collect_token_ids(
     tokenizer: Mapping[str, Any],
-    vocab_file: Mapping[str, Any] | None,
+    vocab_json: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, int], set[str]]:
     """Return the id of each token by its text, and the texts of special tokens.
 
-    ``tokenizer`` is the content of tokenizer.json, ``vocab_file`` of vocab.json and ``settings`` of
+    ``tokenizer`` is the content of tokenizer.json, ``vocab_json`` of vocab.json and ``settings`` of
     tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for malformed content.
     """
     # A unigram model lists [token, score] in the order of the ids.
-    vocab = tokenizer.get("model", {}).get("vocab") or vocab_file or {}
-    if isinstance(vocab, list):
-        ids = {entry[0]: index for index, entry in enumerate(vocab)}
+    vocabulary = tokenizer.get("model", {}).get("vocab") or vocab_json or {}
+    if isinstance(vocabulary, list):
+        ids = {entry[0]: index for index, entry in enumerate(vocabulary)}
     else:
-        ids = dict(vocab)
+        ids = dict(vocabulary)
 
     # Added tokens extend the vocabulary; older checkpoints list them in tokenizer_config.json.
     added_tokens: list[Any] = list(tokenizer.get("added_tokens") or ())
-    decoder = settings.get("added_tokens_decoder") or {}
-    for key, token in decoder.items():
+    added_tokens_decoder = settings.get("added_tokens_decoder") or {}
+    for key, token in added_tokens_decoder.items():
         added_tokens.append({**token, "id": int(key)})
 
-    special: set[str] = set()
+    special_texts: set[str] = set()
     for token in added_tokens:
         text = token["content"]
         ids[text] = token["id"]
         if token.get("special"):
-            special.add(text)
+            special_texts.add(text)
 
     if not all(isinstance(token_id, int) for token_id in ids.values()):
         raise ValueError("a token whose id is not an integer")
-    return ids, special
+    return ids, special_texts
 
 
 def _vocabulary_errors(
     path: Path,
     ids: Mapping[str, int],
-    special: set[str],
-    vocabulary: int,
+    special_texts: set[str],
+    vocabulary_size: int,
 ) -> Iterator[UserError]:
     """Yield the error for text tokens without a row in the embedding.
 
     Special tokens beyond it are common in published checkpoints, and no text contains them.
     """
-    out_of_vocabulary: dict[str, int] = {}
+    out_of_vocabulary_ids: dict[str, int] = {}
     for text, token_id in ids.items():
-        if token_id >= vocabulary and text not in special:
-            out_of_vocabulary[text] = token_id
-    if not out_of_vocabulary:
+        if token_id >= vocabulary_size and text not in special_texts:
+            out_of_vocabulary_ids[text] = token_id
+    if not out_of_vocabulary_ids:
         return
 
-    text, token_id = max(out_of_vocabulary.items(), key=lambda item: item[1])
+    text, token_id = max(out_of_vocabulary_ids.items(), key=lambda item: item[1])
     yield UserError(
         "the tokenizer has more tokens than the model has embeddings",
         where=str(path),
-        expected=f"ids below vocab_size ({vocabulary}) in config.json",
-        got=f"{len(out_of_vocabulary)} tokens beyond, up to {token_id} ({text!r})",
+        expected=f"ids below vocab_size ({vocabulary_size}) in config.json",
+        got=f"{len(out_of_vocabulary_ids)} tokens beyond, up to {token_id} ({text!r})",
         fix=_COPY_AGAIN,
     )
 
@@ -292,7 +292,7 @@ def _end_token_errors(
     path: Path,
     settings: Mapping[str, Any],
     ids: Mapping[str, int],
-    vocabulary: int,
+    vocabulary_size: int,
 ) -> Iterator[UserError]:
     """Yield the error for an ``eos_token`` that the tokenizer or the embedding lacks."""
     text = _token_text(settings.get("eos_token"))
@@ -302,7 +302,7 @@ def _end_token_errors(
     token_id = None
     if isinstance(text, str):
         token_id = ids.get(text)
-    if token_id is not None and token_id < vocabulary:
+    if token_id is not None and token_id < vocabulary_size:
         return
 
     problem = f"id {token_id}"
@@ -311,7 +311,7 @@ def _end_token_errors(
     yield UserError(
         "the eos_token is not a token of the model",
         where=f"{path / 'tokenizer_config.json'}: eos_token",
-        expected=f"a token of the tokenizer with an id below vocab_size ({vocabulary})",
+        expected=f"a token of the tokenizer with an id below vocab_size ({vocabulary_size})",
         got=f"{text!r}, {problem}",
         fix="correct eos_token, or copy the tokenizer files again",
     )
@@ -319,24 +319,24 @@ def _end_token_errors(
 
 def _generation_end_errors(
     path: Path,
-    generation: Mapping[str, Any],
-    vocabulary: int | None,
+    generation_config: Mapping[str, Any],
+    vocabulary_size: int | None,
 ) -> Iterator[UserError]:
     """Yield the error for an ``eos_token_id`` in generation_config.json that is not a token id."""
-    eos = generation.get("eos_token_id")
+    eos = generation_config.get("eos_token_id")
     if eos is None:
         return
 
     # One end token, or a list of them.
-    ids = [eos]
+    token_ids = [eos]
     if isinstance(eos, list):
-        ids = eos
-    if all(_is_token_id(item, vocabulary) for item in ids):
+        token_ids = eos
+    if all(_is_token_id(token_id, vocabulary_size) for token_id in token_ids):
         return
 
     expected = "a token id, or a list of ids"
-    if vocabulary is not None:
-        expected += f", below vocab_size ({vocabulary})"
+    if vocabulary_size is not None:
+        expected += f", below vocab_size ({vocabulary_size})"
     yield UserError(
         "the generation config ends responses at an id that is not a token of the model",
         where=f"{path / 'generation_config.json'}: eos_token_id",
@@ -346,11 +346,11 @@ def _generation_end_errors(
     )
 
 
-def _is_token_id(value: Any, vocabulary: int | None) -> bool:
-    """Return whether a value is an int (not a bool) in [0, ``vocabulary``); None means no upper bound."""
+def _is_token_id(value: Any, vocabulary_size: int | None) -> bool:
+    """Return whether a value is an int, not a bool, in [0, ``vocabulary_size``); None is no upper bound."""
     if type(value) is not int or value < 0:
         return False
-    return vocabulary is None or value < vocabulary
+    return vocabulary_size is None or value < vocabulary_size
 
 
 def has_chat_template(path: Path) -> bool:
@@ -371,15 +371,15 @@ def chat_templates(path: Path) -> dict[str, str]:
     # Files have precedence over the tokenizer's settings.
     templates: dict[str, str] = {}
     for file in sorted(path.glob("additional_chat_templates/*.jinja")):
-        templates[file.stem] = _text_or_empty(file)
+        templates[file.stem] = _read_text_or_empty(file)
     default_file = path / "chat_template.jinja"
     if default_file.is_file():
-        templates[DEFAULT] = _text_or_empty(default_file)
+        templates[DEFAULT] = _read_text_or_empty(default_file)
     if templates:
         return {name: text for name, text in templates.items() if text}
 
     # Older checkpoints have one template, or a list of named ones, in the tokenizer's settings.
-    setting = _object_or_empty(path / "tokenizer_config.json").get("chat_template")
+    setting = _read_object_or_empty(path / "tokenizer_config.json").get("chat_template")
     if isinstance(setting, list):
         entries = [entry for entry in setting if isinstance(entry, Mapping)]
         setting = {entry.get("name"): entry.get("template") for entry in entries}
@@ -397,8 +397,8 @@ def chat_templates(path: Path) -> dict[str, str]:
 def special_token_texts(path: Path) -> dict[str, str]:
     """Return role -> text for a checkpoint's special tokens; a role is a name such as ``eos_token``."""
     # tokenizer_config.json has precedence.
-    settings = dict(_object_or_empty(path / "special_tokens_map.json"))
-    settings |= _object_or_empty(path / "tokenizer_config.json")
+    settings = dict(_read_object_or_empty(path / "special_tokens_map.json"))
+    settings |= _read_object_or_empty(path / "tokenizer_config.json")
 
     texts: dict[str, str] = {}
     for name in NAMED_TOKENS:
@@ -440,7 +440,7 @@ def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
     return texts
 
 
-def _text_or_empty(file: Path) -> str:
+def _read_text_or_empty(file: Path) -> str:
     """Return the text of a file, empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
@@ -448,7 +448,7 @@ def _text_or_empty(file: Path) -> str:
         return ""
 
 
-def _object_or_empty(file: Path) -> Mapping[str, Any]:
+def _read_object_or_empty(file: Path) -> Mapping[str, Any]:
     """Return the object in a JSON file; empty if it cannot be read, which `check_tokenizer` reports."""
     try:
         return read_json_object(file)

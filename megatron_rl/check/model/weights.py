@@ -52,7 +52,7 @@ _POINTER_BYTES = 1024
 _COMPARED_BYTES = 2**24
 """Chunk size in bytes for comparing two tensors, since two large embeddings may not fit in memory."""
 
-_MAX_SHOWN = 4
+_MAX_NAMES_LISTED = 4
 """Maximum number of tensor names that an error lists."""
 
 _CONVERT = (
@@ -93,24 +93,24 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         return  # a Megatron-LM checkpoint, which `check.model.megatron_lm` checks
 
     # The list of files: an index, or the safetensors files in the folder.
-    findings = _count_findings(files)
+    findings_before = _count_findings(files)
     shards = weight_files(path)
     weight_map: dict[str, str] = {}
     if shards is None:
         # The checkpoint has an index.
-        index = _read_index(path, files)
-        if index is None:
+        stored_index = _read_index(path, files)
+        if stored_index is None:
             return
-        weight_map = index
+        weight_map = stored_index
         shards = sorted({path / name for name in weight_map.values()})
     if not shards:
         _report_no_weights(path, key, files)
 
     # The headers of all files together list the stored tensors.
-    stored: dict[str, StoredTensor] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for shard in shards:
         if shard.is_file():
-            stored |= _read_shard(shard, files)
+            stored_tensors |= _read_shard(shard, files)
             continue
 
         expected = f"a file {shard.name}"
@@ -120,18 +120,18 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         files.record_missing(shard, message, key, expected, "download the checkpoint again")
 
     # With a missing or broken file, its tensors would also be reported as missing.
-    if _count_findings(files) != findings:
+    if _count_findings(files) != findings_before:
         return
 
     # Compare with the index first: a tensor in another file than listed is not missing from the model.
-    misplaced: list[str] = []
+    misplaced_names: list[str] = []
     for name, file in sorted(weight_map.items()):
-        if name not in stored or stored[name].file != path / file:
-            misplaced.append(name)
-    if misplaced:
-        files.errors.append(_misplaced_error(path, weight_map, misplaced))
+        if name not in stored_tensors or stored_tensors[name].file != path / file:
+            misplaced_names.append(name)
+    if misplaced_names:
+        files.errors.append(_misplaced_error(path, weight_map, misplaced_names))
     elif model is not None:
-        files.errors.extend(_tensor_errors(path, stored, model))
+        files.errors.extend(_tensor_errors(path, stored_tensors, model))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -222,51 +222,55 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
     return UserError(
         "the model's list of weight files names tensors that the files do not contain",
         where=str(path / INDEX),
-        expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
+        expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_NAMES_LISTED),
         got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
         fix="download the checkpoint again, index and weight files together",
     )
 
 
-def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
+def _tensor_errors(
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    model: PretrainedModel,
+) -> list[UserError]:
     """Return the error for stored tensors that do not match the model in config.json.
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
-    errors = _block_errors(stored, model.quantization)
+    errors = _block_errors(tensors, model.quantization)
     if errors:
         return errors
-    stored = _model_tensors(stored, model)
+    tensors = _model_tensors(tensors, model)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
-        stored, errors = _read_scales(stored, model.quantization)
+        tensors, errors = _apply_scales(tensors, model.quantization)
         if errors:
             return errors
 
-    # Other integers and 8-bit numbers cannot be trained.
-    quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
-    if quantised:
-        return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
+    # The remaining tensors of integers and 8-bit numbers have no scales, and cannot be trained.
+    quantised_names = [name for name, tensor in tensors.items() if tensor.dtype not in _FLOATS]
+    if quantised_names:
+        return [_quantised_error(path, quantised_names, tensors[quantised_names[0]].dtype)]
 
     shapes = model.tensor_shapes()
-    missing_tensors = [name for name in shapes if name not in stored]
-    unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]
-    if missing_tensors or unexpected:
-        return [_other_tensors_error(path, missing_tensors, unexpected)]
+    missing_names = [name for name in shapes if name not in tensors]
+    unexpected_names = [name for name in tensors if name not in shapes and not model.is_ignorable(name)]
+    if missing_names or unexpected_names:
+        return [_mismatched_tensors_error(path, missing_names, unexpected_names)]
 
     # A model with tied embeddings may store its output layer as well, but only with equal values.
-    if model.has_separate_head(stored) and not _equal_values(stored[OUTPUT], stored[EMBEDDING]):
-        stored_shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
+    if model.has_separate_head(tensors) and not _have_equal_values(tensors[OUTPUT], tensors[EMBEDDING]):
+        stored_shapes = {name: tensors[name].shape for name in (OUTPUT, EMBEDDING)}
         return [separate_head_error(path, stored_shapes, "other values")]
 
     # One wrong size in config.json changes many shapes, so report only the first.
     for name, shape in shapes.items():
-        tensor = stored[name]
+        tensor = tensors[name]
         if tensor.shape != shape:
             return [
                 UserError(
-                    f"the tensor {name} has another shape than in config.json",
+                    f"the shape of the tensor {name} does not match config.json",
                     where=str(tensor.file),
                     expected=f"{list(shape)}, by the sizes in {path / 'config.json'}",
                     got=str(list(tensor.shape)),
@@ -276,37 +280,45 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
-def _model_tensors(stored: Mapping[str, StoredTensor], model: PretrainedModel) -> dict[str, StoredTensor]:
+def _model_tensors(
+    stored_tensors: Mapping[str, StoredTensor],
+    model: PretrainedModel,
+) -> dict[str, StoredTensor]:
     """Return the tensors of the model that a run reads from the stored ones.
 
     They have the names of a text-only checkpoint with one tensor per expert. Tensors in mxfp4 are float32.
     """
-    stored_names = {name: name for name in stored}
+    stored_names = {name: name for name in stored_tensors}
     if model.is_multimodal:
-        stored_names = language_model_names(stored)
+        stored_names = language_model_names(stored_tensors)
     locations = locate_tensors(
         stored_names,
-        lambda stored_name: stored[stored_name].shape,
+        lambda stored_name: stored_tensors[stored_name].shape,
         model.family.fused_experts,
         model.shape.hidden,
     )
 
-    tensors: dict[str, StoredTensor] = {}
+    model_tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
-        # Values are compared only for the embedding and the output layer, which are stored in one piece.
-        tensor = stored[location.name]
+        # The offsets remain those of the complete stored tensor: only values of the embedding and of the
+        # output layer are compared, and each of them is a complete stored tensor.
+        tensor = stored_tensors[location.name]
         dtype = "F32" if location.blocks else tensor.dtype
-        tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
-    return tensors
+        model_tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
+    return model_tensors
 
 
-def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
+def _block_errors(
+    stored_tensors: Mapping[str, StoredTensor],
+    quantization: Quantization | None,
+) -> list[UserError]:
     """Return the error for the first matrix in mxfp4 whose blocks and scales do not fit together, if any."""
-    for name, tensor in stored.items():
+    for name, tensor in stored_tensors.items():
         if not name.endswith(BLOCKS):
             continue
-        scales = stored.get(name.removesuffix(BLOCKS) + SCALES)
-        if quantization is None or {tensor.dtype, scales.dtype if scales else BYTES} != {BYTES}:
+        scales = stored_tensors.get(name.removesuffix(BLOCKS) + SCALES)
+        are_bytes = tensor.dtype == BYTES and (scales is None or scales.dtype == BYTES)
+        if quantization is None or not are_bytes:
             return [_quantised_error(tensor.file.parent, [name], tensor.dtype)]
         scales_shape = scales.shape if scales else None
         if not has_mxfp4_scales(tensor.shape, scales_shape):
@@ -314,53 +326,53 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
     return []
 
 
-def _read_scales(
-    stored: Mapping[str, StoredTensor],
+def _apply_scales(
+    stored_tensors: Mapping[str, StoredTensor],
     quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
     A weight of 8 or 4 bits with scales is float32 in the result, and its scales are left out.
     """
-    scales_of = scales_by_weight(stored)
-    tensor_scales: dict[str, str] = {}
+    scales_name_by_weight = scales_by_weight(stored_tensors)
+    tensor_scale_by_weight: dict[str, str] = {}
     if quantization.has_tensor_scales:
-        tensor_scales = tensor_scales_by_weight(stored)
-    scale_names = {*scales_of.values(), *tensor_scales.values()}
+        tensor_scale_by_weight = tensor_scales_by_weight(stored_tensors)
+    all_scale_names = {*scales_name_by_weight.values(), *tensor_scale_by_weight.values()}
     tensors: dict[str, StoredTensor] = {}
-    for name, tensor in stored.items():
-        if name in scale_names or is_activation_scale(name):
+    for name, tensor in stored_tensors.items():
+        if name in all_scale_names or is_activation_scale(name):
             continue
 
-        scales = stored.get(scales_of.get(name, ""))
+        scales = stored_tensors.get(scales_name_by_weight.get(name, ""))
         if scales is None:
             tensors[name] = tensor
             continue
         if not quantization.has_dtypes(tensor.dtype, scales.dtype):
             # Scales of an unquantised weight are unexpected tensors.
             tensors[name] = tensor
-            tensors[scales_of[name]] = scales
+            tensors[scales_name_by_weight[name]] = scales
             continue
 
         shape = tensor.shape
         if quantization.has_tensor_scales:
             # A byte contains two numbers.
             shape = (*shape[:-1], 2 * shape[-1])
-            tensor_scale = stored.get(tensor_scales.get(name, ""))
+            tensor_scale = stored_tensors.get(tensor_scale_by_weight.get(name, ""))
             scale_shape = None
             if tensor_scale is not None:
                 scale_shape = tensor_scale.shape
             if not is_one_number(scale_shape):
                 return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
 
-        if quantization.block_of(shape, scales.shape) is None:
-            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, shape)
+        if quantization.scale_block(shape, scales.shape) is None:
+            error = scale_shape_error(str(scales.file), scales_name_by_weight[name], scales.shape, shape)
             return tensors, [error]
         tensors[name] = replace(tensor, shape=shape, dtype="F32")
     return tensors, []
 
 
-def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
+def _have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same stored bytes, compared in chunks."""
     if (first.shape, first.dtype, first.size) != (second.shape, second.dtype, second.size):
         return False
@@ -382,28 +394,28 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
         "the weights are quantised in a way that cannot be read",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}, or {FP8} with scales and a quantization_config",
-        got=f"{join_names(names, _MAX_SHOWN)} in {dtype}",
+        got=f"{join_names(names, _MAX_NAMES_LISTED)} in {dtype}",
         fix="use the original checkpoint in bfloat16 or float32, from which this one was quantised",
     )
 
 
-def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
+def _mismatched_tensors_error(path: Path, missing_names: list[str], unexpected_names: list[str]) -> UserError:
     """Return the error for a checkpoint that lacks tensors of its model, or has unexpected ones."""
     # One absent head has a likelier cause than another model.
     fix = "use a checkpoint saved from this architecture and number of layers"
-    if missing_tensors == [OUTPUT]:
+    if missing_names == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"
-    elif missing_tensors == [SCALAR]:
+    elif missing_names == [SCALAR]:
         fix = "name a checkpoint of a reward model, or correct `architectures` in config.json"
 
     differences: list[str] = []
-    if missing_tensors:
-        differences.append(f"missing {len(missing_tensors)}")
-    if unexpected:
-        differences.append(f"unexpected {join_names(unexpected, _MAX_SHOWN)}")
+    if missing_names:
+        differences.append(f"missing {len(missing_names)}")
+    if unexpected_names:
+        differences.append(f"unexpected {join_names(unexpected_names, _MAX_NAMES_LISTED)}")
     expected = "no tensors but the model's"
-    if missing_tensors:
-        expected = join_names(missing_tensors, _MAX_SHOWN)
+    if missing_names:
+        expected = join_names(missing_names, _MAX_NAMES_LISTED)
     return UserError(
         "the weights do not belong to the model in its config.json",
         where=str(path),

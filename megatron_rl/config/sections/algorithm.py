@@ -416,12 +416,12 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 def _former_settings() -> Iterator[tuple[str, str]]:
     """Yield (former key, current key) for every entry of `_FORMER`."""
     for piece, names in _FORMER.items():
-        for former, name in names.items():
-            key = f"algorithm.{piece}"
+        for former_name, name in names.items():
+            current_key = f"algorithm.{piece}"
             if name:
-                key += f".{name}"
+                current_key += f".{name}"
 
-            yield f"algorithm.settings.{former}", key
+            yield f"algorithm.settings.{former_name}", current_key
 
 
 FORMER_SETTINGS: Mapping[str, str] = dict(_former_settings())

@@ -14,8 +14,11 @@ from megatron_rl.config.sections.bounds import SHARE, TOKENS
 from megatron_rl.config.setting import required, setting
 
 
-def own_field(name: str, meaning: str, **attributes: Any) -> Any:
-    """Return the dataclass field with which a data set overrides one of `FIELDS`."""
+def override_field(name: str, meaning: str, **attributes: Any) -> Any:
+    """Return the dataclass field with which a data set overrides the key ``name`` of ``data``.
+
+    ``attributes`` are further fields of `Setting`.
+    """
     return setting(None, meaning, unset=f"data.{name}", **attributes)
 
 
@@ -51,13 +54,13 @@ class SourceConfig:
         more_than=0,
         at_most=1e9,
     )
-    prompt_field: str | None = own_field("prompt_field", "Field of the prompt in this source.")
-    ground_truth_field: str | None = own_field(
+    prompt_field: str | None = override_field("prompt_field", "Field of the prompt in this source.")
+    ground_truth_field: str | None = override_field(
         "ground_truth_field", "Field of the reference answer that the reward reads, in this source."
     )
-    task_field: str | None = own_field("task_field", "Field of the task's name in this source.")
-    tools_field: str | None = own_field("tools_field", "Field of the tools in this source.")
-    chat_template: bool | None = own_field(
+    task_field: str | None = override_field("task_field", "Field of the task's name in this source.")
+    tools_field: str | None = override_field("tools_field", "Field of the tools in this source.")
+    chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of this source with the tokenizer's chat template."
     )
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
@@ -230,7 +233,7 @@ FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "ch
 
 
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
-    """Return the fields of the data set that ``section`` at ``path`` describes.
+    """Return the names of the record fields of the data set that ``section`` at ``path`` describes.
 
     Each of `FIELDS` in the section that is not None replaces the value in ``data``.
     """

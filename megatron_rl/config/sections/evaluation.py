@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
-from megatron_rl.config.sections.data import SYSTEM_PROMPT, TEMPLATE_KWARGS, own_field
+from megatron_rl.config.sections.data import SYSTEM_PROMPT, TEMPLATE_KWARGS, override_field
 from megatron_rl.config.setting import required, setting
 
 # Advice for an interval of 0, which other projects read as "never".
@@ -39,21 +39,21 @@ class EvaluationSetConfig:
     )
 
     # Sets come from many sources, each with its own names for the fields of a record.
-    prompt_field: str | None = own_field(
+    prompt_field: str | None = override_field(
         "prompt_field",
         "Field of the prompt in this set.",
         also_called={"slime": "eval_input_key"},
     )
-    ground_truth_field: str | None = own_field(
+    ground_truth_field: str | None = override_field(
         "ground_truth_field",
         "Field of the reference answer that the reward reads, in this set.",
         also_called={"slime": "eval_label_key"},
     )
-    task_field: str | None = own_field("task_field", "Field of the task's name in this set.")
-    tools_field: str | None = own_field(
+    task_field: str | None = override_field("task_field", "Field of the task's name in this set.")
+    tools_field: str | None = override_field(
         "tools_field", "Field of the tools in this set.", also_called={"slime": "eval_tool_key"}
     )
-    chat_template: bool | None = own_field(
+    chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of this set with the tokenizer's chat template."
     )
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
@@ -94,11 +94,11 @@ class EvaluationSetConfig:
         "`eval/SET/NAME_failed` and never stop the run.",
     )
 
-    def draws(self) -> tuple[int, ...]:
-        """Return the numbers of samples K of the metrics pass@K and majority@K.
+    def sample_counts(self) -> tuple[int, ...]:
+        """Return the numbers of samples K for which there are metrics pass@K and majority@K.
 
         Example:
-            >>> EvaluationSetConfig("eval.jsonl", samples=6).draws()
+            >>> EvaluationSetConfig("eval.jsonl", samples=6).sample_counts()
             (2, 4, 6)
         """
         if self.samples == 1:
@@ -109,24 +109,26 @@ class EvaluationSetConfig:
         smaller = [power for power in powers if power < self.samples]
         return (*smaller, self.samples)
 
-    def estimates(self) -> tuple[str, ...]:
-        """Return the metrics of the set that have a 95 % interval, without the prefix ``eval/NAME/``."""
+    def interval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that have a 95 % interval, without the prefix ``eval/NAME/``."""
         names = ["accuracy"]
         for metric in ("pass", "majority"):
-            names.extend(f"{metric}_at_{count}" for count in self.draws())
+            names.extend(f"{metric}_at_{count}" for count in self.sample_counts())
 
         return tuple(names)
 
-    def metrics(self) -> tuple[str, ...]:
-        """Return the names of all metrics of the set except its evaluators' own."""
-        estimates = self.estimates()
+    def metric_names(self) -> tuple[str, ...]:
+        """Return the names of all metrics of the set except its evaluators' own, without the prefix."""
+        estimates = self.interval_metrics()
 
         # The reward and the diversity metrics have no interval.
-        bounds = [f"{name}_{end}" for name in estimates for end in INTERVALS]
+        bounds: list[str] = []
+        for name in estimates:
+            bounds.extend(f"{name}_{end}" for end in INTERVALS)
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
-    def functions(self) -> dict[str, str]:
-        """Return the reward function and evaluators of this set, by the setting that names each."""
+    def user_functions(self) -> dict[str, str]:
+        """Return the reward function and the evaluators of the set, by the setting that names each."""
         functions: dict[str, str] = {}
         if self.reward is not None:
             functions["reward"] = self.reward
@@ -192,6 +194,6 @@ class EvaluationConfig:
         also_called={"common": "early_stopping_patience"},
     )
 
-    def interval(self, name: str) -> int:
-        """Return the steps between evaluations of a set."""
+    def steps_between(self, name: str) -> int:
+        """Return the number of steps between two evaluations of the set ``name``."""
         return self.sets[name].every or self.every

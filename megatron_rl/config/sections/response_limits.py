@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.sections.bounds import MAX_TOKENS, TOKENS
 from megatron_rl.config.setting import setting
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 AUTO = "auto"
 MORE = "more"
@@ -63,11 +63,13 @@ def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
         >>> table_rows({"more": 1024, "64": 32, "512": 256})
         [(64, 32), (512, 256), (None, 1024)]
     """
-    rows = [(int(key), limit) for key, limit in table.items() if key.isdecimal() and _is_limit(limit)]
-    ordered: list[tuple[int | None, int]] = [*sorted(rows)]
+    numbered_rows = [
+        (int(key), limit) for key, limit in table.items() if key.isdecimal() and _is_limit(limit)
+    ]
+    rows: list[tuple[int | None, int]] = [*sorted(numbered_rows)]
     if _is_limit(table.get(MORE)):
-        ordered.append((None, table[MORE]))
-    return ordered
+        rows.append((None, table[MORE]))
+    return rows
 
 
 def largest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
@@ -84,7 +86,10 @@ def largest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
 
 
 def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
-    """Return the smallest limit that a prompt can have."""
+    """Return the smallest number of tokens to which ``value`` can limit the responses to a prompt.
+
+    Returns 1 for a table without a valid row, as `largest_limit` does.
+    """
     if isinstance(value, int):
         return value
     if isinstance(value, str):
@@ -100,8 +105,8 @@ def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig
         [32, 256]
     """
     if isinstance(value, dict):
-        for most_tokens, limit in table_rows(value):
-            if most_tokens is None or prompt_tokens <= most_tokens:
+        for max_prompt_tokens, limit in table_rows(value):
+            if max_prompt_tokens is None or prompt_tokens <= max_prompt_tokens:
                 return limit
     return largest_limit(value, auto)
 
@@ -120,22 +125,24 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
             )
         elif not _is_limit(limit):
             expected = f"an integer, 1 or more and at most {MAX_TOKENS}"
-            yield out_of_range(f"{path}.{key}", limit, expected, fix=example)
+            yield range_error(f"{path}.{key}", limit, expected, fix=example)
 
     # Every prompt length needs a row.
+    if MORE in table:
+        return
     rows = table_rows(table)
-    if MORE not in table and (not rows or (rows[-1][0] or 0) < longest_prompt):
-        longest_row = rows[-1][0] if rows else 0
+    covered_tokens = max((tokens or 0 for tokens, _ in rows), default=0)
+    if not rows or covered_tokens < longest_prompt:
         yield UserError(
             f"`{path}` has no limit for the longest prompts",
             where=path,
             expected=f"a row `{MORE}`, or one for data.max_prompt_tokens = {longest_prompt}",
-            got=f"rows up to {longest_row} tokens",
+            got=f"rows up to {covered_tokens} tokens",
             fix=f"add {MORE}: 1024 to it",
         )
 
 
 def _is_limit(value: Any) -> bool:
-    """Return whether a value is a valid number of tokens."""
+    """Return whether a value is a valid limit: a number of tokens from 1 to `MAX_TOKENS`."""
     # YAML's true is an int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_TOKENS

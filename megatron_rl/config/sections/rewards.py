@@ -218,10 +218,10 @@ class CodeConfig:
 
     The ground truth is a list of tests, or JSON text of one. A test is ``{"stdin": "2 3", "stdout": "5"}``
     for the program's output, ``{"call": "add(2, 3)", "returns": 5}`` for a function's result, or Python with
-    assertions, ``"assert add(2, 3) == 5"``. The program runs in a process below the contained worker, and the
-    comparison in another one. A program that fails, is too slow or exceeds a limit has not passed the test.
-    The sample is invalid if its tests cannot be read, if a value of the program cannot be compared outside
-    the program, or if the worker does not survive the program.
+    assertions, ``"assert add(2, 3) == 5"``. The program runs in a child process of the contained worker, and
+    the comparison in another one. A program that fails, is too slow or exceeds a limit has not passed the
+    test. The sample is invalid if its tests cannot be read, if a value of the program cannot be compared
+    outside the program, or if the worker does not survive the program.
     """
 
     language: str = setting("python", "Language of the programs.", choices=("python",))
@@ -335,8 +335,8 @@ class RewardConfig:
         conversion="ours has a name for each: NAME.path",
     )
 
-    def of_function(self, function: str) -> RewardConfig:
-        """Return the settings to call another function with this function's workers and limits."""
+    def with_function(self, function: str) -> RewardConfig:
+        """Return the settings with which another function is called, with this one's workers and limits."""
         return RewardConfig(
             function,
             timeout=self.timeout,

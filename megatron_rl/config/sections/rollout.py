@@ -45,7 +45,7 @@ from megatron_rl.config.sections.schedules import (
     smallest_value,
 )
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.errors import UserError, nearest, out_of_range, requires
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error
 
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
@@ -513,8 +513,8 @@ class RolloutConfig:
     def most_in_flight(self) -> int | None:
         """Return the largest number of episodes that a replica samples at once; None if unbounded."""
         # The engine schedules no more sequences than its own limit.
-        bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
-        return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+        limits = [self.max_in_flight, self.vllm.get("max_num_seqs")]
+        return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
     @property
     def bans_ngrams(self) -> bool:
@@ -546,9 +546,10 @@ class RolloutConfig:
 
 def changes_temperature(rollout: RolloutConfig) -> bool:
     """Return whether the temperature of any task changes over steps."""
-    return any(
-        path.endswith(".temperature") and changes_over_steps(value) for path, value in _schedules(rollout)
-    )
+    for path, value in _schedules(rollout):
+        if path.endswith(".temperature") and changes_over_steps(value):
+            return True
+    return False
 
 
 def _schedules(rollout: RolloutConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -567,10 +568,10 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
         # A positive temperature near 0 would be raised, so that it would not change linearly.
-        lowest = 0.0
+        lowest_number = 0.0
         if name == "temperature":
-            lowest = LOWEST_TEMPERATURE
-        yield from schedule_errors(path, value, profile_fields()[name], lowest)
+            lowest_number = LOWEST_TEMPERATURE
+        yield from schedule_errors(path, value, profile_fields()[name], lowest_number)
 
         if changes_over_tokens(value) and not rollout.capabilities.token_history:
             choices = engines_with(token_history=True)
@@ -612,13 +613,14 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
 
             # The type and the bounds of the rollout's own key.
             hint = field_hints(RolloutConfig)[name]
-            accepted, typed = convert_value(hint, value)
-            if not accepted or descriptions[name].error(path, typed) is not None:
+            description = descriptions[name]
+            accepted, typed_value = convert_value(hint, value)
+            if not accepted or description.value_error(path, typed_value) is not None:
                 expected = type_text(hint)
-                if descriptions[name].bounds():
-                    expected += f", {descriptions[name].bounds()}"
+                if description.bounds_text():
+                    expected += f", {description.bounds_text()}"
                 fix = "correct it, or remove it to have the value of the rollout section"
-                errors.append(out_of_range(path, value, expected, fix=fix))
+                errors.append(range_error(path, value, expected, fix=fix))
     return errors
 
 
@@ -663,31 +665,31 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
         )
 
 
-def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
-    """Return the error for a key that a sampling profile does not have; ``names`` are its keys."""
+def _profile_name_error(path: str, name: str, valid_names: list[str]) -> UserError:
+    """Return the error for the key ``name`` at ``path``, which a sampling profile does not have."""
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
 
-    close = nearest(name, names)
-    if close:
-        message += f"; did you mean `{close}`?"
-        fix = f"write `{close}`"
-    expected = f"one of {', '.join(names)}"
+    suggestion = nearest(name, valid_names)
+    if suggestion:
+        message += f"; did you mean `{suggestion}`?"
+        fix = f"write `{suggestion}`"
+    expected = f"one of {', '.join(valid_names)}"
     return UserError(message, where=path, expected=expected, got=f"`{name}`", fix=fix)
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
     """Return the stop texts of the rollout and of each profile with its own, by the path of the setting."""
     # A profile's stop texts replace the rollout's and do not add to them.
-    stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
+    texts: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
         if "stop" in profile:
-            stops[f"rollout.sampling_profiles.{task}.stop"] = profile["stop"]
-    return stops
+            texts[f"rollout.sampling_profiles.{task}.stop"] = profile["stop"]
+    return texts
 
 
 def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the path of the rollout and of each profile, with their complete sampling settings."""
+    """Yield (path, complete sampling settings) of the rollout section and of each sampling profile."""
     common = {name: getattr(rollout, name) for name in profile_fields()}
     yield "rollout", common
 
@@ -702,14 +704,14 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
-        shortest = settings["min_response_tokens"]
+        min_tokens = settings["min_response_tokens"]
 
         # Limits may depend on the prompt, or follow earlier lengths: the minimum applies to each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
-        if shortest > limit:
-            yield out_of_range(
+        if min_tokens > limit:
+            yield range_error(
                 f"{path}.min_response_tokens",
-                shortest,
+                min_tokens,
                 f"at most {limit}, the smallest limit of max_response_tokens",
                 fix="lower it, or raise max_response_tokens",
             )
@@ -719,16 +721,16 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             if abs(bias) > MAX_BIAS:
                 expected = f"from -{MAX_BIAS:g} to {MAX_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
-                yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
+                yield range_error(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
 
         # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
-        count = len({*settings["logit_bias"], *settings["banned_tokens"]})
-        if count > MAX_BIASED_TOKENS:
+        biased_count = len({*settings["logit_bias"], *settings["banned_tokens"]})
+        if biased_count > MAX_BIASED_TOKENS:
             yield UserError(
                 "more tokens have a bias or are banned than vLLM supports",
                 where=f"{path}.logit_bias",
                 expected=f"{MAX_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
-                got=f"{count}",
+                got=f"{biased_count}",
                 fix="remove some",
             )
 
@@ -737,7 +739,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
     """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
     key = f"{path}.no_repeat_ngram_size"
     if size == 1:
-        yield out_of_range(
+        yield range_error(
             key,
             size,
             "0, or 2 tokens or more",
@@ -745,7 +747,8 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
         )
     if size and not rollout.capabilities.token_history:
         choices = engines_with(token_history=True)
-        yield requires(key, size, choices, got=f"rollout.engine={rollout.engine}", fix=f"set {choices}")
+        got = f"rollout.engine={rollout.engine}"
+        yield requirement_error(key, size, choices, got=got, fix=f"set {choices}")
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
@@ -754,24 +757,24 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     vLLM counts only the tokens of the current request; earlier turns or rounds are part of its prompt.
     """
     # Settings with which a response continues in a second request.
-    splits = {
+    splitting_settings = {
         "rollout.environment": rollout.environment is not None,
         "rollout.oversample": rollout.oversample > 0,
         "rollout.partial": rollout.partial,
     }
-    split = next((key for key, is_set in splits.items() if is_set), None)
-    if split is None:
+    splitting_key = next((key for key, is_set in splitting_settings.items() if is_set), None)
+    if splitting_key is None:
         return
 
     for path, settings in task_settings(rollout):
         for name in ("presence_penalty", "frequency_penalty"):
             if settings[name]:
-                yield requires(
+                yield requirement_error(
                     f"{path}.{name}",
                     settings[name],
                     "responses that are one request of the engine each",
-                    got=f"{split} is set, which continues responses in further requests",
-                    fix=f"remove {split}, or use rollout.repetition_penalty",
+                    got=f"{splitting_key} is set, which continues responses in further requests",
+                    fix=f"remove {splitting_key}, or use rollout.repetition_penalty",
                 )
 
 
@@ -798,7 +801,10 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error for a text that is not a single token, although a rule on logits requires it."""
+    """Return the error for a text that is not a single token, although a rule on logits requires it.
+
+    ``setting`` is the path of the setting with the text, and ``tokens`` are the tokens of the text.
+    """
     return UserError(
         f"the text {text!r} is not one token of this model",
         where=setting,
@@ -809,7 +815,10 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error for a ``token_id:N`` that is not below ``vocabulary``, the tokenizer's size."""
+    """Return the error for a ``token_id:N`` that is not below ``vocabulary``, the tokenizer's size.
+
+    ``setting`` is the path of the setting with it.
+    """
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
@@ -828,8 +837,8 @@ def stop_text_error(
 ) -> UserError | None:
     """Return the error for a stop text that no response of the model can contain, or None for any other.
 
-    ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
-    ``decoded`` is the text that the tokens decode to.
+    ``setting`` is the path of the setting with the text, ``tokens`` are the tokens of the text, and
+    ``decoded`` is what they decode to. ``unknown_token`` is the tokenizer's token for unknown text.
     """
     # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
     if tokens and unknown_token not in tokens and text.strip() in decoded:

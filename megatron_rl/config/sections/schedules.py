@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config.field_types import convert_value
 from megatron_rl.config.sections.bounds import MAX_STEPS, MAX_TOKENS
 from megatron_rl.config.setting import Setting
-from megatron_rl.errors import UserError, out_of_range
+from megatron_rl.errors import UserError, range_error
 
 LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
@@ -33,7 +33,7 @@ class LinearSchedule:
 
     Example:
         >>> schedule = LinearSchedule(1.0, 0.6, 200)
-        >>> schedule.at(0), schedule.at(100), schedule.at(500)
+        >>> schedule.value_at(0), schedule.value_at(100), schedule.value_at(500)
         (1.0, 0.8, 0.6)
     """
 
@@ -44,7 +44,7 @@ class LinearSchedule:
     length: int
     """Number of steps or tokens over which the value changes, 0 for a constant one."""
 
-    def at(self, index: int) -> float:
+    def value_at(self, index: int) -> float:
         """Return the value of the step or token with an index, which counts from 0."""
         if index >= self.length:
             return self.end
@@ -80,53 +80,59 @@ def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSche
 
 
 def smallest_value(value: ScheduledValue) -> float:
-    """Return the smallest value of any step and token; also for an invalid section."""
+    """Return the smallest value at any step and token; infinity for a value that is not valid."""
     if isinstance(value, Mapping):
         ends = [value[name] for name in ("start", "end") if name in value]
         return min(map(smallest_value, ends), default=float("inf"))
-    return value if convert_value(float, value)[0] else float("inf")
+
+    is_number, _ = convert_value(float, value)
+    return value if is_number else float("inf")
 
 
 def schedule_errors(
-    path: str, value: Mapping[str, Any], bounds: Setting, lowest: float = 0.0
+    path: str, value: Mapping[str, Any], description: Setting, lowest_number: float = 0.0
 ) -> Iterator[UserError]:
-    """Yield the errors of a section at ``path``.
+    """Yield the errors of a schedule, which is the section ``value`` at ``path``.
 
-    ``bounds`` describes the key, and ``lowest`` is the smallest number of a schedule over tokens.
+    ``description`` is that of the key, with its bounds. ``lowest_number`` is the smallest number of a
+    schedule over tokens.
     """
     if not changes_over_tokens(value):
-        yield from _step_errors(path, value, bounds)
+        yield from _step_errors(path, value, description)
         return
 
     if set(value) != {"start", "end", _TOKENS}:
         yield _shape_error(path, value)
         return
     for name in ("start", "end"):
-        end = value[name]
-        if isinstance(end, Mapping):
-            yield from _step_errors(f"{path}.{name}", end, bounds, lowest)
+        endpoint = value[name]
+        if isinstance(endpoint, Mapping):
+            yield from _step_errors(f"{path}.{name}", endpoint, description, lowest_number)
         else:
-            yield from _number_errors(f"{path}.{name}", end, bounds, lowest)
+            yield from _number_errors(f"{path}.{name}", endpoint, description, lowest_number)
     yield from _length_errors(path, value, _TOKENS)
 
 
 def _value_at(value: ScheduledValue, step: int | None) -> float:
-    """Return a number, or the value of a section over steps at ``step``, see `token_schedule`."""
+    """Return a constant, or the value of a schedule over steps at ``step``, see `token_schedule`."""
     if not isinstance(value, Mapping):
         return float(value)
+
     schedule = LinearSchedule(float(value["start"]), float(value["end"]), int(value[_STEPS]))
-    return schedule.end if step is None else schedule.at(step - 1)
+    if step is None:
+        return schedule.end
+    return schedule.value_at(step - 1)
 
 
 def _step_errors(
-    path: str, value: Mapping[str, Any], bounds: Setting, lowest: float = 0.0
+    path: str, value: Mapping[str, Any], description: Setting, lowest_number: float = 0.0
 ) -> Iterator[UserError]:
-    """Yield the errors of a section over steps."""
+    """Yield the errors of a schedule over steps; the arguments are those of `schedule_errors`."""
     if set(value) != {"start", "end", _STEPS}:
         yield _shape_error(path, value)
         return
     for name in ("start", "end"):
-        yield from _number_errors(f"{path}.{name}", value[name], bounds, lowest)
+        yield from _number_errors(f"{path}.{name}", value[name], description, lowest_number)
     yield from _length_errors(path, value, _STEPS)
 
 
@@ -147,24 +153,24 @@ def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
     )
 
 
-def _number_errors(path: str, value: Any, bounds: Setting, lowest: float) -> Iterator[UserError]:
-    """Yield the error for an end of a schedule that is no number of the key."""
+def _number_errors(path: str, value: Any, description: Setting, lowest_number: float) -> Iterator[UserError]:
+    """Yield the error for the start or end of a schedule, if it is not a valid number of the key."""
     accepted, number = convert_value(float, value)
     if not accepted:
-        yield out_of_range(path, value, f"a number, {bounds.bounds()}", fix="give a number")
+        yield range_error(path, value, f"a number, {description.bounds_text()}", fix="give a number")
         return
-    error = bounds.error(path, number)
+    error = description.value_error(path, number)
     if error is not None:
         yield error
-    elif number < lowest:
-        expected = f"{lowest:g} or more for a change over tokens"
-        yield out_of_range(path, value, expected, fix=f"raise it to {lowest:g} or more")
+    elif number < lowest_number:
+        expected = f"{lowest_number:g} or more for a change over tokens"
+        yield range_error(path, value, expected, fix=f"raise it to {lowest_number:g} or more")
 
 
-def _length_errors(path: str, value: Mapping[str, Any], name: str) -> Iterator[UserError]:
-    """Yield the error for an invalid length of a schedule; ``name`` is its key."""
-    unit, largest = _UNITS[name]
-    accepted, length = convert_value(int, value[name])
-    if not accepted or not 1 <= length <= largest:
-        expected = f"an integer from 1 to {largest}"
-        yield out_of_range(f"{path}.{name}", value[name], expected, fix=f"give a number of {unit}")
+def _length_errors(path: str, value: Mapping[str, Any], length_key: str) -> Iterator[UserError]:
+    """Yield the error for an invalid length of a schedule, which is at ``length_key`` of its section."""
+    unit, max_length = _UNITS[length_key]
+    accepted, length = convert_value(int, value[length_key])
+    if not accepted or not 1 <= length <= max_length:
+        expected = f"an integer from 1 to {max_length}"
+        yield range_error(f"{path}.{length_key}", value[length_key], expected, fix=f"give a number of {unit}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_TOKENS, POSITIVE, STEPS
-from megatron_rl.config.sections.data import own_field
+from megatron_rl.config.sections.data import override_field
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import required, setting
 
@@ -32,13 +32,13 @@ class StageConfig:
     )
 
     # Data of stages and of reinforcement learning come from different sources, which name fields differently.
-    prompt_field: str | None = own_field(
+    prompt_field: str | None = override_field(
         "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
     )
-    tools_field: str | None = own_field(
+    tools_field: str | None = override_field(
         "tools_field", "Field of the tools in `data` and `held_out` of the stage."
     )
-    chat_template: bool | None = own_field(
+    chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of the stage with the tokenizer's chat template."
     )
 

@@ -1,8 +1,8 @@
 """Conversion between Megatron-LM's arguments and config.json, from one table of a model's arguments.
 
-`arguments_of` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
-direction a config.json, derived or from the tokenizer's folder, is accepted only if `arguments_of` returns
-the checkpoint's arguments for it. So there is no second table that could disagree with the first.
+`derive_arguments` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
+direction a config.json, derived or from the tokenizer's folder, is accepted only if `derive_arguments`
+returns the checkpoint's arguments for it. So there is no second table that could disagree with the first.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.blocks.latent_attention import latent_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
-from megatron_rl.shapes.pretrained import PretrainedModel, describe
+from megatron_rl.shapes.pretrained import PretrainedModel, parse_pretrained
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling), apart from the factor."""
-ABSENT: Mapping[str, str] = {
+UNSUPPORTED_ARGUMENTS: Mapping[str, str] = {
     "mtp_num_layers": "layers that predict further tokens",
     "squared_relu": "squared ReLU",
     "quick_geglu": "quick GEGLU",
@@ -57,18 +57,18 @@ _LONGEST_VALUE = 200
 """Characters of a value that an error shows."""
 
 
-def arguments_of(model: PretrainedModel) -> dict[str, Any]:
+def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
     """Return the arguments with which Megatron-LM builds a model; raise UserError if it cannot build it."""
     shape = model.shape
     config = model.config
-    rope = rope_parameters(config)
+    rope_settings = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    feature = _unsupported_feature(model, activation, rope)
+    feature = _unsupported_feature(model, activation, rope_settings)
     if feature is not None:
         raise _no_arguments_error(model, feature)
 
     # Without grouped queries Megatron-LM's default number of groups is 1.
-    is_grouped = not shape.mla and shape.kv_heads != shape.heads
+    is_grouped = not shape.has_latent_attention and shape.kv_heads != shape.heads
     query_groups = 1
     if is_grouped:
         query_groups = shape.kv_heads
@@ -90,34 +90,34 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
         "swiglu": shape.gated and activation == "silu",
         "add_bias_linear": shape.mlp_bias,
         "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm or shape.mla,
+        "qk_layernorm": shape.qk_norm or shape.has_latent_attention,
         "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
+        "rotary_base": rope_settings["rope_theta"],
         "rotary_percent": rotary_fraction(config),
-        "use_rope_scaling": rope.get("rope_type") == "llama3",
-        "multi_latent_attention": shape.mla,
+        "use_rope_scaling": rope_settings.get("rope_type") == "llama3",
+        "multi_latent_attention": shape.has_latent_attention,
         "num_experts": shape.experts or None,
         "init_method_std": config["initializer_range"],
     }
 
     # Arguments of latent attention, scaled rotary angles and experts.
-    if shape.mla:
+    if shape.has_latent_attention:
         arguments |= {
             **latent_settings(shape),
             "rope_type": "rope",
             "rotary_scaling_factor": 1.0,
-            "mscale": rope.get("mscale", 1.0),
-            "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+            "mscale": rope_settings.get("mscale", 1.0),
+            "mscale_all_dim": rope_settings.get("mscale_all_dim", 0.0),
         }
-        if rope.get("rope_type") == "yarn":
-            arguments |= {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"]}
-    if rope.get("rope_type") == "llama3":
-        arguments["rope_scaling_factor"] = rope["factor"]
+        if rope_settings.get("rope_type") == "yarn":
+            arguments |= {"rope_type": "yarn", "rotary_scaling_factor": rope_settings["factor"]}
+    if rope_settings.get("rope_type") == "llama3":
+        arguments["rope_scaling_factor"] = rope_settings["factor"]
     if shape.experts:
         arguments |= _expert_arguments(model)
 
     # Whatever else the model sets in Megatron, its arguments would leave out.
-    feature = _unargued_feature(model, arguments)
+    feature = _feature_without_argument(model, arguments)
     if feature is not None:
         raise _no_arguments_error(model, feature)
     return arguments
@@ -134,7 +134,7 @@ def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
     )
 
 
-def _unargued_feature(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
+def _feature_without_argument(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
     """Return a feature that the family or the blocks set in Megatron and no argument has, or None."""
     shape = model.shape
     settings: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def _unargued_feature(model: PretrainedModel, arguments: Mapping[str, Any]) -> s
         # A setting that is off needs no argument.
         if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or not (argument or value):
             continue
-        return ABSENT.get(name, f"{name} = {value}")
+        return UNSUPPORTED_ARGUMENTS.get(name, f"{name} = {value}")
     if model.family.features:
         return model.family.features[0].replace("_", " ")
     return None
@@ -182,10 +182,14 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def _unsupported_feature(model: PretrainedModel, activation: str, rope: Mapping[str, Any]) -> str | None:
+def _unsupported_feature(
+    model: PretrainedModel,
+    activation: str,
+    rope_settings: Mapping[str, Any],
+) -> str | None:
     """Return a feature of the model for which Megatron-LM has no argument, or None."""
     shape = model.shape
-    rope_type = rope.get("rope_type", "default")
+    rope_type = rope_settings.get("rope_type", "default")
     if shape.post_norms:
         return "norms after attention and MLP"
     if shape.blocks:
@@ -203,18 +207,18 @@ def _unsupported_feature(model: PretrainedModel, activation: str, rope: Mapping[
         return "attention to a window of tokens"
 
     # Scaled rotary angles: Llama 3's with Megatron's constants, or YaRN in latent attention.
-    if rope_type == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
+    if rope_type == "llama3" and any(rope_settings.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
-    is_latent_yarn = rope_type == "yarn" and shape.mla
+    is_latent_yarn = rope_type == "yarn" and shape.has_latent_attention
     if rope_type not in ("default", "llama3") and not is_latent_yarn:
         return f"RoPE scaling of type {rope_type}"
     return None
 
 
-def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
+def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
     """Return the config.json of a checkpoint's model, from the arguments that it was trained with.
 
-    ``vocabulary`` is the size of the tokenizer's vocabulary, used if the arguments contain no size.
+    ``tokenizer_size`` is the size of the tokenizer's vocabulary, used if the arguments contain no size.
     ``setting`` is the key that names the checkpoint. Raises UserErrors with every argument of a feature that
     cannot be trained here.
     """
@@ -222,8 +226,8 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
 
     # Report all unsupported arguments together.
     errors = list(_argument_errors(arguments, setting))
-    size = _vocabulary(arguments) or vocabulary
-    if size is None:
+    vocabulary_size = _vocabulary_size(arguments) or tokenizer_size
+    if vocabulary_size is None:
         fix = "name the model's tokenizer in model.hf_path"
         expected = "a number, or a tokenizer that has one"
         errors.append(_argument_error(setting, "vocab_size", None, expected, fix))
@@ -234,16 +238,16 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     key_value_heads = heads
     if get("group_query_attention"):
         key_value_heads = get("num_query_groups")
-    experts = get("num_experts")
-    family, architecture = _family(arguments)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
+    expert_count = get("num_experts")
+    model_type, architecture = _transformers_family(arguments)
+    rope_settings: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
     if get("use_rope_scaling"):
-        rope |= {"rope_type": "llama3", "factor": get("rope_scaling_factor", 8.0), **LLAMA3}
+        rope_settings |= {"rope_type": "llama3", "factor": get("rope_scaling_factor", 8.0), **LLAMA3}
 
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": family,
-        "vocab_size": size,
+        "model_type": model_type,
+        "vocab_size": vocabulary_size,
         "hidden_size": get("hidden_size"),
         "intermediate_size": get("ffn_hidden_size"),
         "num_hidden_layers": get("num_layers"),
@@ -254,7 +258,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
         "max_position_embeddings": get("max_position_embeddings"),
         "rms_norm_eps": get("layernorm_epsilon", get("norm_epsilon")),
         "initializer_range": get("init_method_std", 0.02),
-        "rope_parameters": rope,
+        "rope_parameters": rope_settings,
         "tie_word_embeddings": not get("untie_embeddings_and_output_weights"),
         "dtype": str(get("params_dtype", "torch.bfloat16")).removeprefix("torch."),
     }
@@ -262,17 +266,17 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
         config |= {"attention_bias": True, "mlp_bias": True}
 
     # Mixtral has other keys for its experts than Qwen3-MoE, and no dense layers.
-    if experts:
-        width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
+    if expert_count:
+        expert_width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
         config["num_experts_per_tok"] = get("moe_router_topk")
-        if family == "mixtral":
-            config |= {"num_local_experts": experts, "intermediate_size": width}
+        if model_type == "mixtral":
+            config |= {"num_local_experts": expert_count, "intermediate_size": expert_width}
         else:
             expert_layers = _expert_layers(arguments)
             dense_layers = [layer for layer, has_experts in enumerate(expert_layers) if not has_experts]
             config |= {
-                "num_experts": experts,
-                "moe_intermediate_size": width,
+                "num_experts": expert_count,
+                "moe_intermediate_size": expert_width,
                 # A softmax after the selection equals a softmax before it that is normalised over the
                 # selected experts.
                 "norm_topk_prob": not get("moe_router_pre_softmax"),
@@ -281,7 +285,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     return config
 
 
-def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
+def _transformers_family(arguments: Mapping[str, Any]) -> tuple[str, str]:
     """Return model_type and architecture of the transformers class with the layers of these arguments."""
     has_experts = bool(arguments.get("num_experts"))
     has_qk_norm = bool(arguments.get("qk_layernorm"))
@@ -300,7 +304,7 @@ def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
     return families[has_experts, has_qk_norm]
 
 
-def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
+def _vocabulary_size(arguments: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the arguments, or None if the tokenizer determines it."""
     size = arguments.get("vocab_size")
     if size and arguments.get("tokenizer_type") == "NullTokenizer":
@@ -311,24 +315,24 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
 
 def _argument_errors(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
     """Yield an error for each argument of a feature that cannot be trained here, and for absent sizes."""
-    for name, meaning in ABSENT.items():
+    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if arguments.get(name):
-            unset = f"not set: {meaning} cannot be trained here"
-            yield _argument_error(setting, name, arguments[name], unset)
+            expected_text = f"not set: {meaning} cannot be trained here"
+            yield _argument_error(setting, name, arguments[name], expected_text)
 
     # All families for which a config.json is derived have these values.
-    for name, expected in (
+    for name, required_value in (
         ("position_embedding_type", "rope"),
         ("normalization", "RMSNorm"),
         ("swiglu", True),
     ):
-        if arguments.get(name) != expected:
-            yield _argument_error(setting, name, arguments.get(name), repr(expected))
+        if arguments.get(name) != required_value:
+            yield _argument_error(setting, name, arguments.get(name), repr(required_value))
 
     if arguments.get("multi_latent_attention"):
-        expected = "a config.json: it cannot be derived for latent attention"
+        required_value = "a config.json: it cannot be derived for latent attention"
         fix = "name a folder with the model's own config.json in model.hf_path"
-        yield _argument_error(setting, "multi_latent_attention", True, expected, fix)
+        yield _argument_error(setting, "multi_latent_attention", True, required_value, fix)
 
     # Sizes that config.json must have.
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
@@ -338,14 +342,14 @@ def _argument_errors(arguments: Mapping[str, Any], setting: str) -> Iterator[Use
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it has experts, from ``moe_layer_freq``, which is a period or a list."""
-    layers = arguments.get("num_layers") or 0
+    layer_count = arguments.get("num_layers") or 0
     frequency = arguments.get("moe_layer_freq") or 1
     if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(layers)]
+        return [layer % frequency == 0 for layer in range(layer_count)]
     return [bool(value) for value in frequency]
 
 
-def contradictions(
+def contradiction_errors(
     arguments: Mapping[str, Any],
     model: PretrainedModel,
     setting: str,
@@ -356,7 +360,7 @@ def contradictions(
     ``setting`` is the key that names the checkpoint. Arguments that it lacks contradict nothing.
     """
     try:
-        expected = arguments_of(model)
+        expected_arguments = derive_arguments(model)
     except UserError as error:
         return [
             UserError(
@@ -369,14 +373,14 @@ def contradictions(
         ]
 
     errors: list[UserError] = []
-    for name, meaning in ABSENT.items():
+    for name, meaning in UNSUPPORTED_ARGUMENTS.items():
         if arguments.get(name):
-            unset = f"not set: {meaning} is not in {config_path}"
-            errors.append(_argument_error(setting, name, arguments[name], unset))
+            expected_text = f"not set: {meaning} is not in {config_path}"
+            errors.append(_argument_error(setting, name, arguments[name], expected_text))
 
     # Arguments that the checkpoint lacks contradict nothing.
     checkpoint_values = _effective_arguments(arguments)
-    for name, value in _effective_arguments(expected).items():
+    for name, value in _effective_arguments(expected_arguments).items():
         if name in checkpoint_values and not _are_equal(checkpoint_values[name], value):
             expected_value = f"{value!r}, by {config_path}"
             fix = "correct it, or name the folder that belongs to this checkpoint"
@@ -454,14 +458,14 @@ def _argument_error(
     )
 
 
-def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
-    """Derive a config.json from arguments, and verify that `arguments_of` returns the same arguments for it.
+def derive_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
+    """Derive a config.json from arguments, and verify it: `derive_arguments` must return the same arguments.
 
-    It has the parameters of `config_of`, and raises the same errors.
+    It has the parameters of `_build_config`, and raises the same errors.
     """
-    config = config_of(arguments, setting, vocabulary)
-    model = describe(config, "the derived config.json")
-    errors = contradictions(arguments, model, setting, "the config.json derived from them")
+    config = _build_config(arguments, setting, tokenizer_size)
+    model = parse_pretrained(config, "the derived config.json")
+    errors = contradiction_errors(arguments, model, setting, "the config.json derived from them")
     if errors:
         raise UserErrors(errors)
     return config

@@ -18,9 +18,9 @@ from typing import Any
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
-    flat_parameters,
-    module_orders,
-    other_buffers,
+    arrange_parameters,
+    mismatched_buffers_error,
+    possible_implementations,
     writer_layout,
 )
 from megatron_rl.interop.megatron_lm.pickles import (
@@ -47,7 +47,7 @@ _CONVERT = (
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
 """Fix in the error for a checkpoint in the legacy format, which ``folder`` contains."""
-_LISTED = 6
+_MAX_LISTED = 6
 """Largest number of names, or errors, that are listed."""
 
 
@@ -88,19 +88,23 @@ class MegatronCheckpoint:
     steps: int | None
     """Number of steps of the optimizer, or None if it is not stored."""
 
-    def state(self, name: str) -> MegatronCheckpoint:
-        """Return the checkpoint with an optimizer state, such as ``exp_avg``, in place of the weights.
+    def with_state(self, name: str) -> MegatronCheckpoint:
+        """Return the checkpoint with the optimizer state ``name``, such as ``exp_avg``, in place of weights.
 
-        Buffers are retained, such as the router's load-balancing biases, since no optimizer updates them.
+        The model's buffers are retained, such as the router's load-balancing biases: no optimizer updates
+        them.
         """
-        tensors: dict[str, StoredTensor] = {}
+        model_buffers: dict[str, StoredTensor] = {}
         for key, tensor in self.tensors.items():
             if is_buffer(key):
-                tensors[key] = tensor
-        return replace(self, tensors=tensors | dict(self.states[name]))
+                model_buffers[key] = tensor
+        return replace(self, tensors=model_buffers | dict(self.states[name]))
 
     def describe_optimizer(self) -> str:
-        """Describe the optimizer state that is restored; valid only without `optimizer_errors`."""
+        """Describe the optimizer state that is restored: the steps of Adam, and the layout of flat buffers.
+
+        Call it only if `optimizer_errors` yields none: the state is otherwise not restored.
+        """
         text = f"Adam resumes from {self.steps} steps"
         if self.states:
             return text
@@ -123,11 +127,11 @@ class MegatronCheckpoint:
 
             # Each state has one tensor per model tensor, in the same file layout as the weights.
             errors = []
-            for name in self.states:
-                state = self.state(name)
-                _, state_errors = state.parameters(shape)
+            for state_name in self.states:
+                state_checkpoint = self.with_state(state_name)
+                _, state_errors = state_checkpoint.locate_parameters(shape)
                 errors += state_errors
-                errors += state.file_errors()
+                errors += state_checkpoint.file_errors()
             return errors
 
         # The fix depends on what the checkpoint has instead.
@@ -150,21 +154,28 @@ class MegatronCheckpoint:
             )
         ]
 
-    def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
+    def list_arrangements(self, shape: ModelShape) -> list[list[FlatParameter]]:
         """Return the possible orders of parameters in the optimizer buffers, most likely first.
 
         Raises UserError if the buffers do not match the model or layout of the arguments.
         """
         # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
-        sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
-        rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
+        bucket_sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
+        vocabulary_rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
         # Several implementations of the layers may fit; the values of the master weights decide later.
         arrangements = []
         errors = []
-        for order in module_orders(self.arguments, shape):
+        for implementation in possible_implementations(self.arguments, shape):
             try:
-                arrangements.append(flat_parameters(self.arguments, shape, rows, sizes, order))
+                arrangement = arrange_parameters(
+                    self.arguments,
+                    shape,
+                    vocabulary_rows,
+                    bucket_sizes,
+                    implementation,
+                )
+                arrangements.append(arrangement)
             except UserError as error:
                 errors.append(error)
         if not arrangements:
@@ -182,11 +193,12 @@ class MegatronCheckpoint:
         errors = list(replace(self, tensors=flat_tensors).file_errors())
 
         try:
-            self.flat_parameters(shape)
+            self.list_arrangements(shape)
             # All states must have the buckets of the master weights.
             master_sizes = self._bucket_sizes(MASTERS[0])
             if any(self._bucket_sizes(state) != master_sizes for state in MOMENTS):
-                raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "different buckets")
+                expected = f"the same buckets of {', '.join(self.buffers)}"
+                raise mismatched_buffers_error(expected, "different buckets")
         except UserError as error:
             fix = f"{error.fix}; or remove {setting}: the optimizer starts from zero"
             errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
@@ -196,102 +208,104 @@ class MegatronCheckpoint:
         """Return the shape of each stored bucket of an optimizer state."""
         return {bucket: tensor.shape for bucket, tensor in self.buffers[state].items()}
 
-    def parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
-        """Return the location of each parameter of a model, and the errors of tensors that differ from it."""
+    def locate_parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
+        """Return the location of each parameter of a model, and the errors of tensors that do not fit it."""
         locations: dict[str, Location] = {}
-        absent_names: list[str] = []
+        missing_names: list[str] = []
         errors: list[UserError] = []
 
         # Of the possible names of each parameter, take the first one that is stored.
-        for name, candidates, expected in _parameters(shape):
-            candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
-            if not candidates:
-                absent_names.append(name)
+        for name, candidates, expected_shape in _possible_locations(shape):
+            stored_candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
+            if not stored_candidates:
+                missing_names.append(name)
                 continue
 
-            location = candidates[0]
+            location = stored_candidates[0]
             locations[name] = location
-            stored = self.tensors[location.key].shape
+            stored_shape = self.tensors[location.key].shape
             # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
             is_padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            if not _fits(stored, location.index, expected, is_padded):
-                errors.append(self._shape_error(name, expected, location, stored, is_padded))
+            if not _contains_parameter(stored_shape, location.index, expected_shape, is_padded):
+                errors.append(self._shape_error(name, expected_shape, location, stored_shape, is_padded))
 
-        # A stacked tensor must not have more layers or experts than the model.
+        # A stacked tensor must not have more layers or experts than the model: count the parameters that use
+        # each tensor, by the number of their leading indices.
         used_keys = {location.key for location in locations.values()}
         entry_counts = Counter((location.key, len(location.index)) for location in locations.values())
-        for (key, depth), count in entry_counts.items():
-            stored_count = math.prod(self.tensors[key].shape[:depth])
-            if count < stored_count:
-                errors.append(self._count_error(key, count, stored_count))
+        for (key, index_length), used_count in entry_counts.items():
+            stored_count = math.prod(self.tensors[key].shape[:index_length])
+            if used_count < stored_count:
+                errors.append(self._count_error(key, used_count, stored_count))
 
         # Report missing and unexpected tensors first: they explain the other errors.
-        unexpected = sorted(set(self.tensors) - used_keys)
-        if absent_names or unexpected:
-            errors.insert(0, self._tensors_error(absent_names, unexpected))
-        return locations, errors[:_LISTED]
+        unexpected_keys = sorted(set(self.tensors) - used_keys)
+        if missing_names or unexpected_keys:
+            errors.insert(0, self._other_tensors_error(missing_names, unexpected_keys))
+        return locations, errors[:_MAX_LISTED]
 
     def file_errors(self) -> Iterator[UserError]:
         """Yield the errors of missing or truncated files, and of tensors with gaps."""
         # Each file must be at least as long as the largest end of its chunks.
-        ends: dict[str, int] = {}
+        required_bytes: dict[str, int] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
-                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+                end = chunk.offset + chunk.length
+                required_bytes[chunk.file] = max(required_bytes.get(chunk.file, 0), end)
 
-        problems: list[str] = []
-        for name in sorted(ends):
-            size = _size(self.path / name)
-            if (size or 0) >= ends[name]:
+        file_problems: list[str] = []
+        for name in sorted(required_bytes):
+            file_bytes = _file_size(self.path / name)
+            if (file_bytes or 0) >= required_bytes[name]:
                 continue
-            problem = f"{size} bytes of {ends[name]}"
-            if size is None:
+            problem = f"{file_bytes} bytes of {required_bytes[name]}"
+            if file_bytes is None:
                 problem = "missing"
-            problems.append(f"{name}: {problem}")
-        if problems:
+            file_problems.append(f"{name}: {problem}")
+        if file_problems:
             yield UserError(
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
-                expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
-                got=join_names(problems, _LISTED),
+                expected=f"{len(required_bytes)} files with the model's tensors, as {DIRECTORY} lists them",
+                got=join_names(file_problems, _MAX_LISTED),
                 fix="copy the whole folder again, or name another iteration",
             )
 
         # An interrupted save leaves parts of tensors without a chunk.
-        incomplete: list[str] = []
+        incomplete_names: list[str] = []
         for name, tensor in self.tensors.items():
             stored_elements = sum(math.prod(chunk.size) for chunk in tensor.chunks)
             if stored_elements != math.prod(tensor.shape):
-                incomplete.append(name)
-        if incomplete:
+                incomplete_names.append(name)
+        if incomplete_names:
             yield UserError(
                 "tensors of the Megatron checkpoint are incomplete",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
-                got=join_names(incomplete, _LISTED),
+                got=join_names(incomplete_names, _MAX_LISTED),
                 fix="use another iteration: the save of this one did not finish",
             )
 
     def _shape_error(
         self,
         name: str,
-        expected: tuple[int, ...],
+        expected_shape: tuple[int, ...],
         location: Location,
-        stored: tuple[int, ...],
+        stored_shape: tuple[int, ...],
         is_padded: bool,
     ) -> UserError:
-        """Return the error for a parameter of shape ``expected`` in a tensor of shape ``stored``."""
-        sizes = [str(size) for size in expected]
+        """Return the error for a parameter of ``expected_shape`` in a stored tensor of another shape."""
+        size_texts = [str(size) for size in expected_shape]
         if is_padded:
-            sizes[0] += " or more"
+            size_texts[0] += " or more"
 
-        got = str(list(stored))
+        got = str(list(stored_shape))
         if location.index:
             got += f", at {list(location.index)}"
         return UserError(
             f"the Megatron checkpoint's tensor {location.key} is not of the model's size",
             where=str(self.path),
-            expected=f"{name}: [{', '.join(sizes)}]",
+            expected=f"{name}: [{', '.join(size_texts)}]",
             got=got,
             fix="name the configuration and the tokenizer that belong to this checkpoint",
         )
@@ -311,15 +325,15 @@ class MegatronCheckpoint:
             fix="name the configuration that belongs to this checkpoint",
         )
 
-    def _tensors_error(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
+    def _other_tensors_error(self, missing_names: Sequence[str], unexpected_keys: Sequence[str]) -> UserError:
         """Return the error for missing tensors, and for tensors that are not the model's."""
         expected = "no others"
-        if absent_names:
-            expected = f"also {join_names(absent_names, _LISTED)}"
+        if missing_names:
+            expected = f"also {join_names(missing_names, _MAX_LISTED)}"
 
         got = f"{len(self.tensors)} tensors without them"
-        if unexpected:
-            got = f"others: {join_names(unexpected, _LISTED)}"
+        if unexpected_keys:
+            got = f"others: {join_names(unexpected_keys, _MAX_LISTED)}"
         return UserError(
             "the Megatron checkpoint has other tensors than the model",
             where=str(self.path),
@@ -351,7 +365,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
 
     ``setting`` is the key that names the folder. Raises UserError for other formats and for damaged files.
     """
-    folder = _iteration_folder(Path(path), setting)
+    folder = _find_iteration_folder(Path(path), setting)
 
     # Verify the format before any pickle is read.
     if _is_legacy(folder):
@@ -377,18 +391,18 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
             fix="save it with --ckpt-format torch_dist",
         )
 
-    common = read_common(folder)
-    if common.arguments is None:
+    common_values = read_common(folder)
+    if common_values.arguments is None:
         raise UserError(
             "the checkpoint has no training arguments",
             where=str(folder),
             expected="args, as Megatron-LM saves them",
-            got=", ".join(common.names) or "nothing",
+            got=", ".join(common_values.names) or "nothing",
             fix="save it with pretrain_gpt.py",
         )
 
     # If the checkpoint does not store its iteration, take it from the folder's name.
-    iteration = common.iteration
+    iteration = common_values.iteration
     if iteration is None:
         iteration = 0
         match = re.fullmatch(r"iter_(\d+)", folder.name)
@@ -396,23 +410,23 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
             iteration = int(match[1])
 
     # With flat buffers the number of steps is stored next to the tensors, not in the common values.
-    stored = read_tensors(folder)
-    steps = common.steps
+    stored_tensors = read_tensors(folder)
+    steps = common_values.steps
     if steps is None:
-        steps = stored.steps
+        steps = stored_tensors.steps
     return MegatronCheckpoint(
         folder,
         iteration,
-        common.arguments,
-        stored.tensors,
-        stored.states,
-        stored.buffers,
-        common.sharding,
+        common_values.arguments,
+        stored_tensors.tensors,
+        stored_tensors.states,
+        stored_tensors.buffers,
+        common_values.sharding,
         steps,
     )
 
 
-def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[int, ...]]]:
+def _possible_locations(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[int, ...]]]:
     """Yield name, possible locations and complete shape of each parameter of a model."""
     for weight in outer_weights(shape, True, True):
         yield weight.name, [Location(weight.name)], weight.local_shape(1)
@@ -422,49 +436,52 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[
         for weight in shape.weights(layer):
             complete_shape = weight.local_shape(1)
             if not weight.expert:
-                yield f"{prefix}.{weight.name}", _locations(weight, layer, None), complete_shape
+                yield f"{prefix}.{weight.name}", _locations_in_layers(weight, layer, None), complete_shape
                 continue
 
             # Megatron names each expert as a separate parameter.
             for expert in range(shape.experts):
                 name = weight.name.format(expert=expert)
-                yield f"{prefix}.{name}", _locations(weight, layer, expert), complete_shape
+                yield f"{prefix}.{name}", _locations_in_layers(weight, layer, expert), complete_shape
 
 
-def _fits(
-    stored: tuple[int, ...],
+def _contains_parameter(
+    stored_shape: tuple[int, ...],
     index: tuple[int, ...],
-    expected: tuple[int, ...],
+    expected_shape: tuple[int, ...],
     is_padded: bool,
 ) -> bool:
-    """Return whether a tensor of shape ``stored`` contains a parameter of shape ``expected`` at an index."""
-    if any(position >= extent for position, extent in zip(index, stored, strict=False)):
+    """Return whether a tensor contains a parameter of ``expected_shape`` at its leading indices ``index``.
+
+    ``is_padded``: whether the tensor may have more rows than the parameter.
+    """
+    if any(position >= extent for position, extent in zip(index, stored_shape, strict=False)):
         return False
 
-    shape = stored[len(index) :]
+    inner_shape = stored_shape[len(index) :]
     if is_padded:
-        return shape[0] >= expected[0] and shape[1:] == expected[1:]
-    return shape == expected
+        return inner_shape[0] >= expected_shape[0] and inner_shape[1:] == expected_shape[1:]
+    return inner_shape == expected_shape
 
 
-def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]:
+def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
     """Return the possible locations of a layer's parameter: stacked over layers, then in a tensor per layer.
 
     Megatron stacks layers if all of them are equal. Names differ between Transformer Engine's layers and
     Megatron's plain layers.
     """
-    index: tuple[int, ...] = ()
+    expert_index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]
     if expert is not None:
-        index = (expert,)
+        expert_index = (expert,)
         names = [weight.name.replace("local_experts.{expert}.", "experts.")]
 
-    stacked = [Location(f"decoder.layers.{name}", (layer, *index)) for name in names]
-    separate = [Location(f"decoder.layers.{layer}.{name}", index) for name in names]
+    stacked = [Location(f"decoder.layers.{name}", (layer, *expert_index)) for name in names]
+    separate = [Location(f"decoder.layers.{layer}.{name}", expert_index) for name in names]
     return stacked + separate
 
 
-def _iteration_folder(path: Path, setting: str) -> Path:
+def _find_iteration_folder(path: Path, setting: str) -> Path:
     """Return the ``iter_*`` folder that the tracker names, or ``path`` itself if it is such a folder."""
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -473,8 +490,8 @@ def _iteration_folder(path: Path, setting: str) -> Path:
 
         content = "no such folder"
         if path.is_dir():
-            names = sorted(item.name for item in path.iterdir())
-            content = ", ".join(names[:_LISTED]) or "an empty folder"
+            names = sorted(entry.name for entry in path.iterdir())
+            content = ", ".join(names[:_MAX_LISTED]) or "an empty folder"
         raise UserError(
             "expected a checkpoint of Megatron-LM",
             where=setting,
@@ -484,17 +501,17 @@ def _iteration_folder(path: Path, setting: str) -> Path:
         )
 
     # Megatron-LM writes the number of an iteration, or the word "release".
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    tracker_text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     folder = path / "release"
-    if text.isdecimal():
-        folder = path / f"iter_{int(text):07d}"
-    is_valid = text.isdecimal() or text == "release"
+    if tracker_text.isdecimal():
+        folder = path / f"iter_{int(tracker_text):07d}"
+    is_valid = tracker_text.isdecimal() or tracker_text == "release"
     if not is_valid or not folder.is_dir():
-        folder_names = sorted(item.name for item in path.iterdir() if item.is_dir())
+        folder_names = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
         raise UserError(
             "the newest iteration of the Megatron checkpoint does not exist",
             where=str(tracker),
-            expected=f"{folder.name}, by the tracker ({text[:20]!r})",
+            expected=f"{folder.name}, by the tracker ({tracker_text[:20]!r})",
             got=", ".join(folder_names) or "no folder",
             fix=f"copy {folder.name}, or name a folder that exists",
         )
@@ -506,7 +523,7 @@ def _is_legacy(folder: Path) -> bool:
     return folder.is_dir() and any(folder.glob("mp_rank_*"))
 
 
-def _size(path: Path) -> int | None:
+def _file_size(path: Path) -> int | None:
     """Return the size of a file in bytes, or None if it does not exist."""
     try:
         return path.stat().st_size

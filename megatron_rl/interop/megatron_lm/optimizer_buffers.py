@@ -22,7 +22,7 @@ from megatron_rl.shapes.model import ModelShape
 
 _ALIGNMENT = 64
 """Alignment of the parameters in a bucket, in elements."""
-_STAGES = {
+_STAGE_ARGUMENTS = {
     FIRST: "decoder_first_pipeline_num_layers",
     LAST: "decoder_last_pipeline_num_layers",
     EMBEDDING: "account_for_embedding_in_pipeline_split",
@@ -51,8 +51,8 @@ _PARAMETER_NAMES = ("layer_norm_weight", "gate_weight", "weight", "bias")
 """The parameters of a module, in the order in which Megatron registers them."""
 
 
-class Order(NamedTuple):
-    """Implementation of a layer's modules, which determines the order of its parameters."""
+class LayerImplementation(NamedTuple):
+    """Implementation of a layer's modules, which determines the order of the layer's parameters."""
 
     fused: bool
     """Whether norms are part of the linear layers that follow them, as in Transformer Engine."""
@@ -72,11 +72,11 @@ class FlatParameter:
     """Megatron's name, with layers counted over the whole model and experts counted on the rank."""
     shape: tuple[int, ...]
     """Shape of the shard."""
-    tensor: int
+    tensor_rank: int
     """Tensor-parallel rank."""
-    expert: int
+    expert_rank: int
     """Expert-parallel rank."""
-    expert_tensor: int
+    expert_tensor_rank: int
     """Expert-tensor-parallel rank."""
     bucket: Bucket
     """Bucket that contains the shard."""
@@ -91,167 +91,170 @@ class _LocalParameter(NamedTuple):
     """Megatron's name, as in `FlatParameter`."""
     shape: tuple[int, ...]
     """Shape of the shard."""
-    replica: bool
+    is_replica: bool
     """Whether the values are read from another rank's buffer instead."""
 
 
 @dataclass(frozen=True)
 class _Model:
-    """Model whose optimizer wrote the buffers."""
+    """Model whose distributed optimizer wrote the flat buffers."""
 
     shape: ModelShape
     """Sizes of the model."""
-    rows: int
+    vocabulary_rows: int
     """Number of rows of the padded vocabulary."""
     layout: ParallelLayout
     """Layout that wrote the checkpoint."""
-    order: Order
+    implementation: LayerImplementation
     """Implementation of the layers."""
 
 
 def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     """Return the layout that wrote a checkpoint, from its arguments."""
 
-    def size(name: str, default: int = 1) -> int:
+    def read_size(name: str, default: int = 1) -> int:
         return int(arguments.get(name) or default)
 
-    tensor = size("tensor_model_parallel_size")
-    pipeline = size("pipeline_model_parallel_size")
-    context = size("context_parallel_size")
-    world_size = tensor * pipeline * context * size("data_parallel_size")
+    tensor = read_size("tensor_model_parallel_size")
+    pipeline = read_size("pipeline_model_parallel_size")
+    context = read_size("context_parallel_size")
+    world_size = tensor * pipeline * context * read_size("data_parallel_size")
     return ParallelLayout(
         tuple(range(world_size)),
         tensor=tensor,
         pipeline=pipeline,
         context=context,
-        virtual_pipeline=size("virtual_pipeline_model_parallel_size"),
-        expert=size("expert_model_parallel_size"),
-        expert_tensor=size("expert_tensor_parallel_size", tensor),
+        virtual_pipeline=read_size("virtual_pipeline_model_parallel_size"),
+        expert=read_size("expert_model_parallel_size"),
+        expert_tensor=read_size("expert_tensor_parallel_size", tensor),
         path="args",
     )
 
 
-def module_orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
+def possible_implementations(arguments: Mapping[str, Any], shape: ModelShape) -> list[LayerImplementation]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments do not determine the implementation, since they do not include a user's own layer specs.
     """
-    plain = Order(fused=False, grouped=False)
-    fused = [Order(fused=True, grouped=False)]
+    plain = LayerImplementation(fused=False, grouped=False)
+    fused = [LayerImplementation(fused=True, grouped=False)]
     if shape.experts:
-        fused.insert(0, Order(fused=True, grouped=True))
+        fused.insert(0, LayerImplementation(fused=True, grouped=True))
 
     if arguments.get("transformer_impl") == "local":
         return [plain, *fused]
     return [*fused, plain]
 
 
-def flat_parameters(
+def arrange_parameters(
     arguments: Mapping[str, Any],
     shape: ModelShape,
-    rows: int,
-    sizes: Mapping[Bucket, int],
-    order: Order,
+    vocabulary_rows: int,
+    bucket_sizes: Mapping[Bucket, int],
+    implementation: LayerImplementation,
 ) -> list[FlatParameter]:
-    """Return one location for each shard of each parameter, in buckets of ``sizes`` elements.
+    """Return the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
 
-    ``rows`` is the number of rows of the padded vocabulary. Raises UserError if this model on the layout of
-    the ``arguments`` has buckets of other sizes.
+    ``vocabulary_rows`` is the number of rows of the padded vocabulary. Raises UserError if this model on the
+    layout of the ``arguments`` has buckets of other sizes.
     """
     # An explicit layout string can place layers in any way, and cannot be parsed here.
     layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
-        raise other_buffers("stages that follow from other arguments", "pipeline_model_parallel_layout")
+        expected = "stages that follow from other arguments"
+        raise mismatched_buffers_error(expected, "pipeline_model_parallel_layout")
 
-    settings = {name: arguments.get(argument) for name, argument in _STAGES.items()}
+    stage_settings = {name: arguments.get(argument) for name, argument in _STAGE_ARGUMENTS.items()}
     try:
-        stages = stage_chunks(shape.layers, layout, settings)
+        stages = stage_chunks(shape.layers, layout, stage_settings)
     except UserError as error:
-        raise other_buffers(f"{error.message}: {error.expected}", str(error.got)) from error
+        raise mismatched_buffers_error(f"{error.message}: {error.expected}", str(error.got)) from error
 
     # Lay out the buffers of each group of ranks with the same parameters.
-    model = _Model(shape, rows, layout, order)
-    flat: list[FlatParameter] = []
+    model = _Model(shape, vocabulary_rows, layout, implementation)
+    arrangement: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
-    separate_experts = any(bucket.part for bucket in sizes)
-    for optimizer, group, shard, buffers in _groups(model, stages, separate_experts):
+    has_separate_experts = any(bucket.part for bucket in bucket_sizes)
+    rank_groups = _iterate_rank_groups(model, stages, has_separate_experts)
+    for optimizer_index, group_index, shard, buffer_parameters in rank_groups:
         # Megatron makes no buffer for a chunk without parameters.
-        for buffer, parameters in enumerate(filter(None, buffers)):
-            first_bucket = Bucket(optimizer, group, buffer, 0)
-            for parameter, bucket, start in _locate_parameters(parameters, first_bucket, sizes):
+        for buffer_index, parameters in enumerate(filter(None, buffer_parameters)):
+            first_bucket = Bucket(optimizer_index, group_index, buffer_index, 0)
+            for parameter, bucket, start in _locate_parameters(parameters, first_bucket, bucket_sizes):
                 expected_buckets.add(bucket)
-                if not parameter.replica:
-                    flat.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
+                if not parameter.is_replica:
+                    arrangement.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
 
     # Buckets without a parameter belong to another model or layout.
-    if expected_buckets != set(sizes):
+    if expected_buckets != set(bucket_sizes):
         expected = f"{len(expected_buckets)} buckets, by {layout.short_text()} of its arguments"
-        raise other_buffers(expected, f"{len(sizes)}")
-    return flat
+        raise mismatched_buffers_error(expected, f"{len(bucket_sizes)}")
+    return arrangement
 
 
-def _groups(
-    model: _Model, stages: Sequence[Sequence[list[int]]], separate_experts: bool
+def _iterate_rank_groups(
+    model: _Model, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
-    """Yield optimizer, index, shard and the chunks' parameters of every group of ranks with equal parameters.
+    """Yield each group of ranks with equal parameters, as (optimizer, group, shard, parameters by chunk).
 
-    A shard is (tensor, expert, expert-tensor) rank. With ``separate_experts`` experts have a separate
-    optimizer, and therefore separate groups.
+    ``optimizer`` and ``group`` are the first two numbers of the group's `Bucket`. ``shard`` is the (tensor,
+    expert, expert-tensor) rank. With ``has_separate_experts`` experts have a separate optimizer, and
+    therefore separate groups.
     """
     layout = model.layout
-    num_expert_shards = layout.expert * layout.expert_tensor
+    expert_shard_count = layout.expert * layout.expert_tensor
     expert_flags = [False]
-    if not separate_experts:
+    if not has_separate_experts:
         expert_flags.append(True)
 
     for stage, chunks in enumerate(stages):
         is_last_stage = stage == len(stages) - 1
 
         # Ranks with the same tensor-parallel index have the same parameters outside of experts.
-        for tensor in range(layout.tensor):
-            shard = (tensor, 0, tensor % layout.expert_tensor)
+        for tensor_rank in range(layout.tensor):
+            shard = (tensor_rank, 0, tensor_rank % layout.expert_tensor)
             buffers = []
             for index, layers in enumerate(chunks):
                 # The first chunk of the first stage has the embedding, the last chunk of the last stage the
                 # output layer.
                 is_first = stage == 0 and index == 0
                 is_last = is_last_stage and index == len(chunks) - 1
-                buffers.append(_chunk(model, layers, shard, is_first, is_last, expert_flags))
-            yield 0, tensor + layout.tensor * stage, shard, buffers
+                buffers.append(_chunk_parameters(model, layers, shard, is_first, is_last, expert_flags))
+            yield 0, tensor_rank + layout.tensor * stage, shard, buffers
 
-        if not separate_experts:
+        if not has_separate_experts:
             continue
-        for index in range(num_expert_shards):
-            expert, expert_tensor = divmod(index, layout.expert_tensor)
-            shard = (0, expert, expert_tensor)
-            buffers = [_chunk(model, layers, shard, False, False, [True]) for layers in chunks]
-            yield 1, index + num_expert_shards * stage, shard, buffers
+        for index in range(expert_shard_count):
+            expert_rank, expert_tensor_rank = divmod(index, layout.expert_tensor)
+            shard = (0, expert_rank, expert_tensor_rank)
+            buffers = [_chunk_parameters(model, layers, shard, False, False, [True]) for layers in chunks]
+            yield 1, index + expert_shard_count * stage, shard, buffers
 
 
-def _chunk(
+def _chunk_parameters(
     model: _Model,
     layers: Sequence[int],
     shard: tuple[int, int, int],
-    first: bool,
-    last: bool,
+    is_first_chunk: bool,
+    is_last_chunk: bool,
     expert_flags: Sequence[bool],
 ) -> list[_LocalParameter]:
     """Return a chunk's parameters in the order of its modules.
 
-    ``expert_flags`` are the values of `Weight.expert` to include: False for weights outside of experts, True
-    for weights of experts.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` are the values of `Weight.expert`
+    to include: False for weights outside of experts, True for weights of experts.
     """
     # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
-    output: list[_LocalParameter] = []
+    output_layer: list[_LocalParameter] = []
     tensor_rank = shard[0]
-    for weight in outer_weights(model.shape, first, last):
+    for weight in outer_weights(model.shape, is_first_chunk, is_last_chunk):
         is_tied = model.shape.tied and weight.name == "output_layer.weight"
-        parameter = _shard(model, weight.name, weight, tensor_rank, is_tied)
+        parameter = _shard_parameter(model, weight.name, weight, tensor_rank, is_tied)
         if weight.name.startswith("embedding."):
             embedding.append(parameter)
         else:
-            output.append(parameter)
+            output_layer.append(parameter)
 
     decoder: list[_LocalParameter] = []
     for layer in layers:
@@ -262,7 +265,7 @@ def _chunk(
                 parameters += _layer_parameters(model, layer, weight, shard)
         parameters.sort(key=lambda item: item[0])
         decoder += [parameter for _, parameter in parameters]
-    return embedding + decoder + output
+    return embedding + decoder + output_layer
 
 
 def _layer_parameters(
@@ -271,74 +274,80 @@ def _layer_parameters(
     weight: Weight,
     shard: tuple[int, int, int],
 ) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
-    """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
-    tensor, _, expert_tensor = shard
+    """Yield the local parameters of a layer's weight, each with its sort key in the layer.
+
+    ``shard`` is the (tensor, expert, expert-tensor) rank.
+    """
+    tensor_rank, _, expert_tensor_rank = shard
     if not weight.expert:
         # Transformer Engine fuses a norm into the linear layer that follows it, if there is one.
         name = weight.name
-        modules = {_module_of(sibling.name) for sibling in model.shape.weights(layer)}
-        if model.order.fused and _module_of(weight.fused) in modules:
+        modules = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
+        if model.implementation.fused and _module_name(weight.fused) in modules:
             name = weight.fused
 
         module, _, parameter = name.rpartition(".")
-        sort_key = (_position(_MODULES, module), _position(_PARAMETER_NAMES, parameter))
-        yield sort_key, _shard(model, f"decoder.layers.{layer}.{name}", weight, tensor)
+        sort_key = (_index_or_end(_MODULES, module), _index_or_end(_PARAMETER_NAMES, parameter))
+        yield sort_key, _shard_parameter(model, f"decoder.layers.{layer}.{name}", weight, tensor_rank)
         return
 
     # A grouped module contains one linear layer of all experts, a separate module both linear layers of one
     # expert.
     linear, parameter = weight.name.split(".")[-2:]
     linear_index = int(linear == "linear_fc2")
-    replicated = tensor >= model.layout.expert_tensor
+    is_replica = tensor_rank >= model.layout.expert_tensor
 
     for expert in range(model.shape.experts // model.layout.expert):
         name = weight.name
-        order = (expert, linear_index)
-        if model.order.grouped:
+        expert_order = (expert, linear_index)
+        if model.implementation.grouped:
             name = weight.fused or weight.name
-            order = (linear_index, expert)
+            expert_order = (linear_index, expert)
 
         name = f"decoder.layers.{layer}.{name.format(expert=expert)}"
         sort_key = (
-            _position(_MODULES, "mlp.experts"),
-            *order,
-            _position(_PARAMETER_NAMES, parameter),
+            _index_or_end(_MODULES, "mlp.experts"),
+            *expert_order,
+            _index_or_end(_PARAMETER_NAMES, parameter),
         )
-        yield sort_key, _shard(model, name, weight, expert_tensor, replicated)
+        yield sort_key, _shard_parameter(model, name, weight, expert_tensor_rank, is_replica)
 
 
-def _module_of(name: str) -> str:
+def _module_name(name: str) -> str:
     """Return the module of a parameter, by its name in the layer."""
     return name.rpartition(".")[0]
 
 
-def _shard(
+def _shard_parameter(
     model: _Model,
     name: str,
     weight: Weight,
-    index: int,
-    replica: bool = False,
+    shard_index: int,
+    is_replica: bool = False,
 ) -> _LocalParameter:
-    """Return the shard of a parameter on rank ``index`` of the ranks that shard it."""
-    count = model.layout.tensor
+    """Return the shard of a parameter on rank ``shard_index`` of the ranks that shard it.
+
+    ``is_replica``: whether another rank has the same shard, whose values are read instead.
+    """
+    shard_count = model.layout.tensor
     if weight.expert:
-        count = model.layout.expert_tensor
-    complete = weight.local_shape(1)
-    shape = weight.local_shape(count)
+        shard_count = model.layout.expert_tensor
+    complete_shape = weight.local_shape(1)
+    shape = weight.local_shape(shard_count)
 
     # Megatron-LM pads the vocabulary to its own multiple of rows.
     if weight.cut == "vocabulary":
-        shape = (model.rows // count, *complete[1:])
-    elif weight.cut == "latent" and model.order.fused:
+        shape = (model.vocabulary_rows // shard_count, *complete_shape[1:])
+    elif weight.cut == "latent" and model.implementation.fused:
         # Transformer Engine's layers replicate the projections to latents.
-        shape = complete
+        shape = complete_shape
 
     # Of several equal copies the first rank's is read.
-    is_copy = index > 0 and shape == complete
-    return _LocalParameter(name, shape, replica or is_copy)
+    is_copy = shard_index > 0 and shape == complete_shape
+    return _LocalParameter(name, shape, is_replica or is_copy)
 
 
-def _position(names: Sequence[str], name: str) -> int:
+def _index_or_end(names: Sequence[str], name: str) -> int:
     """Return the index of a name; unlisted names come last."""
     if name not in names:
         return len(names)
@@ -347,43 +356,48 @@ def _position(names: Sequence[str], name: str) -> int:
 
 def _locate_parameters(
     parameters: Sequence[_LocalParameter],
-    begin: Bucket,
-    sizes: Mapping[Bucket, int],
+    first_bucket: Bucket,
+    size_by_bucket: Mapping[Bucket, int],
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
     """Yield each parameter of a buffer with its bucket, and its first element in the bucket.
 
-    ``begin`` is the buffer's first bucket, and ``sizes`` are the elements of all buckets. Raises UserError if
-    the parameters do not fill the buckets exactly.
+    ``first_bucket`` is the buffer's first bucket, and ``size_by_bucket`` the number of elements of every
+    bucket. Raises UserError if the parameters do not fill the buckets exactly.
     """
-    bucket = begin
+    bucket = first_bucket
     end = 0
 
     # Parameters are reversed, since the backward pass completes the gradients of the last layer first.
     for parameter in reversed(parameters):
-        count = math.prod(parameter.shape)
+        element_count = math.prod(parameter.shape)
         padding = -end % _ALIGNMENT
         start = end + padding
 
         # Start the next bucket if this one is used up: exactly, or up to the padding before a parameter that
         # has its own bucket, such as a tied embedding.
-        bucket_size = sizes.get(bucket, 0)
+        bucket_size = size_by_bucket.get(bucket, 0)
         is_used_up = bucket_size in (end, start)
-        if end and is_used_up and start + count > bucket_size:
+        if end and is_used_up and start + element_count > bucket_size:
             bucket = _next_bucket(bucket)
             start = 0
 
-        end = start + count
-        if end > sizes.get(bucket, 0):
+        end = start + element_count
+        if end > size_by_bucket.get(bucket, 0):
             break
         yield parameter, bucket, start
 
     # Parameters and buckets must end together.
-    if end != sizes.get(bucket) or _next_bucket(bucket) in sizes:
-        bucket_sizes = [size for key, size in sorted(sizes.items()) if key[:3] == begin[:3]]
-        total = sum(math.prod(parameter.shape) for parameter in parameters)
-        raise other_buffers(
-            f"in {begin.buffer_name()} {len(parameters)} parameters of together {total} elements",
-            f"buckets of {' + '.join(map(str, bucket_sizes)) or 'no'} elements",
+    if end != size_by_bucket.get(bucket) or _next_bucket(bucket) in size_by_bucket:
+        # The first three numbers of a bucket's name are those of its buffer.
+        buffer_bucket_sizes: list[int] = []
+        for other_bucket, size in sorted(size_by_bucket.items()):
+            if other_bucket[:3] == first_bucket[:3]:
+                buffer_bucket_sizes.append(size)
+        total_elements = sum(math.prod(parameter.shape) for parameter in parameters)
+        raise mismatched_buffers_error(
+            f"in {first_bucket.buffer_name()} {len(parameters)} parameters of together {total_elements} "
+            "elements",
+            f"buckets of {' + '.join(map(str, buffer_bucket_sizes)) or 'no'} elements",
         )
 
 
@@ -392,7 +406,7 @@ def _next_bucket(bucket: Bucket) -> Bucket:
     return bucket._replace(number=bucket.number + 1)
 
 
-def other_buffers(expected: str, got: str) -> UserError:
+def mismatched_buffers_error(expected: str, got: str) -> UserError:
     """Return the error for buffers that do not belong to a checkpoint's model and layout."""
     return UserError(
         "the optimizer's buffers in the Megatron checkpoint do not belong to its model and layout",

@@ -27,15 +27,15 @@ DIRECTORY = ".metadata"
 """File that lists the tensors."""
 _COMMON_VALUE = "common_state/shard_0_1"
 """Name of the common values in checkpoints of Megatron-Core 0.19, which stores them next to the tensors."""
-_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """Prefixes of a model's tensors; other tensors belong to the optimizer and to random generators."""
-_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_STATE_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 """Name of an optimizer state in the shape of a model's tensor; groups: state, tensor."""
-_GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
+_GROUP_PREFIX = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
 """Start of the name of a buffer of the distributed optimizer; groups: part, group (see `Bucket`)."""
-_FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
+_BUCKET_NAME = re.compile(_GROUP_PREFIX + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
 """Name of an optimizer state of a bucket; groups: part, group, buffer, bucket, state."""
-_SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
+_SETTINGS_NAME = re.compile(_GROUP_PREFIX + r"\.optimizer/shard_0_1")
 """Name of the optimizer's settings and number of steps, stored next to its buckets."""
 MASTERS = ("param", "fp32_param")
 """Names under which the master weights are stored as an optimizer state."""
@@ -103,7 +103,7 @@ class Bucket(NamedTuple):
         return f"chained_{self.part} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
 
 
-class Stored(NamedTuple):
+class CheckpointTensors(NamedTuple):
     """Tensors of a model and of its optimizer in a checkpoint's files."""
 
     tensors: Mapping[str, StoredTensor]
@@ -116,7 +116,7 @@ class Stored(NamedTuple):
     """Number of steps of the optimizer, or None if it is not stored next to its buffers."""
 
 
-class Common(NamedTuple):
+class CommonValues(NamedTuple):
     """Values that a checkpoint stores once for all ranks, as in common.pt."""
 
     names: tuple[str, ...]
@@ -134,7 +134,7 @@ class Common(NamedTuple):
 # --- Unpickling without running code
 
 
-class State:
+class AttributeContainer:
     """Container of the attributes that a pickle sets on an `Inert` object."""
 
 
@@ -149,13 +149,13 @@ class Inert:
     """Module and name of the class or function, such as ``torch.FloatStorage``."""
     args: tuple[Any, ...]
     """Positional arguments with which the object is constructed."""
-    state: State
+    state: AttributeContainer
     """Attributes that the pickle sets."""
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
         value = super().__new__(cls)
         value.args = args
-        value.state = State()
+        value.state = AttributeContainer()
         return value
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -183,7 +183,7 @@ class Inert:
         """Ignore elements that the pickle appends to the object."""
 
 
-class _Reader(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     """Unpickler that resolves every name to a subclass of `Inert`, and records the names."""
 
     def __init__(self, file: Any) -> None:
@@ -209,20 +209,20 @@ def read_pickle(content: bytes) -> Any:
 
     Raises exceptions of any type for damaged bytes.
     """
-    return _Reader(io.BytesIO(content)).load()
+    return _InertUnpickler(io.BytesIO(content)).load()
 
 
-def names_in(content: bytes) -> set[tuple[str, str]]:
+def read_global_names(content: bytes) -> set[tuple[str, str]]:
     """Return (module, name) of every global that a pickle would import; raise errors like `read_pickle`."""
-    reader = _Reader(io.BytesIO(content))
-    reader.load()
-    return reader.names
+    unpickler = _InertUnpickler(io.BytesIO(content))
+    unpickler.load()
+    return unpickler.names
 
 
 # --- Files of a checkpoint
 
 
-def read_common(folder: Path) -> Common:
+def read_common(folder: Path) -> CommonValues:
     """Read the values that are common to all ranks; raise UserError for a damaged or missing file.
 
     They are in common.pt. Megatron-Core 0.19 stores them next to the tensors instead, in a list of one value.
@@ -230,27 +230,27 @@ def read_common(folder: Path) -> Common:
     path = folder / COMMON
     try:
         if path.is_file():
-            file: Path | io.BytesIO = path
+            source: Path | io.BytesIO = path
         else:
-            file = _read_value(folder, _directory(folder)["storage_data"], re.compile(_COMMON_VALUE))
+            source = _read_value(folder, _read_directory(folder)["storage_data"], re.compile(_COMMON_VALUE))
 
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(source) as archive:
             content, prefix = _load_content(archive)
             optimizer = content.get("optimizer")
-            steps = _steps(optimizer, archive, prefix)
+            steps = _read_step_count(optimizer, archive, prefix)
 
-        args = content.get("args")
+        stored_arguments = content.get("args")
         arguments = None
-        if isinstance(args, Inert):
-            arguments = dict(_plain_values(vars(args.state)))
+        if isinstance(stored_arguments, Inert):
+            arguments = dict(_plain_values(vars(stored_arguments.state)))
 
         iteration = content.get("iteration")
         if iteration is not None:
             iteration = int(iteration)
 
         # All optimizers of a chain have the same format.
-        shardings = _values_under(optimizer, "param_state_sharding_type")
-        return Common(
+        shardings = _iterate_values(optimizer, "param_state_sharding_type")
+        return CommonValues(
             names=tuple(map(str, content)),
             arguments=arguments,
             iteration=iteration,
@@ -261,19 +261,23 @@ def read_common(folder: Path) -> Common:
         raise _damaged_file_error(path, error) from error
 
 
-def _directory(folder: Path) -> dict[str, Any]:
+def _read_directory(folder: Path) -> dict[str, Any]:
     """Return the attributes of the directory of tensors, torch's ``Metadata``, by name."""
     return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
 
 
-def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str]) -> io.BytesIO:
-    """Read the bytes of the first value with a matching name from the directory's tensor files.
+def _read_value(
+    folder: Path,
+    location_by_index: Mapping[Any, Any],
+    name_pattern: re.Pattern[str],
+) -> io.BytesIO:
+    """Read the bytes of the first value with a matching name from the checkpoint's files.
 
-    ``storage`` is the directory's map from names to files and offsets.
+    ``location_by_index`` is the directory's map from tensors and values to files and offsets.
     """
-    for index, location in storage.items():
+    for index, location in location_by_index.items():
         value_name = vars(index.state)["fqn"]
-        if not name.fullmatch(value_name):
+        if not name_pattern.fullmatch(value_name):
             continue
 
         # Use only the file's name, so that a forged path cannot lead out of the folder.
@@ -288,22 +292,22 @@ def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str])
 
 def _load_content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
     """Return the dictionary in a file that torch.save wrote, and the prefix of the archive's entry names."""
-    (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
-    content = read_pickle(archive.read(name))
+    (pickle_name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+    content = read_pickle(archive.read(pickle_name))
     # Megatron-Core 0.19 stores a list of one value.
     if isinstance(content, list):
         content = content[0]
     if not isinstance(content, dict):
         raise TypeError(type(content).__name__)
-    return content, name.removesuffix("data.pkl")
+    return content, pickle_name.removesuffix("data.pkl")
 
 
-def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
+def _read_step_count(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     """Return the number of steps in an optimizer's settings, or None if it is absent or not unique.
 
     ``archive`` is the file with the settings, and ``prefix`` that of its entry names.
     """
-    values = [*_values_under(settings, "step"), *_values_under(settings, "common_step")]
+    values = [*_iterate_values(settings, "step"), *_iterate_values(settings, "common_step")]
     steps = {_to_integer(value, archive, prefix) for value in values}
     steps.discard(None)
     if len(steps) != 1:
@@ -311,10 +315,10 @@ def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     return steps.pop()
 
 
-def _values_under(value: Any, name: str) -> Iterator[Any]:
-    """Yield the values of a key in nested dictionaries and lists."""
+def _iterate_values(value: Any, key: str) -> Iterator[Any]:
+    """Yield the values that nested dictionaries and lists have under ``key``, at any depth."""
     if isinstance(value, dict):
-        yield from (value[key] for key in value if key == name)
+        yield from (value[name] for name in value if name == key)
         children = list(value.values())
     elif isinstance(value, list):
         children = value
@@ -322,7 +326,7 @@ def _values_under(value: Any, name: str) -> Iterator[Any]:
         children = []
 
     for child in children:
-        yield from _values_under(child, name)
+        yield from _iterate_values(child, key)
 
 
 def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
@@ -346,24 +350,24 @@ def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None
     return int(value)
 
 
-def read_tensors(folder: Path) -> Stored:
+def read_tensors(folder: Path) -> CheckpointTensors:
     """Return the tensors in the files of a checkpoint; raise UserError like `read_common`."""
     try:
-        return _tensors(folder)
+        return _read_directory_tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
         raise _damaged_file_error(folder / DIRECTORY, error) from error
 
 
-def _tensors(folder: Path) -> Stored:
+def _read_directory_tensors(folder: Path) -> CheckpointTensors:
     """Return the tensors that the directory lists, divided into the model's and the optimizer's."""
-    directory = _directory(folder)
+    directory = _read_directory(folder)
 
     # File and offset of each box, by tensor and first index.
-    locations: dict[str, dict[tuple[int, ...], Any]] = {}
+    locations_by_name: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, location in directory["storage_data"].items():
         entry = vars(index.state)
         start = tuple(entry.get("offset") or ())
-        locations.setdefault(entry["fqn"], {})[start] = vars(location.state)
+        locations_by_name.setdefault(entry["fqn"], {})[start] = vars(location.state)
 
     tensors: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}
@@ -373,47 +377,54 @@ def _tensors(folder: Path) -> Stored:
         # Values without chunks are not tensors.
         if "chunks" not in entry:
             continue
-        boxes = locations.get(name, {})
+        location_by_start = locations_by_name.get(name, {})
 
         # Buckets of an optimizer's buffer. States of other optimizers than Adam are skipped.
-        flat_match = _FLAT.fullmatch(name)
+        flat_match = _BUCKET_NAME.fullmatch(name)
         if flat_match:
             *numbers, state = flat_match.groups()
             if state in _ADAM_STATES:
                 bucket = Bucket(*(int(number or 0) for number in numbers))
-                buffers.setdefault(state, {})[bucket] = _stored_tensor(entry, boxes)
+                buffers.setdefault(state, {})[bucket] = _build_stored_tensor(entry, location_by_start)
             continue
 
         # States in the shape of a model's tensor, and tensors of the model.
-        state_match = _STATE.fullmatch(name)
+        state_match = _STATE_NAME.fullmatch(name)
         if state_match:
             state, tensor_name = state_match.groups()
             if state in _ADAM_STATES and _is_weight(tensor_name):
-                states.setdefault(state, {})[tensor_name] = _stored_tensor(entry, boxes)
+                states.setdefault(state, {})[tensor_name] = _build_stored_tensor(entry, location_by_start)
         elif _is_weight(name):
-            tensors[name] = _stored_tensor(entry, boxes)
+            tensors[name] = _build_stored_tensor(entry, location_by_start)
 
     # With flat buffers the optimizer's settings are stored next to them, not in the common values.
     steps = None
     if buffers:
-        with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS)) as archive:
+        with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS_NAME)) as archive:
             content, prefix = _load_content(archive)
-            steps = _steps(content, archive, prefix)
-    return Stored(tensors, states, buffers, steps)
+            steps = _read_step_count(content, archive, prefix)
+    return CheckpointTensors(tensors, states, buffers, steps)
 
 
 def _is_weight(name: str) -> bool:
     """Return whether a tensor is one of the model's weights; extra states of modules are not."""
-    return name.startswith(_MODEL) and "_extra_state" not in name
+    return name.startswith(_MODEL_PREFIXES) and "_extra_state" not in name
 
 
-def _stored_tensor(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
-    """Return a tensor of the directory, with the boxes that have a location in a file."""
+def _build_stored_tensor(
+    entry: Mapping[str, Any],
+    location_by_start: Mapping[tuple[int, ...], Any],
+) -> StoredTensor:
+    """Return a tensor of the directory, with its boxes that have a location in a file.
+
+    ``entry`` has the attributes of the tensor's metadata. ``location_by_start``: first index of a box -> the
+    attributes of its location.
+    """
     chunks = []
     for metadata in entry["chunks"]:
         fields = vars(metadata.state)
         start = tuple(fields["offsets"])
-        location = locations.get(start)
+        location = location_by_start.get(start)
         # An interrupted save has no file for some boxes: `file_errors` reports the gaps.
         if location is None:
             continue

@@ -30,21 +30,24 @@ BUILDERS: dict[str, BlockBuilder[Any]] = {
 def prepare_blocks(shape: ModelShape, layout: ParallelLayout) -> None:
     """Adjust Megatron's modules to the blocks of a model, in this process. Idempotent."""
     for kind in (*shape.mixers, *shape.feed_forwards):
-        _builder(kind).prepare(shape, layout)
+        _find_builder(kind).prepare(shape, layout)
 
 
-def place_blocks(layers: list[Any], shape: ModelShape, first: int, options: LayerOptions) -> None:
-    """Replace the specs of consecutive layers, after the model's ``first`` ones, by those of their blocks."""
+def place_blocks(layers: list[Any], shape: ModelShape, first_layer: int, options: LayerOptions) -> None:
+    """Replace the specs of consecutive ``layers`` by those of their blocks, in place.
+
+    ``first_layer`` is the index of the first of them in the whole model.
+    """
     for index, layer in enumerate(layers):
-        for kind in shape.block(first + index):
-            layer = _builder(kind).layer_spec(layer, kind, options)
+        for kind in shape.block(first_layer + index):
+            layer = _find_builder(kind).layer_spec(layer, kind, options)
         layers[index] = layer
 
 
 def finish_blocks(chunk: Any, spec: ModelSpec) -> None:
     """Run `BlockBuilder.finish` for each mixer and feed-forward of a GPTModel chunk, on its layers."""
     for kind, layers in _layers_by_kind(chunk.decoder.layers, spec.model.shape):
-        _builder(kind).finish(layers, spec)
+        _find_builder(kind).finish(layers, spec)
 
 
 def _layers_by_kind(
@@ -59,7 +62,7 @@ def _layers_by_kind(
     yield from by_kind.items()
 
 
-def _builder(kind: Mixer | FeedForward) -> BlockBuilder[Any]:
+def _find_builder(kind: Mixer | FeedForward) -> BlockBuilder[Any]:
     """Return the builder of a mixer or feed-forward; raise UserError for one that can only be planned."""
     if kind.name not in BUILDERS:
         raise UserError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.megatron.blocks.builder import BlockBuilder, LayerOptions
 from megatron_rl.megatron.layers import (
-    allow_without_transformer_engine,
+    clear_transformer_engine_flag,
     fit_latent_spec,
     prepare_latent_attention,
 )
@@ -24,7 +24,7 @@ class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
         """Make Megatron's latent attention usable in installations without Transformer Engine."""
-        allow_without_transformer_engine()
+        clear_transformer_engine_flag()
 
     def layer_spec(self, layer: Any, kind: LatentAttention, options: LayerOptions) -> Any:
         """Return the layer's spec with an attention that accepts its norms in any version of Megatron."""

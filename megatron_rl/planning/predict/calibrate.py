@@ -87,7 +87,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
 
 
 def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Return the mean lengths of prompts and responses in a run, whose steps have equally many rows."""
+    """Return the mean lengths, in tokens, of prompts and responses in the ``steps`` of a run."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_of(name: str) -> float | None:
@@ -130,7 +130,7 @@ def _with_efficiency(constants: Constants, **values: float) -> Constants:
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
 
-def _train_factor(
+def _fit_train_factor(
     predict: Callable[[Constants], RunStep],
     constants: Constants,
     predicted: RunStep,
@@ -242,7 +242,7 @@ def calibrate(
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
     efficiency: dict[str, float] = {}
     if "learn" in phases:
-        efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
+        efficiency["rl_train"] = _fit_train_factor(predict, constants, predicted, seconds["learn"])
     # Score and reward have a common efficiency, since both are forward passes.
     slowdown = _slowdown(phases, "score", "reward")
     if slowdown is not None:

@@ -99,11 +99,11 @@ def plan_configuration(
     machine_overrides = list(overrides)
     if gpu is not None:
         machine_overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
-    report = _check(path, machine_overrides, world_size)
+    report = _check_for_other_machines(path, machine_overrides, world_size)
     assumed_gpu = report.config.gpu is None
     if assumed_gpu:
         machine_overrides.append(f"gpu={ASSUMED_GPU}")
-        report = _check(path, machine_overrides, world_size)
+        report = _check_for_other_machines(path, machine_overrides, world_size)
 
     config = report.valid()
     problem = configured_problem(report, constants)
@@ -112,9 +112,9 @@ def plan_configuration(
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
     rejected: list[str] = []
-    for plan in search_simple(problem, _split(config)).plans:
+    for plan in search_simple(problem, _sampling_schedule(config)).plans:
         changes = layout_overrides(problem, plan, report)
-        candidate = _check(path, [*machine_overrides, *changes], plan.gpus)
+        candidate = _check_for_other_machines(path, [*machine_overrides, *changes], plan.gpus)
         if candidate.errors:
             rejected.append(f"{plan.name}: {candidate.errors[0].message}")
             continue
@@ -123,12 +123,12 @@ def plan_configuration(
     return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
 
 
-def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
+def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
     """Check a configuration for other machines, whose files may be missing here."""
     return check_file(path, overrides, world_size, without_files=True, elsewhere=True)
 
 
-def _split(config: RunConfig) -> str:
+def _sampling_schedule(config: RunConfig) -> str:
     """Return the sampling schedule, one of `SPLITS`, from the configuration's order and asynchrony."""
     if config.rollout.order == OPEN:
         return OPEN_ORDER
@@ -189,7 +189,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
     )
     lora = None
     if config.actor.lora is not None:
-        lora = Lora.of(report.shape, config.actor.lora.rank, config.actor.lora.targets)
+        lora = Lora.for_model(report.shape, config.actor.lora.rank, config.actor.lora.targets)
     return Problem(models, algorithm, batch, Machine(cluster, constants), lora=lora)
 
 

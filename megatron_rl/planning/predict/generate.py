@@ -236,15 +236,15 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     """
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
-    room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
-    room -= _ENGINE_SHARE * memory.engine_gigabytes * GB
-    room -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
-    room -= rollout_weight_bytes(model, rollout, machine)
+    free_bytes = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
+    free_bytes -= _ENGINE_SHARE * memory.engine_gigabytes * GB
+    free_bytes -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
+    free_bytes -= rollout_weight_bytes(model, rollout, machine)
 
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
     if not token_bytes:
-        return room
-    return room / token_bytes * rollout.pipeline
+        return free_bytes
+    return free_bytes / token_bytes * rollout.pipeline
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:

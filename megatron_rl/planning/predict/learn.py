@@ -29,7 +29,7 @@ from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, end_
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
-    Layers,
+    LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
     fullest_parameters,
@@ -74,7 +74,10 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
 
 
 def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
-    """Return the seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
+    """Return the seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group.
+
+    The group has ``size`` ranks, and ``stride`` is the distance between two neighbours in it.
+    """
     # A group of one rank sends no messages.
     if size <= 1:
         return 0.0
@@ -300,8 +303,8 @@ def layer_seconds(
             model.count_blocks(range(model.layers)),
             key=lambda block: (block.feed_forward.routed, block.mixer.flops_per_key(model)),
         )
-        plain_bytes = Layers(fused=False).saved_bytes(model, layout, block, "none")
-        fused_bytes = Layers(fused=True).saved_bytes(model, layout, block, "none")
+        plain_bytes = LayerImplementation(fused=False).saved_bytes(model, layout, block, "none")
+        fused_bytes = LayerImplementation(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound *= plain_bytes / fused_bytes
 
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
@@ -364,10 +367,10 @@ class TrainChoice:
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
     @property
-    def layers(self) -> Layers:
+    def layers(self) -> LayerImplementation:
         """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
         fused = self.transformer_engine and not self.model.plain_layers
-        return Layers(fused=fused, recompute=self.recompute)
+        return LayerImplementation(fused=fused, recompute=self.recompute)
 
 
 @dataclass(frozen=True)
@@ -610,7 +613,7 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     return seconds
 
 
-def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
     """Return the seconds of an average layer of a role's model for one micro-batch."""
     return layer_seconds(
         choice.model,
@@ -630,7 +633,7 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
     ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
     computation, not to the gradient exchange.
     """
-    layer = _average_layer(choice, machine, work)
+    layer = _average_layer_seconds(choice, machine, work)
     seconds_per_layer = layer.forward + layer.backward
     head = layer.head_forward + layer.head_backward
 
@@ -685,7 +688,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return the seconds of a role's forward pass over the rows of a step."""
     work = replica_work(choice, batch, batch.rows)
-    layer = _average_layer(choice, machine, work)
+    layer = _average_layer_seconds(choice, machine, work)
     seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
     share = machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants)
     return seconds / share

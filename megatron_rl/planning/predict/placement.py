@@ -487,7 +487,7 @@ class Planner:
 # ---------------------------------------------------------------- placements
 
 
-def _placement(
+def _build_placement(
     name: str,
     problem: Problem,
     groups: Sequence[GroupPlan],
@@ -524,7 +524,7 @@ def _placement(
 def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
     """Return the placement of planned groups; one of the groups also generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
-    return _placement(name, problem, groups, rollout)
+    return _build_placement(name, problem, groups, rollout)
 
 
 def place_split(
@@ -550,7 +550,7 @@ def place_split(
         return None
 
     ahead = split != SYNCHRONOUS
-    return _placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
+    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
 
 
 def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -627,7 +627,7 @@ def job_sizes(gpus: int) -> Iterator[int]:
     yield from sorted((size for size in sizes if size < gpus), reverse=True)
 
 
-def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
+def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     """Return the fastest placement of all roles and generation on the same GPUs."""
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
@@ -648,7 +648,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     return best
 
 
-def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
+def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
     """Return the fastest placement with separate GPUs that only generate, or None if none fits."""
     problem = planner.problem
     gpus = problem.gpus
@@ -692,10 +692,10 @@ def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
     return f"mixed: {' and '.join(groups[-1])} on other GPUs"
 
 
-def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
+def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement, or None for a placement in which no plan fits."""
-    yield _colocated(planner, roles)
-    yield _split(planner, roles, split)
+    yield _plan_colocated(planner, roles)
+    yield _plan_split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
         # A grouping with an empty group is the same as one with fewer groups.
@@ -703,7 +703,7 @@ def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[
             yield best_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
 
-def _roles(problem: Problem) -> tuple[str, ...]:
+def _role_names(problem: Problem) -> tuple[str, ...]:
     """Return the names of the algorithm's roles for which the problem has a model."""
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
@@ -713,20 +713,20 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
-    result = _search(problem, split)
+    result = _search_placements(problem, split)
     if not result.plans:
         raise _does_not_fit_error(problem)
     return result
 
 
-def _search(problem: Problem, split: str) -> SearchResult:
+def _search_placements(problem: Problem, split: str) -> SearchResult:
     """Return the best plan of every placement that fits; the result has no plans if none fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
 
     planner = Planner(problem)
-    placements = _placements(planner, _roles(problem), split)
+    placements = _plan_placements(planner, _role_names(problem), split)
     plans = [plan for plan in placements if plan is not None]
     plans.sort(key=lambda plan: plan.step.total)
     return SearchResult(tuple(plans), planner.counter.layouts, planner.counter.evaluated)
@@ -767,7 +767,7 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     searches: list[_Restricted] = []
     simplest: dict[str, PlacementPlan] = {}
     for whole_nodes, cap in restrictions:
-        restricted = _search(replace(problem, whole_nodes=whole_nodes, max_pipeline=cap), split)
+        restricted = _search_placements(replace(problem, whole_nodes=whole_nodes, max_pipeline=cap), split)
         plans = {plan.name: plan for plan in restricted.plans}
         searches.append((whole_nodes, cap, plans))
         layouts += restricted.layouts
@@ -830,12 +830,12 @@ def _does_not_fit_error(problem: Problem) -> UserError:
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",
         expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
-        got=_least_need(problem),
+        got=_memory_need_text(problem),
         fix=fix,
     )
 
 
-def _least_need(problem: Problem) -> str:
+def _memory_need_text(problem: Problem) -> str:
     """Format a lower bound of the memory that each GPU needs, for an error."""
     model = problem.models[_ACTOR]
     # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.
@@ -851,7 +851,7 @@ def _smallest_job(problem: Problem) -> int | None:
 
     Up to 64 times the problem's GPUs are tried. Returns None if these are not enough.
     """
-    roles = _roles(problem)
+    roles = _role_names(problem)
     size = 1
     while size <= problem.gpus:
         size *= 2

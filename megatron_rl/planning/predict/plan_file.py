@@ -350,7 +350,7 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
 
 def peak_bytes(run: PlannedRun, phase: str) -> int:
     """Return the bytes on the fullest rank in a phase; the fullest rank may differ between phases."""
-    return max(memory.total(phase) for memory in run.memory)
+    return max(memory.phase_peak(phase) for memory in run.memory)
 
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
+from megatron_rl.algorithms.lookup import algorithm_of, scoring_pass_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import role_layouts, shared_weights, with_ranks
@@ -308,7 +308,7 @@ def train_choice(
 
     adapters = None
     if lora is not None:
-        adapters = Lora.of(model, lora.rank, lora.targets)
+        adapters = Lora.for_model(model, lora.rank, lora.targets)
 
     optimizer = section.optimizer
     return TrainChoice(
@@ -402,7 +402,7 @@ def predict_run(
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
 
         # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
-        needs_forward = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
+        needs_forward = role != ACTOR.name or scoring_pass_reason(config, algorithm_of(config)) is not None
         forward = 0.0
         if needs_forward:
             forward = score_seconds(choice, batch, machine)

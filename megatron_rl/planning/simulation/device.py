@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.config.budget import Usage
 from megatron_rl.distributed import device
-from megatron_rl.megatron.experts import host_counts
+from megatron_rl.megatron.experts import convert_host_counts
 
 _aten = torch.ops.aten
 _NO_KERNEL = frozenset(
@@ -110,7 +110,7 @@ class Simulation(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            return self._communicate(func, args, kwargs)
+            return self._count_communication(func, args, kwargs)
 
         # Values on the device do not exist, so return assumed values for a read.
         read = _READS.get(func)
@@ -121,7 +121,7 @@ class Simulation(TorchDispatchMode):
         # Count pageable copies and selections, which make the host wait for the device like reads.
         if self._copies_pageable(func, args, kwargs):
             self._usage.copies += 1
-        if self._selects(func, args, kwargs):
+        if self._has_data_dependent_size(func, args, kwargs):
             self._usage.selections += 1
 
         if func is _aten.masked_select.default and args[0].is_meta:
@@ -136,7 +136,7 @@ class Simulation(TorchDispatchMode):
 
     def _count_result(self, func: Any, result: Any) -> None:
         """Count the bytes of the storages in ``result``, and the kernel that computes it."""
-        device_tensors = [value for value in _tensors(result) if self._is_on_device(value)]
+        device_tensors = [value for value in _iterate_tensors(result) if self._is_on_device(value)]
         for value in device_tensors:
             self._add_storage(value)
 
@@ -163,9 +163,9 @@ class Simulation(TorchDispatchMode):
             return is_upload and not self._is_on_device(args[0])
         return False
 
-    def _selects(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _has_data_dependent_size(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether the size of an operator's result depends on values on the device."""
-        if not any(self._is_on_device(value) for value in _tensors(args)):
+        if not any(self._is_on_device(value) for value in _iterate_tensors(args)):
             return False
 
         name = func.overloadpacket.__name__
@@ -175,7 +175,7 @@ class Simulation(TorchDispatchMode):
             # One value at a boolean index is a masked fill, whose size does not depend on the mask.
             if name != "index" and args[2].numel() == 1:
                 return False
-            return any(index.dtype == torch.bool for index in _tensors(args[1]))
+            return any(index.dtype == torch.bool for index in _iterate_tensors(args[1]))
         return name in _SELECTIONS
 
     def _is_on_device(self, value: Tensor) -> bool:
@@ -191,12 +191,12 @@ class Simulation(TorchDispatchMode):
             return
 
         size = storage.nbytes()
-        reference = weakref.ref(storage, lambda _: self._release(key))
+        reference = weakref.ref(storage, lambda _: self._release_storage(key))
         self._alive[key] = (reference, size)
         self._bytes += size
         self._usage.peak = max(self._usage.peak, self._bytes)
 
-    def _release(self, key: int) -> None:
+    def _release_storage(self, key: int) -> None:
         """Subtract the bytes of a storage that was freed; ``key`` is its address."""
         # Forget the values: another storage may get the same address.
         self._values.pop(key, None)
@@ -221,16 +221,16 @@ class Simulation(TorchDispatchMode):
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 
-    def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _count_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator of c10d, and return its result although the other ranks do not exist."""
         name = func.overloadpacket.__name__
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
 
         # Traffic is the size of the largest argument: the output of a gather, the input of a scatter.
-        if any(value.is_meta for value in _tensors(args)):
+        if any(value.is_meta for value in _iterate_tensors(args)):
             size = 0
             for argument in args:
-                argument_bytes = sum(value.nbytes for value in _tensors(argument))
+                argument_bytes = sum(value.nbytes for value in _iterate_tensors(argument))
                 size = max(size, argument_bytes)
             self.count(dist.ProcessGroup.unbox(group), size, message=name in _MESSAGES)
         elif name in ("_allgather_base_", "allgather_"):
@@ -251,7 +251,7 @@ class Simulation(TorchDispatchMode):
                     args[index] = [torch.empty(0) for _ in argument]
         return func(*args, **kwargs)
 
-    def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
+    def _assumed_values(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
         """Return a host copy of a device tensor: its assigned values if there are any, else ones."""
         key = value.untyped_storage()._cdata
         assigned = self._values.get(key)
@@ -261,21 +261,21 @@ class Simulation(TorchDispatchMode):
         dtype = options.get("dtype") or value.dtype
         return torch.ones(value.shape, dtype=dtype)
 
-    def _scalar(self, value: Tensor) -> Any:
+    def _assumed_scalar(self, value: Tensor) -> Any:
         """Return an assumed value of a one-element tensor: 1, or False so that no check of the code fires."""
         if value.dtype == torch.bool:
             return False
         return torch.ones((), dtype=value.dtype).item()
 
-    def _ignore(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
+    def _skip_copy(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the target of a copy from the device to the host unchanged: it has no values to copy."""
         return target
 
 
 _READS: dict[Any, Callable[..., Any]] = {
-    _aten._to_copy.default: Simulation._read,
-    _aten.copy_.default: Simulation._ignore,
-    _aten._local_scalar_dense.default: Simulation._scalar,
+    _aten._to_copy.default: Simulation._assumed_values,
+    _aten.copy_.default: Simulation._skip_copy,
+    _aten._local_scalar_dense.default: Simulation._assumed_scalar,
 }
 """Operator that can copy values from the device to the host -> method that returns assumed values."""
 
@@ -294,13 +294,13 @@ def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
     return source.is_meta
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of an argument or a result, also inside lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _iterate_tensors(item)
 
 
 def _gather_copies(name: str, args: Any) -> None:
@@ -414,7 +414,7 @@ def _even_experts(simulation: Simulation) -> Iterator[None]:
         return counts.repeat(group.size())
 
     dispatcher_class.preprocess = preprocess_evenly
-    dispatcher.maybe_move_tensor_to_cpu = host_counts
+    dispatcher.maybe_move_tensor_to_cpu = convert_host_counts
     try:
         yield
     finally:

@@ -60,7 +60,7 @@ class Simulated:
         if simulated_bytes <= _MIN_BYTES:
             return 0.0
 
-        ratio = self.estimate.total(phase) / simulated_bytes
+        ratio = self.estimate.phase_peak(phase) / simulated_bytes
         # Adding 0.0 makes a negative zero positive, which would be printed with its sign.
         return round(ratio - 1, 4) + 0.0
 
@@ -101,7 +101,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
         models = dict(report.models)
         jobs = []
         for config, estimate in plans:
-            job = pool.submit(_simulate, config, models, batch, estimate.rank, report.world_size)
+            job = pool.submit(_simulate_rank, config, models, batch, estimate.rank, report.world_size)
             jobs.append((job, estimate))
         return [Simulated(job.result(), estimate) for job, estimate in jobs]
 
@@ -119,7 +119,7 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
     return config, estimate
 
 
-def _simulate(*arguments: Any) -> SimulatedRank:
+def _simulate_rank(*arguments: Any) -> SimulatedRank:
     """Simulate one rank in this process, a child that does nothing else; see `simulation.step.simulate`."""
     # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
@@ -137,7 +137,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
     for entry in simulated:
         for phase, name in _PHASES.items():
             simulated_size = f"{entry.bytes(phase) / _GIB:.2f} GiB"
-            estimated_size = f"{entry.estimate.total(phase) / _GIB:.2f} GiB"
+            estimated_size = f"{entry.estimate.phase_peak(phase) / _GIB:.2f} GiB"
             lines.append(
                 f"{entry.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
                 f"{entry.difference(phase):>+12.1%}"
@@ -180,7 +180,7 @@ def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
         {
             **asdict(entry.rank),
             "connections": entry.rank.connections,
-            "estimate": {phase: entry.estimate.total(phase) for phase in _PHASES},
+            "estimate": {phase: entry.estimate.phase_peak(phase) for phase in _PHASES},
             "simulated": {phase: entry.bytes(phase) for phase in _PHASES},
         }
         for entry in simulated

@@ -25,8 +25,8 @@ from megatron_rl.config.roles import ACTOR, CRITIC, role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.groups import ParallelGroups, memberships
-from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.distributed.groups import ParallelGroups, groups_of_this_rank
+from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
@@ -94,7 +94,7 @@ def simulate(
         _run_phases(simulation, roles, objectives, rows, train_rows)
 
     # The first group is that of the world.
-    job, *groups = memberships()
+    job, *groups = groups_of_this_rank()
     group_sizes = [("the job", len(job))]
     group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
     sync = None
@@ -140,7 +140,7 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
-        adapters = Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets)
+        adapters = Lora.for_model(describe_model(hf_config).shape, lora.rank, lora.targets)
 
     plan = plan_offline(
         hf_config,
@@ -183,19 +183,19 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     return with_role_sections(replace(config, model=model), with_folder)
 
 
-def _with_teacher_columns(rows: TrainBatch, count: int) -> TrainBatch:
-    """Add a teacher's ``count`` most likely tokens per position to the rows, with placeholder values.
+def _with_teacher_columns(rows: TrainBatch, top_tokens: int) -> TrainBatch:
+    """Return rows with placeholders for a teacher's most likely tokens, ``top_tokens`` per position.
 
-    The simulation needs only their shapes. With a count of 0 the rows are returned unchanged.
+    The simulation needs only their shapes. With 0 tokens the rows are returned unchanged.
     """
-    if not count:
+    if not top_tokens:
         return rows
-    tokens = len(rows.tokens)
-    ids = torch.arange(count, dtype=torch.int32)
+    num_tokens = len(rows.tokens)
+    ids = torch.arange(top_tokens, dtype=torch.int32)
     return replace(
         rows,
-        teacher_top_ids=ids.expand(tokens, count),
-        teacher_top_log_probs=torch.ones(1, 1).expand(tokens, count + 1),
+        teacher_top_ids=ids.expand(num_tokens, top_tokens),
+        teacher_top_log_probs=torch.ones(1, 1).expand(num_tokens, top_tokens + 1),
     )
 
 

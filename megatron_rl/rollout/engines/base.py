@@ -22,7 +22,7 @@ from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.user_code import load_path
+from megatron_rl.user_code import load_object
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
 """Function that parses tool calls: (text of a turn, tools) -> (text without the calls, name and arguments of
@@ -181,15 +181,15 @@ def make_engine(
     dtype: str,
     seed: int,
     max_model_len: int,
-    records: tuple[int, int] | None = None,
+    routing_shape: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> Engine | None:
     """Build the in-process engine ``config.engine`` of a rank, without weights; None outside ``layout``.
 
-    ``records`` requests the routed experts of each token from an engine with ``routing_replay``: the model's
-    (layers, experts per token), or None. ``adapters`` describes an adapter with separate storage, for engines
-    with ``adapter_sync``. A user's own engine receives neither, and is built only on the ranks of ``layout``.
-    Collective over the world.
+    ``routing_shape`` requests the routed experts of each token from an engine with ``routing_replay``: the
+    model's (layers, experts per token), or None. ``adapters`` describes an adapter with separate storage, for
+    engines with ``adapter_sync``. A user's own engine receives neither, and is built only on the ranks of
+    ``layout``. Collective over the world.
     """
     arguments: dict[str, Any] = {
         "layout": layout,
@@ -207,7 +207,7 @@ def make_engine(
 
     # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
     folder = import_module(spec.module)
-    return folder.make_engine(model_path, config, **arguments, records=records, adapters=adapters)
+    return folder.make_engine(model_path, config, **arguments, routing_shape=routing_shape, adapters=adapters)
 
 
 def _user_engine(
@@ -216,7 +216,7 @@ def _user_engine(
     **arguments: Any,
 ) -> Engine:
     """Build an engine whose class the user names by path; raises UserError if it lacks a member."""
-    make_user_engine = load_path(config.engine, "rollout.engine")
+    make_user_engine = load_object(config.engine, "rollout.engine")
     engine = make_user_engine(model_path, config, **arguments)
 
     # Checked on the object, since a class may set attributes in its constructor.

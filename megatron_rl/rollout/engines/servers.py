@@ -202,7 +202,7 @@ class ServerGenerator:
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
 
-    def use(self, servers: Sequence[Server], weights_name: str) -> None:
+    def use_servers(self, servers: Sequence[Server], weights_name: str) -> None:
         """Set the servers to sample from, and the name that `Server.finish_update` gave their weights."""
         self._servers = list(servers)
         self._weights_name = weights_name
@@ -291,7 +291,7 @@ class ServerGenerator:
         if tasks:
             self._run(asyncio.wait(tasks))
 
-    def _choose(self, seed: int) -> Server | None:
+    def _choose_server(self, seed: int) -> Server | None:
         """Return the server for the sequence with this ``seed``, or None if all servers are lost.
 
         It is the server of the sequence's earlier requests, or the least busy one for a new sequence.
@@ -306,7 +306,7 @@ class ServerGenerator:
 
     async def _complete(self, request: GenerationRequest) -> Completion:
         """Send a request to its server, and to others while servers are lost; return the completion."""
-        while (server := self._choose(request.seed)) is not None:
+        while (server := self._choose_server(request.seed)) is not None:
             self._in_flight[server] += 1
 
             try:

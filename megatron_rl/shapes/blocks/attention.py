@@ -102,8 +102,8 @@ class Attention(Mixer):
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token: queries, keys, values, their norms, and the output."""
         if layer.fused:
-            return self._fused_elements(layer)
-        return self._plain_elements(layer)
+            return self._count_fused_elements(layer)
+        return self._count_plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token of the projections, and of copies with contiguous rows."""
@@ -179,7 +179,7 @@ class Attention(Mixer):
             "data parallelism for the other ranks",
         )
 
-    def _fused_elements(self, layer: LocalLayer) -> float:
+    def _count_fused_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that Transformer Engine's attention saves, with any recomputation.
 
         Its flash attention saves only its inputs and its output.
@@ -199,7 +199,7 @@ class Attention(Mixer):
             queries += 1
         return head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
 
-    def _plain_elements(self, layer: LocalLayer) -> float:
+    def _count_plain_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that this package's attention saves.
 
         Its core (the products of queries, keys and values) has a key and a value for every query head.
@@ -219,7 +219,7 @@ class Attention(Mixer):
 
         norms = 0.0
         if shape.qk_norm:
-            norms = layer.plain_norm((heads + groups) * head_dim, output=False)
+            norms = layer.plain_norm_elements((heads + groups) * head_dim, output=False)
         if self.value_norm:
             # The input in float32, and one number of each head.
             norms += groups * (head_dim + 1) * layer.float32_elements

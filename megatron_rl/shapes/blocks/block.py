@@ -50,12 +50,11 @@ class LocalLayer:
         """Return the bytes of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
         return 4 / self.dtype_bytes
 
-    def plain_norm(self, width: float, output: bool = True) -> float:
-        """Count the elements per token that a norm of a plain layer saves.
+    def plain_norm_elements(self, width: float, output: bool = True) -> float:
+        """Count the elements per token that a norm of a plain layer saves: input, normalised values, output.
 
-        These are the float32 input, the normalised values and the output.
-
-        ``output`` is false if no later layer saves the output.
+        ``width``: size of the norm. ``output``: whether the norm's output is counted; false if no later
+        module saves it. The input is saved in float32.
         """
         normalised = 1.0
         if self.shape.centered_norms:
@@ -108,7 +107,7 @@ class Mixer(ABC):
         """
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the number of heads of keys and values; 0 for a mixer without keys of each token."""
+        """Return the number of heads of keys and values, or 0 if no keys per token are kept."""
         return 0
 
     def key_size(self, shape: ModelShape) -> int:
@@ -120,7 +119,7 @@ class Mixer(ABC):
         return 0
 
     def query_width(self, shape: ModelShape) -> int:
-        """Return the width of the queries of all heads, by which the planner estimates kernels."""
+        """Return the width of the queries of all heads; the planner estimates attention times from it."""
         return shape.heads * shape.head_dim
 
     def flops_per_key(self, shape: ModelShape) -> int:
@@ -148,11 +147,14 @@ class Mixer(ABC):
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the heads, by number, that a trained tensor-parallel size must divide; 0 for no limit."""
+        """Return the number of heads that a trained tensor-parallel size must divide; 0 for no limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return further heads that tensor parallelism divides: plural noun -> number."""
+        """Return the kinds of heads, besides query and key-value heads, that tensor parallelism divides.
+
+        The result is plural noun of the heads -> their number.
+        """
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import FeedForward, LocalLayer
-from megatron_rl.shapes.blocks.mlp import biases, matrices, mlp_elements
+from megatron_rl.shapes.blocks.mlp import count_mlp_elements, mlp_biases, mlp_matrices
 from megatron_rl.shapes.layer_weights import Source, Weight
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Experts(FeedForward):
 
         # All shared experts of a layer are one MLP of their total width.
         if shape.shared_width:
-            yield from matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
+            yield from mlp_matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
         if shape.shared_gate:
             gate = Source("mlp.shared_expert_gate.weight", (1, shape.hidden))
             yield Weight("mlp.shared_experts.gate_weight", "whole", (gate,))
@@ -50,10 +50,10 @@ class Experts(FeedForward):
         name = "mlp.experts.local_experts.{expert}."
         source = "mlp.experts.{expert}."
         fused = "mlp.experts.{linear}.weight{expert}"
-        yield from matrices(shape, name, source, shape.expert_width, fused, expert=True)
+        yield from mlp_matrices(shape, name, source, shape.expert_width, fused, expert=True)
         if shape.expert_bias:
             fused = "mlp.experts.{linear}.bias{expert}"
-            yield from biases(shape, name, source, shape.expert_width, fused, expert=True)
+            yield from mlp_biases(shape, name, source, shape.expert_width, fused, expert=True)
 
     def inner_width(self, shape: ModelShape) -> int:
         """Return the summed widths of a token's routed experts and of the shared experts."""
@@ -64,13 +64,14 @@ class Experts(FeedForward):
         shape = layer.shape
         # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
         experts_per_token = shape.experts_per_token / layer.token_shards
-        shared = mlp_elements(layer, shape.shared_width / layer.tensor)
-        routed = _expert_elements(layer) * experts_per_token
+        shared = count_mlp_elements(layer, shape.shared_width / layer.tensor)
+        routed = _count_expert_elements(layer) * experts_per_token
 
         # The input of each routed expert: a copy of the token's hidden state, gathered over expert-tensor
         # ranks.
         inputs = experts_per_token * layer.expert_tensor * shape.hidden
-        return shared + routed + (inputs + _router_elements(layer) / layer.token_shards)
+        router = _count_router_elements(layer) / layer.token_shards
+        return shared + routed + (inputs + router)
 
     def live_elements(self, layer: LocalLayer) -> float:
         """Count the elements of the copies of a token for its routed experts.
@@ -134,7 +135,7 @@ class Experts(FeedForward):
         )
 
 
-def _expert_elements(layer: LocalLayer) -> float:
+def _count_expert_elements(layer: LocalLayer) -> float:
     """Count the elements that one routed expert saves for each token that is routed to it."""
     width = layer.shape.expert_width
     # With biases the activation is not fused, and saves its bounded input and its sigmoid, too.
@@ -142,13 +143,13 @@ def _expert_elements(layer: LocalLayer) -> float:
         return 8 * width
 
     if layer.fused:
-        return mlp_elements(layer, width)
+        return count_mlp_elements(layer, width)
 
     # The elements of an MLP, and its product times the router's weight.
     return 6 * width
 
 
-def _router_elements(layer: LocalLayer) -> float:
+def _count_router_elements(layer: LocalLayer) -> float:
     """Count the elements per token that the router saves: numbers of all experts and of the selected ones."""
     shape = layer.shape
     if layer.fused:
@@ -157,7 +158,7 @@ def _router_elements(layer: LocalLayer) -> float:
 
     # Logits of all experts in the model's dtype, and a mask of the selected ones with a byte each.
     all_experts = shape.experts * (1 + 1 / layer.dtype_bytes)
-    # Probabilities and indices of the selected experts: together 20 bytes for each of them.
+    # Probabilities and indices of the selected experts: five numbers of 4 bytes for each of them.
     selected = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
     return all_experts + selected
 

@@ -38,18 +38,19 @@ class GatedDeltaNet(Mixer):
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the parameters of the input projections, convolution, decay, norm and output projection."""
-        keys = shape.linear_qk
-        values = shape.linear_v
-        numbers = shape.linear_v_heads
+        key_rows = shape.linear_qk
+        value_rows = shape.linear_v
+        value_heads = shape.linear_v_heads
 
         # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
+        # (suffix of the checkpoint's name, rows) each.
         projections = [
-            ("qkv", keys),
-            ("qkv", keys),
-            ("qkv", values),
-            ("z", values),
-            ("b", numbers),
-            ("a", numbers),
+            ("qkv", key_rows),
+            ("qkv", key_rows),
+            ("qkv", value_rows),
+            ("z", value_rows),
+            ("b", value_heads),
+            ("a", value_heads),
         ]
         if shape.linear_interleaved:
             # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
@@ -60,24 +61,25 @@ class GatedDeltaNet(Mixer):
         ]
         if shape.linear_interleaved:
             # The rows of one key head, of all projections, are together.
-            heads = shape.linear_k_heads
-            pitches = {"qkvz": 2 * (keys + values) // heads, "ba": 2 * numbers // heads}
+            key_heads = shape.linear_k_heads
+            pitches = {"qkvz": 2 * (key_rows + value_rows) // key_heads, "ba": 2 * value_heads // key_heads}
             sources = [
-                replace(source, runs=heads, pitch=pitches[name])
+                replace(source, runs=key_heads, pitch=pitches[name])
                 for source, (name, _) in zip(sources, projections, strict=True)
             ]
-        yield _weight("in_proj.weight", "sections", *sources)
+        yield _make_weight("in_proj.weight", "sections", *sources)
 
         # One filter per channel of queries, keys and values, sharded as the channels are.
-        convolved = [
-            Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows") for rows in (keys, keys, values)
+        filters = [
+            Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows")
+            for rows in (key_rows, key_rows, value_rows)
         ]
-        yield _weight("conv1d.weight", "sections", *convolved)
-        yield _weight("dt_bias", "rows", Source("dt_bias", (numbers,), "rows"))
-        yield _weight("A_log", "rows", Source("A_log", (numbers,), "rows"))
-        yield _weight("out_norm.weight", "whole", Source("norm.weight", (shape.linear_v_head_dim,)))
-        output = Source("out_proj.weight", (shape.hidden, values), "columns")
-        yield _weight("out_proj.weight", "columns", output)
+        yield _make_weight("conv1d.weight", "sections", *filters)
+        yield _make_weight("dt_bias", "rows", Source("dt_bias", (value_heads,), "rows"))
+        yield _make_weight("A_log", "rows", Source("A_log", (value_heads,), "rows"))
+        yield _make_weight("out_norm.weight", "whole", Source("norm.weight", (shape.linear_v_head_dim,)))
+        output = Source("out_proj.weight", (shape.hidden, value_rows), "columns")
+        yield _make_weight("out_proj.weight", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token: projections, convolution, repeated heads and outputs.
@@ -97,7 +99,7 @@ class GatedDeltaNet(Mixer):
         elements = projections + convolution + repeated + outputs
         if not layer.fused:
             # The state at the start of each chunk, in float32.
-            elements += _matrix_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
+            elements += _count_state_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
@@ -110,7 +112,7 @@ class GatedDeltaNet(Mixer):
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
         """Return the bytes of a row's state matrices in float32, and of the convolution's last inputs."""
-        matrices = _matrix_elements(shape) * _STATE_BYTES
+        matrices = _count_state_elements(shape) * _STATE_BYTES
         conv_inputs = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
         return matrices + conv_inputs
 
@@ -145,13 +147,13 @@ class GatedDeltaNet(Mixer):
         )
 
 
-def _weight(name: str, cut: Cut, *sources: Source) -> Weight:
-    """Make a weight of the delta net; names of its sources are below ``linear_attn`` in checkpoints."""
+def _make_weight(name: str, cut: Cut, *sources: Source) -> Weight:
+    """Make a `Weight` of a delta net; ``sources`` are named below ``linear_attn`` in checkpoints."""
     renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
     return Weight(f"self_attention.{name}", cut, renamed)
 
 
-def _matrix_elements(shape: ModelShape) -> int:
+def _count_state_elements(shape: ModelShape) -> int:
     """Count the elements of the state matrices of one layer: value heads x key size x value size."""
     return shape.linear_v_heads * shape.linear_k_head_dim * shape.linear_v_head_dim
 

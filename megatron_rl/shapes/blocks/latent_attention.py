@@ -44,31 +44,33 @@ class LatentAttention(Mixer):
 
         # Queries: one projection, or down to a latent and up again.
         if not shape.q_lora:
-            yield _weight("linear_q_proj", "rows", Source("q_proj", (query_rows, shape.hidden), "rows"))
+            yield _make_weight("linear_q_proj", "rows", Source("q_proj", (query_rows, shape.hidden), "rows"))
         else:
-            yield _weight("linear_q_down_proj", "latent", Source("q_a_proj", (shape.q_lora, shape.hidden)))
-            yield _weight(
+            query_down = Source("q_a_proj", (shape.q_lora, shape.hidden))
+            yield _make_weight("linear_q_down_proj", "latent", query_down)
+            yield _make_weight(
                 "q_layernorm",
                 "whole",
                 Source("q_a_layernorm", (shape.q_lora,)),
                 "linear_q_up_proj.layer_norm_weight",
             )
-            yield _weight("linear_q_up_proj", "rows", Source("q_b_proj", (query_rows, shape.q_lora), "rows"))
+            query_up = Source("q_b_proj", (query_rows, shape.q_lora), "rows")
+            yield _make_weight("linear_q_up_proj", "rows", query_up)
 
         # Keys and values: down to one latent and the rotary part, then up to all heads.
         down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
-        yield _weight("linear_kv_down_proj", "latent", down)
-        yield _weight(
+        yield _make_weight("linear_kv_down_proj", "latent", down)
+        yield _make_weight(
             "kv_layernorm",
             "whole",
             Source("kv_a_layernorm", (latent,)),
             "linear_kv_up_proj.layer_norm_weight",
         )
         up_rows = shape.heads * (shape.qk_nope + shape.v_head_dim)
-        yield _weight("linear_kv_up_proj", "rows", Source("kv_b_proj", (up_rows, latent), "rows"))
+        yield _make_weight("linear_kv_up_proj", "rows", Source("kv_b_proj", (up_rows, latent), "rows"))
 
         output = Source("o_proj", (shape.hidden, shape.heads * shape.v_head_dim), "columns")
-        yield _weight("linear_proj", "columns", output)
+        yield _make_weight("linear_proj", "columns", output)
 
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token: queries, keys, values, latents and the output of attention."""
@@ -86,7 +88,7 @@ class LatentAttention(Mixer):
         if layer.recompute == "selective":
             core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
         output = heads * shape.v_head_dim
-        latent_norms = layer.plain_norm(shape.q_lora + shape.kv_lora) / layer.token_shards
+        latent_norms = layer.plain_norm_elements(shape.q_lora + shape.kv_lora) / layer.token_shards
         return core + output + 4 * shape.qk_rope + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
@@ -165,8 +167,12 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
-    """Make a weight of latent attention; ``source`` is named below ``self_attn`` in checkpoints."""
+def _make_weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
+    """Make a `Weight` of latent attention.
+
+    ``source`` is named below ``self_attn`` in checkpoints. ``fused``: name in layers in which Transformer
+    Engine fuses modules; empty if it is ``name``.
+    """
     prefix = "self_attention."
     fused_name = ""
     if fused:

@@ -21,9 +21,9 @@ class Mlp(FeedForward):
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the two weight parameters of the MLP, and their biases if it has any."""
-        yield from matrices(shape, "mlp.", "mlp.", shape.mlp_width)
+        yield from mlp_matrices(shape, "mlp.", "mlp.", shape.mlp_width)
         if shape.mlp_bias:
-            yield from biases(shape, "mlp.", "mlp.", shape.mlp_width)
+            yield from mlp_biases(shape, "mlp.", "mlp.", shape.mlp_width)
 
     def inner_width(self, shape: ModelShape) -> int:
         """Return the width between the MLP's projections."""
@@ -31,7 +31,7 @@ class Mlp(FeedForward):
 
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token of a rank's shard of the MLP's width."""
-        return mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
+        return count_mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
 
     def live_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token of gate, up, the activation, up plus its offset, and their product."""
@@ -42,7 +42,7 @@ class Mlp(FeedForward):
         return [("MLP width", shape.mlp_width, "tensor")]
 
 
-def mlp_elements(layer: LocalLayer, width: float) -> float:
+def count_mlp_elements(layer: LocalLayer, width: float) -> float:
     """Count the elements per token that an MLP of inner width ``width`` saves for the backward pass."""
     if not layer.fused:
         # Gate and up together, the activation, up once more, and their product.
@@ -54,7 +54,7 @@ def mlp_elements(layer: LocalLayer, width: float) -> float:
     return 3 * width
 
 
-def matrices(
+def mlp_matrices(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
     """Yield the two Megatron parameters of an MLP; the first of a gated one has gate and up.
@@ -76,10 +76,10 @@ def matrices(
     yield Weight(f"{name}linear_fc2.weight", "columns", outer, fused_outer, expert)
 
 
-def biases(
+def mlp_biases(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
-    """Yield the biases of the matrices that `matrices` yields for the same arguments."""
+    """Yield the biases of the matrices that `mlp_matrices` yields for the same arguments."""
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
     fused_inner = fused.format(linear="linear_fc1", expert="{expert}")

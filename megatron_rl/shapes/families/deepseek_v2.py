@@ -3,22 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek_megatron, deepseek_structure
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    deepseek_megatron_settings,
+    deepseek_structure,
+)
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of DeepSeek V2 models: fields of `ModelShape`."""
     reader.allow("topk_method", "greedy")
     reader.allow("norm_topk_prob", False)
     return deepseek_structure(reader)
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for DeepSeek V2 models."""
     # Scores are a softmax over all experts and are not renormalised over the selected ones; Megatron-Core
     # 0.19 by default computes the softmax over only the selected experts.
-    return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
+    return {**deepseek_megatron_settings(config), "moe_router_pre_softmax": True}
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    """Return the keys of config.json that vLLM needs for DeepSeek V2 models."""
     # Greedy routing has no groups of experts, but vLLM reads both keys.
     return {"n_group": 1, "topk_group": 1}
 
@@ -28,8 +37,8 @@ FAMILY = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     "DeepseekV2ForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "topk_method": "greedy",
         "norm_topk_prob": False,

@@ -7,13 +7,14 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    biased_router,
-    deepseek_megatron,
+    biased_router_settings,
+    deepseek_megatron_settings,
     deepseek_structure,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of DeepSeek V3 models: fields of `ModelShape`."""
     reader.allow("topk_method", "noaux_tc", None)
     reader.allow("norm_topk_prob", True)
 
@@ -30,8 +31,9 @@ def _structure(reader: ConfigReader) -> Fields:
     return {**deepseek_structure(reader), "router_bias": True}
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
-    settings = {**deepseek_megatron(config), **biased_router()}
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for DeepSeek V3 models."""
+    settings = {**deepseek_megatron_settings(config), **biased_router_settings()}
 
     # Moonlight and Kimi-K2 have one group, which restricts nothing.
     if (config["n_group"] or 1) > 1:
@@ -41,6 +43,7 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    """Return the keys of config.json that vLLM needs for DeepSeek V3 models."""
     # Without these vLLM routes by softmax and leaves the router's bias out.
     return {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -50,8 +53,8 @@ FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     "DeepseekV3ForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,

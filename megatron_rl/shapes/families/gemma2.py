@@ -4,16 +4,22 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    gemma_megatron,
+    gemma_megatron_settings,
     gemma_structure,
     sliding_window_fields,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Gemma 2 models: fields of `ModelShape`."""
     # Every other layer has a sliding window unless config.json has another pattern.
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
-    return {**gemma_structure(reader), **sliding_window_fields(every_other, reader.size("num_hidden_layers"))}
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors
+    )
+    return {
+        **gemma_structure(reader),
+        **sliding_window_fields(reader_with_pattern, reader.size("num_hidden_layers")),
+    }
 
 
 FAMILY = Family(
@@ -21,8 +27,8 @@ FAMILY = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     "Gemma2ForSequenceClassification",
-    _structure,
-    gemma_megatron,
+    _read_structure,
+    gemma_megatron_settings,
     defaults={
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",

@@ -1,9 +1,10 @@
 """Gemma 3, the language model (arXiv 2503.19786)."""
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron, gemma_structure
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron_settings, gemma_structure
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Gemma 3 models: fields of `ModelShape`."""
     return {**gemma_structure(reader), "qk_norm": True}
 
 
@@ -12,8 +13,8 @@ FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     "Gemma3TextForSequenceClassification",
-    _structure,
-    gemma_megatron,
+    _read_structure,
+    gemma_megatron_settings,
     # Published multimodal checkpoints of 4B and more state few of these.
     defaults={
         "vocab_size": 262208,

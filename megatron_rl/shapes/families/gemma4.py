@@ -12,7 +12,8 @@ _LAYER_KEYS = {"head_dim", "num_key_value_heads"}
 """Keys that ``per_layer_config`` may set for a layer."""
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Gemma 4 models: fields of `ModelShape`."""
     # vLLM builds experts if num_experts is set at all, transformers if enable_moe_block is true.
     for key in ("enable_moe_block", "num_experts"):
         if reader.get(key, False) is not False:
@@ -85,16 +86,16 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
     """
     head_dim = reader.size("head_dim")
     kv_heads = reader.size("num_key_value_heads")
-    by_layer = reader.get("per_layer_config")
-    if by_layer is None:
+    layer_configs = reader.get("per_layer_config")
+    if layer_configs is None:
         full_kv_heads = kv_heads
         if reader.flag("attention_k_eq_v"):
             full_kv_heads = reader.size("num_global_key_value_heads", kv_heads)
-        full = (reader.size("global_head_dim"), full_kv_heads)
-        sizes = {"full_attention": full, "sliding_attention": (head_dim, kv_heads)}
-        return [sizes.get(layer_type, full) for layer_type in layer_types]
+        full_sizes = (reader.size("global_head_dim"), full_kv_heads)
+        sizes_by_type = {"full_attention": full_sizes, "sliding_attention": (head_dim, kv_heads)}
+        return [sizes_by_type.get(layer_type, full_sizes) for layer_type in layer_types]
 
-    unknown_keys = set[str]().union(*by_layer.values()) - _LAYER_KEYS
+    unknown_keys = set[str]().union(*layer_configs.values()) - _LAYER_KEYS
     if unknown_keys:
         reader.refuse(
             f"layers that differ in {', '.join(sorted(unknown_keys))} are not supported",
@@ -103,15 +104,18 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
         )
 
     # JSON has numbers of layers as text.
-    overrides = {int(layer): values for layer, values in by_layer.items()}
+    overrides_by_layer = {int(layer): values for layer, values in layer_configs.items()}
     sizes_by_layer = []
     for layer in range(len(layer_types)):
-        layer_config = {"head_dim": head_dim, "num_key_value_heads": kv_heads, **overrides.get(layer, {})}
+        layer_config = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        layer_config |= overrides_by_layer.get(layer, {})
         layer_reader = ConfigReader(layer_config, f"{reader.file}: per_layer_config.{layer}", reader.errors)
         sizes_by_layer.append((layer_reader.size("head_dim"), layer_reader.size("num_key_value_heads")))
 
     # One set of rotary angles is computed for each kind of attention.
-    if len(set(zip(layer_types, (size for size, _ in sizes_by_layer), strict=True))) > len(set(layer_types)):
+    head_dims = [layer_head_dim for layer_head_dim, _ in sizes_by_layer]
+    types_with_head_dims = set(zip(layer_types, head_dims, strict=True))
+    if len(types_with_head_dims) > len(set(layer_types)):
         reader.refuse(
             "layers of one type with heads of different sizes are not supported",
             "per_layer_config",
@@ -120,7 +124,8 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
     return sizes_by_layer
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for Gemma 4 models."""
     return {
         # The norms of queries and keys set the scale of the scores.
         "softmax_scale": 1.0,
@@ -133,8 +138,8 @@ FAMILY = Family(
     "gemma4_text",
     "Gemma4ForCausalLM",
     "Gemma4TextForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "vocab_size": 262144,
         "num_attention_heads": 8,

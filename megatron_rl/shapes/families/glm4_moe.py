@@ -3,22 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, biased_router, shared_experts
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    biased_router_settings,
+    shared_expert_fields,
+)
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of GLM-4.5 models: fields of `ModelShape`."""
     reader.allow("norm_topk_prob", True)
     reader.allow("n_group", 1)
     return {
-        **shared_experts(reader),
+        **shared_expert_fields(reader),
         "qkv_bias": reader.flag("attention_bias"),
         "qk_norm": reader.flag("use_qk_norm"),
         "router_bias": True,
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
-    return {**biased_router(), "moe_router_topk_scaling_factor": config["routed_scaling_factor"]}
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for GLM-4.5 models."""
+    return {**biased_router_settings(), "moe_router_topk_scaling_factor": config["routed_scaling_factor"]}
 
 
 FAMILY = Family(
@@ -26,8 +34,8 @@ FAMILY = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     "Glm4MoeForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,

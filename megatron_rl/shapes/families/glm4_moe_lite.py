@@ -7,26 +7,29 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    biased_router,
+    biased_router_settings,
     count_dense_layers,
-    deepseek_megatron,
+    deepseek_megatron_settings,
     deepseek_structure,
     dense_layers_first,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of GLM-4.7-Flash models: fields of `ModelShape`."""
     reader.allow("norm_topk_prob", True)
     reader.allow("n_group", 1)
     fields = deepseek_structure(dense_layers_first(reader, 1))
     return {**fields, "router_bias": True}
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
-    return {**deepseek_megatron(config), **biased_router()}
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for GLM-4.7-Flash models."""
+    return {**deepseek_megatron_settings(config), **biased_router_settings()}
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    """Return the keys of config.json that vLLM needs for GLM-4.7-Flash models."""
     # Without the last two vLLM routes by softmax and leaves the router's bias out.
     return {
         "first_k_dense_replace": count_dense_layers(config, 1),
@@ -40,8 +43,8 @@ FAMILY = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     "Glm4MoeLiteForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,

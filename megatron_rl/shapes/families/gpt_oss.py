@@ -14,7 +14,8 @@ from megatron_rl.shapes.family import (
 from megatron_rl.shapes.fused_experts import FusedExperts
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of gpt-oss models: fields of `ModelShape`."""
     # Megatron's biases are those of all linear layers, and the experts always have them.
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
@@ -30,8 +31,10 @@ def _structure(reader: ConfigReader) -> Fields:
 
     # vLLM has the window in every other layer, the first one among them.
     layers = reader.size("num_hidden_layers")
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
-    windows = sliding_window_fields(every_other, layers)
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors
+    )
+    windows = sliding_window_fields(reader_with_pattern, layers)
     if windows.get("sliding_layers") != tuple(range(0, layers, 2)):
         reader.refuse(
             "the window of another pattern of layers is not supported",
@@ -49,7 +52,8 @@ def _structure(reader: ConfigReader) -> Fields:
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for gpt-oss models."""
     return {
         # Attention sinks: a learned logit per head in the denominator of the softmax.
         "softmax_type": "learnable",
@@ -68,8 +72,8 @@ FAMILY = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     "GptOssForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "num_local_experts": 128,
         "num_experts_per_tok": 4,

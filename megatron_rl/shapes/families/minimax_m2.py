@@ -7,13 +7,14 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    biased_router,
+    biased_router_settings,
     expert_fields,
     rotary_fraction,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of MiniMax-M2 models: fields of `ModelShape`."""
     # config.json has switches for these, and transformers ignores them: accept only its fixed choices.
     reader.allow("use_qk_norm", True, None)
     reader.allow("qk_norm_type", "per_layer", None)
@@ -40,11 +41,13 @@ def _structure(reader: ConfigReader) -> Fields:
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
-    return biased_router()
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for MiniMax-M2 models."""
+    return biased_router_settings()
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    """Return the keys of config.json that vLLM needs for MiniMax-M2 models."""
     # Without these vLLM does not build the model, or leaves the router's bias out.
     rotary_dim = round(config["head_dim"] * rotary_fraction(config))
     return {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": rotary_dim}
@@ -55,8 +58,8 @@ FAMILY = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     "MiniMaxM2ForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     aliases={"num_experts": "num_local_experts", "num_mtp_modules": "num_nextn_predict_layers"},
     # The router's bias is not below the router.

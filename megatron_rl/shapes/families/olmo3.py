@@ -3,10 +3,13 @@
 from megatron_rl.shapes.family import ConfigReader, Family, Fields, olmo_structure, sliding_window_fields
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of OLMo 3 models: fields of `ModelShape`."""
     # Every fourth layer has full attention unless config.json has another pattern.
-    every_fourth = ConfigReader({"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors)
-    windows = sliding_window_fields(every_fourth, reader.size("num_hidden_layers"))
+    reader_with_pattern = ConfigReader(
+        {"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors
+    )
+    windows = sliding_window_fields(reader_with_pattern, reader.size("num_hidden_layers"))
 
     return {**olmo_structure(reader), **windows}
 
@@ -16,6 +19,6 @@ FAMILY = Family(
     "olmo3",
     "Olmo3ForCausalLM",
     "Olmo3ForSequenceClassification",
-    _structure,
+    _read_structure,
     defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
 )

@@ -3,7 +3,8 @@
 from megatron_rl.shapes.family import ConfigReader, Family, Fields
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Qwen2/2.5 models: fields of `ModelShape`."""
     # Built into the model: Qwen2's config.json has no key for this bias.
     return {"qkv_bias": True}
 
@@ -13,6 +14,6 @@ FAMILY = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     "Qwen2ForSequenceClassification",
-    _structure,
+    _read_structure,
     defaults={"use_sliding_window": False, "max_window_layers": 28},
 )

@@ -5,14 +5,15 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    delta_net_megatron,
+    delta_net_megatron_settings,
     delta_net_structure,
-    gated_shared_expert,
+    gated_shared_expert_fields,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
-    return {**delta_net_structure(reader), **gated_shared_expert(reader)}
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Qwen3.5-MoE models: fields of `ModelShape`."""
+    return {**delta_net_structure(reader), **gated_shared_expert_fields(reader)}
 
 
 FAMILY = Family(
@@ -20,8 +21,8 @@ FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForSequenceClassification",
-    _structure,
-    delta_net_megatron,
+    _read_structure,
+    delta_net_megatron_settings,
     defaults={
         **DELTA_DEFAULTS,
         "intermediate_size": 512,  # of no layer: every layer has experts

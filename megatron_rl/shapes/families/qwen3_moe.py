@@ -7,22 +7,24 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    attention_bias,
+    attention_bias_fields,
     expert_fields,
-    sparse_step_layers,
+    sparse_step_dense_layers,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
-    dense_layers = sparse_step_layers(reader)
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Qwen3-MoE models: fields of `ModelShape`."""
+    dense_layers = sparse_step_dense_layers(reader)
     return {
-        **attention_bias(reader),
+        **attention_bias_fields(reader),
         **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
         "qk_norm": True,
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for Qwen3-MoE models."""
     # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
     return {"moe_router_pre_softmax": not config["norm_topk_prob"]}
 
@@ -32,8 +34,8 @@ FAMILY = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     "Qwen3MoeForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         "num_experts": 128,
         "num_experts_per_tok": 8,

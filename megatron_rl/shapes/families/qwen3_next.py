@@ -8,25 +8,27 @@ from megatron_rl.shapes.family import (
     ConfigReader,
     Family,
     Fields,
-    delta_net_megatron,
+    delta_net_megatron_settings,
     delta_net_structure,
-    gated_shared_expert,
-    sparse_step_layers,
+    gated_shared_expert_fields,
+    sparse_step_dense_layers,
 )
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Qwen3-Next models: fields of `ModelShape`."""
     return {
         **delta_net_structure(reader),
-        **gated_shared_expert(reader, sparse_step_layers(reader)),
+        **gated_shared_expert_fields(reader, sparse_step_dense_layers(reader)),
         # in_proj_qkvz and in_proj_ba store the projections of each key head together.
         "linear_interleaved": True,
     }
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for Qwen3-Next models."""
     # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
-    return {**delta_net_megatron(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
+    return {**delta_net_megatron_settings(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
 
 
 FAMILY = Family(
@@ -34,8 +36,8 @@ FAMILY = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     "Qwen3NextForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={
         **DELTA_DEFAULTS,
         "intermediate_size": 5632,

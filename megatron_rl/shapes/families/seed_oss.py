@@ -3,7 +3,8 @@
 from megatron_rl.shapes.family import ConfigReader, Family, Fields
 
 
-def _structure(reader: ConfigReader) -> Fields:
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of Seed-OSS models: fields of `ModelShape`."""
     # Unlike in Llama, the bias of the output projection has a separate key.
     return {
         "qkv_bias": reader.flag("attention_bias"),
@@ -17,6 +18,6 @@ FAMILY = Family(
     "seed_oss",
     "SeedOssForCausalLM",
     "SeedOssForSequenceClassification",
-    _structure,
+    _read_structure,
     defaults={"head_dim": 128, "attention_bias": True},
 )

@@ -3,14 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias_fields
 
 
-def _structure(reader: ConfigReader) -> Fields:
-    return {**attention_bias(reader), "mlp_bias": reader.flag("mlp_bias")}
+def _read_structure(reader: ConfigReader) -> Fields:
+    """Read the structure of SmolLM3 models: fields of `ModelShape`."""
+    layers = reader.size("num_hidden_layers")
+    rotated = reader.get("no_rope_layers")
+    if rotated is None:
+        reader.size("no_rope_layer_interval")
+    elif len(rotated) != layers:
+        reader.refuse(
+            f"the model has {layers} layers and another number of marks",
+            "no_rope_layers",
+            f"{layers} entries",
+        )
+    return {**attention_bias_fields(reader), "mlp_bias": reader.flag("mlp_bias")}
 
 
-def _megatron(config: Mapping[str, Any]) -> Fields:
+def _megatron_settings(config: Mapping[str, Any]) -> Fields:
+    """Return the fields of Megatron's TransformerConfig for SmolLM3 models."""
     # config.json marks the layers that have rotary angles; Megatron's list marks those that have none.
     rotated = config.get("no_rope_layers")
     if rotated is None:
@@ -25,7 +37,7 @@ FAMILY = Family(
     "smollm3",
     "SmolLM3ForCausalLM",
     "SmolLM3ForSequenceClassification",
-    _structure,
-    _megatron,
+    _read_structure,
+    _megatron_settings,
     defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "use_sliding_window": False},
 )

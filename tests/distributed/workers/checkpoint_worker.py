@@ -75,7 +75,7 @@ def moments(optimizer: Any) -> list[Any]:
     """Return copies of this rank's optimizer states."""
     return [
         {name: value.clone() for name, value in optimizer_part.optimizer.state[p].items()}
-        for optimizer_part in optimizer.parts
+        for optimizer_part in optimizer.sub_optimizers
         for group in optimizer_part.optimizer.param_groups
         for p in group["params"]
     ]
@@ -134,7 +134,11 @@ def share_bytes(model: Any, optimizer: Any) -> int:
     """Return this rank's share of a checkpoint in bytes: its optimizer shards and its part of the weights."""
     weight_bytes = sum(p.numel() * p.element_size() for chunk in model.chunks for p in chunk.parameters())
     states = [value for state in moments(optimizer) for value in state.values()]
-    groups = [group for optimizer_part in optimizer.parts for group in optimizer_part.optimizer.param_groups]
+    groups = [
+        group
+        for optimizer_part in optimizer.sub_optimizers
+        for group in optimizer_part.optimizer.param_groups
+    ]
     masters = [p for group in groups for p in group["params"]]
     shard_bytes = sum(value.numel() * value.element_size() for value in (*states, *masters))
     return shard_bytes + weight_bytes // model.groups.layout.data
@@ -256,7 +260,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         return all_messages
 
     result: dict[str, Any] = {"messages": failed_save_messages(checkpoint, "write_meta", True)}
-    result["unread"] = failed_save_messages(durable, "digests", device.rank() == 1)
+    result["unread"] = failed_save_messages(durable, "compute_digests", device.rank() == 1)
     result["there"] = target.exists()
 
     for step in (4, 5):

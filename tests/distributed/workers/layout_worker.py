@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithms import get_algorithm
 from megatron_rl.distributed import device
-from megatron_rl.megatron.lora import initial_policy
+from megatron_rl.megatron.lora import use_initial_policy
 
 sys.path.insert(0, str(Path(__file__).parent))
 import training
@@ -44,7 +44,7 @@ def main(folder: Path, plan: str) -> None:
         # The policy without its adapters is the reference model of a run with LoRA.
         initial = None
         if model.adapters is not None:
-            with initial_policy(model):
+            with use_initial_policy(model):
                 initial, _ = training.scores(model, batch, case["budget"])
 
         if device.rank() == 0:

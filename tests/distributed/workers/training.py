@@ -23,7 +23,7 @@ from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.schedule import forward_backward, forward_only
-from megatron_rl.metrics import Metrics, merge
+from megatron_rl.metrics import Metrics, merge_metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.boxes import view_of
@@ -145,7 +145,7 @@ def train_step(
     dist.all_gather_object(
         gathered, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics()
     )
-    total = merge(gathered)
+    total = merge_metrics(gathered)
     # Padding depends on the layout, and layouts are compared.
     values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
     values["loss"] = total.sums["loss"][0]

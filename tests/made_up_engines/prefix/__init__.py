@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.rollout.sampling import is_greedy, log_prob_temperature, part_seed
+from megatron_rl.rollout.sampling import continuation_seed, is_greedy, log_prob_temperature
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
@@ -95,7 +95,7 @@ class PrefixEngine:
             token = int(values.argmax())
         else:
             # The seed depends on the number of tokens, so continued requests sample as uninterrupted ones.
-            seed = part_seed(request.seed, request.done + len(tokens))
+            seed = continuation_seed(request.seed, request.done + len(tokens))
             token = int(values.exp().multinomial(1, generator=torch.Generator().manual_seed(seed)))
         return token, float(values[token])
 

@@ -19,7 +19,7 @@ from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     apply_logit_rules,
-    draw,
+    draw_tokens,
     is_greedy,
     sampled_logits,
     sampling_at,
@@ -225,7 +225,7 @@ class TorchEngine:
 
         # Invalid requests are completed, as failed, without a batch.
         if valid:
-            completions += _decode(self._decoder(), valid, self._stops)
+            completions += _decode_batch(self._decoder(), valid, self._stops)
         return completions
 
     def abort(self, number: int) -> None:
@@ -264,7 +264,7 @@ class TorchEngine:
             locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
             for name, location in locations.items():
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
-                tensor = location.part(parameter)
+                tensor = location.select_part(parameter)
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
@@ -294,7 +294,7 @@ class TorchEngine:
         self._model = None
 
 
-def _decode(
+def _decode_batch(
     decoder: Decoder,
     requests: Sequence[GenerationRequest],
     stops: StopTexts | None,
@@ -305,7 +305,7 @@ def _decode(
     log_probs: list[list[float]] = [[] for _ in requests]
     support: list[list[list[int]]] = [[] for _ in requests]
     finish_reasons = [FINISH_LENGTH for _ in requests]
-    generators = [_generator(request.seed, request.done) for request in requests]
+    generators = [_make_generator(request.seed, request.done) for request in requests]
     searches: list[StopSearch | None] = [None for _ in requests]
     if stops is not None:
         searches = [
@@ -332,7 +332,7 @@ def _decode(
         active_prompts = [prompts[row] for row in active]
         responses = [[*partial_responses[row], *tokens[row]] for row in active]
         logits = apply_logit_rules(logits, sampling, active_prompts, responses)
-        sampled, values, masks = _sample(logits, sampling, active_generators)
+        sampled, values, masks = _sample_tokens(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
         log_prob_list = values.tolist()
 
@@ -376,15 +376,15 @@ def _decode(
     return completions
 
 
-def _generator(seed: int, draws: int) -> torch.Generator:
+def _make_generator(seed: int, draws: int) -> torch.Generator:
     """Return a sequence's random generator after ``draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    # Separate draws and a batch of draws advance a CPU generator equally; `draw` also uses float64.
+    # Separate draws and a batch of draws advance a CPU generator equally; `draw_tokens` also uses float64.
     torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 
 
-def _sample(
+def _sample_tokens(
     logits: Tensor,
     sampling: Sequence[SamplingParameters],
     generators: Sequence[torch.Generator],
@@ -396,7 +396,7 @@ def _sample(
     is_greedy_row = [is_greedy(parameters) for parameters in sampling]
     greedy = torch.tensor(is_greedy_row, device=logits.device)
     filtered = sampled_logits(logits, sampling)
-    tokens = draw(filtered, greedy, generators)
+    tokens = draw_tokens(filtered, greedy, generators)
     # Normalised over the support: the distribution that was sampled.
     all_log_probs = filtered.log_softmax(dim=1)
     log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]

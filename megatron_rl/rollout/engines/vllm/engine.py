@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
+    chunked_prefill_errors,
     host_arguments,
-    host_errors,
     sampling_arguments,
 )
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
@@ -29,10 +29,10 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
 from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
 from megatron_rl.rollout.sampling import (
+    continuation_seed,
     has_schedule,
-    part_seed,
     vllm_filters,
-    vllm_finish,
+    vllm_finish_code,
     vllm_parameters,
 )
 from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
@@ -98,9 +98,9 @@ class VllmEngine:
     the shapes of the checkpoint's tensors; None reads them from the files' headers.
 
     ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 moves them
-    to host memory. ``records`` requests `Completion.experts`: the (layers, experts per token) of the model,
-    or None. ``adapters`` describes an adapter with separate storage, which every request uses. The base
-    weights are then never updated again, so the engine sleeps at level 1.
+    to host memory. ``routing_shape`` requests `Completion.experts`: the (layers, experts per token) of the
+    model, or None. ``adapters`` describes an adapter with separate storage, which every request uses. The
+    base weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
@@ -119,7 +119,7 @@ class VllmEngine:
         load: bool = False,
         shapes: weights.Shapes | None = None,
         sleep_level: int = 2,
-        records: tuple[int, int] | None = None,
+        routing_shape: tuple[int, int] | None = None,
         adapters: AdaptedModel | None = None,
     ) -> None:
         # Index of the replica in the layout.
@@ -133,7 +133,7 @@ class VllmEngine:
         self._asleep: set[str] = set()
 
         self._truncates = config.truncates
-        self._records = records
+        self._routing_shape = routing_shape
         self._retains = config.on_update == KEEP
 
         # vLLM's name of a request -> the request. Names are numbers in the order of submission.
@@ -149,7 +149,7 @@ class VllmEngine:
         self._model: Any = live_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
         self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        if records is not None and device.on_host():
+        if routing_shape is not None and device.on_host():
             replay.capture_experts(model_runner(self._llm))
 
         self._live: Any = LiveWeights(
@@ -176,7 +176,7 @@ class VllmEngine:
     ) -> Any:
         """Build vLLM's engine on the ranks of a layout; raises UserError if vLLM refuses the settings."""
         setup.prepare_vllm()
-        arguments = self._arguments(config, layout.tensor, dtype, seed)
+        arguments = self._engine_arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
             arguments |= weights.adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
@@ -198,9 +198,9 @@ class VllmEngine:
             try:
                 return LLM(**arguments | model)
             except (ValueError, NotImplementedError) as error:
-                raise _refusal(self._path, config, error) from error
+                raise _refusal_error(self._path, config, error) from error
 
-    def _arguments(
+    def _engine_arguments(
         self,
         config: RolloutConfig,
         tensor: int,
@@ -229,12 +229,12 @@ class VllmEngine:
             processors = [*rules.logits_processors(), *processors]
         if processors:
             arguments["logits_processors"] = processors
-        if self._records:
+        if self._routing_shape:
             arguments |= replay.routing_arguments()
 
         errors = check_engine_arguments(config.vllm)
         if device.on_host():
-            errors += host_errors(config.vllm)
+            errors += chunked_prefill_errors(config.vllm)
             arguments |= self._host_arguments(model, tensor, dtype)
         else:
             arguments |= _accelerator_arguments(config)
@@ -308,8 +308,8 @@ class VllmEngine:
             for field, value in vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         rules.add_rules(parameters, request)
-        if self._records:
-            replay.add_expert_record(parameters, request, *self._records)
+        if self._routing_shape:
+            replay.add_expert_record(parameters, request, *self._routing_shape)
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
         if self._retains:
@@ -355,7 +355,7 @@ class VllmEngine:
             for output in self._llm.llm_engine.step():
                 if output.finished and output.request_id in self._open:
                     request = self._open.pop(output.request_id)
-                    completions.append(self._completion(request, output.outputs[0]))
+                    completions.append(self._make_completion(request, output.outputs[0]))
             completions += self._end_stopped_requests()
         return completions
 
@@ -372,11 +372,11 @@ class VllmEngine:
                 continue
             tokens = _request_state(processor, name).detokenizer.output_token_ids
             if request.completes_stop_text(tokens):
-                completions.append(self._completion(request, _unfinished_output(processor, name)))
+                completions.append(self._make_completion(request, _unfinished_output(processor, name)))
                 self._abort(name)
         return completions
 
-    def _completion(self, request: _OpenRequest, output: Any) -> Completion:
+    def _make_completion(self, request: _OpenRequest, output: Any) -> Completion:
         """Return the completion of a request from vLLM's output, without tokens of earlier completions."""
         completion = _convert_output(request.current.number, output)
         if not completion.tokens:
@@ -391,11 +391,12 @@ class VllmEngine:
         if self._truncates:
             support = replay.support_of(output, request.support, request.original)
             completion = replace(completion, support=support[first:])
-        if self._records:
+        if self._routing_shape:
             experts = replay.experts_of(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
-        # A step may sample several tokens, and a limit may end vLLM's request together with a stop text.
+        # Cut the completion at the end of its stop text, whatever reason vLLM gives: several tokens may come
+        # at once, and the last one allowed may complete the text.
         if request.completes_stop_text(output.token_ids):
             completion = stopped_completion(request.current, completion, request.searched - first)
         return completion
@@ -425,7 +426,7 @@ class VllmEngine:
             output = _unfinished_output(self._llm.llm_engine.output_processor, name)
             sampled: list[int] = []
             if len(output.token_ids) > request.returned_tokens:
-                completion = self._completion(request, output)
+                completion = self._make_completion(request, output)
                 completions.append(completion)
                 sampled = list(completion.tokens)
 
@@ -481,7 +482,7 @@ class VllmEngine:
         self._wake("kv_cache")
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        device.set_unbacked(setup.bytes_asleep())
+        device.set_unbacked_bytes(setup.bytes_asleep())
         if self._sleep_level > 1:
             self._live.needs_weights = True
 
@@ -495,7 +496,7 @@ class VllmEngine:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
                 self._asleep.discard(tag)
-                device.set_unbacked(setup.bytes_asleep())
+                device.set_unbacked_bytes(setup.bytes_asleep())
 
     def close(self) -> None:
         """Shut this engine down; the job's process groups stay. May be called twice."""
@@ -533,7 +534,7 @@ def _sampling_parameters(request: GenerationRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    seed = part_seed(request.seed, request.done)
+    seed = continuation_seed(request.seed, request.done)
     return SamplingParams(
         **vllm_parameters(request.sampling, request.limit, seed, request.done),
         flat_logprobs=True,
@@ -565,13 +566,13 @@ def _convert_output(number: int, output: Any) -> Completion:
         # The first entry of a position is the sampled token's; further ones are vLLM's top tokens.
         log_probs = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
 
-    finish_reason = vllm_finish(output.token_ids, log_probs, output.finish_reason)
+    finish_reason = vllm_finish_code(output.token_ids, log_probs, output.finish_reason)
     if finish_reason == FINISH_FAILED:
         return failed_completion(number)
     return Completion(number, output.token_ids, log_probs, finish_reason)
 
 
-def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
+def _refusal_error(path: Path, config: RolloutConfig, error: Exception) -> UserError:
     """Return the error for a model or settings that vLLM refuses with ``error``."""
     settings = ""
     if config.vllm:

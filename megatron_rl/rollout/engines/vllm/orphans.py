@@ -56,7 +56,7 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
 
         # If the server died before the watchdog started, the engine's parent is now a process of another
         # session, whose children must not be killed.
-        is_serving = engine.ppid() == server_pid and _session(server_pid) == _session(engine.pid)
+        is_serving = engine.ppid() == server_pid and _session_id(server_pid) == _session_id(engine.pid)
         if is_serving:
             with suppress(psutil.NoSuchProcess):
                 orphans = psutil.Process(server_pid).children()
@@ -71,7 +71,7 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _session(pid: int) -> int | None:
+def _session_id(pid: int) -> int | None:
     """Return the session of a process, or None if the process has ended."""
     with suppress(ProcessLookupError):
         return os.getsid(pid)

@@ -139,7 +139,7 @@ def _host_processor() -> type:
             return True
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self._requests, batch_update, _host_request)
+            process_dict_updates(self._requests, batch_update, _make_host_request)
 
         def apply(self, logits: Tensor) -> Tensor:
             if not self._requests:
@@ -178,8 +178,8 @@ class _HostRequest(NamedTuple):
         return sampling_at(self.sampling, self.turn_tokens + len(self.tokens))
 
 
-def _host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Return the processor's entry for a new request, or None if vLLM's own sampling is the request's."""
+def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
+    """Return what the logits processor needs for a new request, or None if vLLM samples it by itself."""
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
         return None
@@ -189,7 +189,7 @@ def _host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | 
 
 @cache
 def accelerator_processor() -> type:
-    """Return the class of the logits processor of the newer model runner, which accelerators have."""
+    """Return the class of the processor for vLLM's newer model runner, which it uses on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class ScheduleProcessor(LogitsProcessor):

@@ -88,7 +88,7 @@ def _request_tokens(
 
 @cache
 def accelerator_processor() -> type:
-    """Return the class for the newer model runner, which accelerators have."""
+    """Return the class for vLLM's newer model runner, which it uses on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class NgramProcessor(LogitsProcessor):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.distributed import device
-from megatron_rl.errors import UserError, requires
-from megatron_rl.hf.files import checkpoint_shapes
+from megatron_rl.errors import UserError, requirement_error
+from megatron_rl.hf.files import read_checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
 from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
@@ -103,7 +103,7 @@ class LiveWeights:
         if self._map is None:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
-                shapes = checkpoint_shapes(shapes)
+                shapes = read_checkpoint_shapes(shapes)
             with self._packed.unpacked(), without_wrappers(self._model):
                 self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
@@ -191,19 +191,19 @@ def trace_weights(
     and biases that another rank adds.
     """
     dtype = next(iter(parameters.values())).dtype
-    form = _fused_experts(model)
-    if form is not None:
+    expert_storage = _fused_experts(model)
+    if expert_storage is not None:
         # The loader of gpt-oss (0.32) reads fields of this attribute if it exists, also if it is None, as
         # without mxfp4.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
 
-    sources = meta_sources(stored_shapes(shapes, form), dtype)
+    sources = meta_sources(stored_shapes(shapes, expert_storage), dtype)
     recorder = CopyRecorder(sources, parameters, rank)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-    boxes = boxes_of_experts(merge_boxes(recorder.boxes), form)
+    boxes = boxes_of_experts(merge_boxes(recorder.boxes), expert_storage)
     boxes = _without_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
@@ -319,14 +319,14 @@ class PackedModules:
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
-        packed = {path: self._swap(path, self._raw[path]) for path in self._modules}
+        packed = {path: self._swap_parameters(path, self._raw[path]) for path in self._modules}
         try:
             yield
         finally:
             for path, parameters in packed.items():
-                self._swap(path, parameters)
+                self._swap_parameters(path, parameters)
 
-    def _swap(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _swap_parameters(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
         """Register parameters in a module and return the replaced ones."""
         module: Any = self._modules[path]
         replaced = {name: module._parameters[name] for name in parameters}
@@ -338,14 +338,14 @@ class PackedModules:
         """Pack the raw weights again, into the storage that kernels already use."""
         for path, module in self._modules.items():
             raw = {name: _alias_of(parameter) for name, parameter in self._raw[path].items()}
-            live = self._swap(path, raw)
+            live = self._swap_parameters(path, raw)
 
             method: Any = module.quant_method
             method.moe_kernel = None  # vLLM skips the packing of a module that has a kernel
             method.process_weights_after_loading(module)
 
             # Kernels hold the live storage, so the newly packed weights are copied into it.
-            for name, packed in self._swap(path, live).items():
+            for name, packed in self._swap_parameters(path, live).items():
                 live[name].data.copy_(packed)
 
 
@@ -433,7 +433,7 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
     # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). The host computes
     # adapters without them.
     if dtype == "float32" and not device.on_host():
-        raise requires(
+        raise requirement_error(
             "actor.lora.sync",
             "adapter",
             "model.dtype=bfloat16, by vLLM's kernels of adapters",
@@ -468,7 +468,7 @@ class AdapterSlots:
         dtype = next(iter(self._storages.values())).dtype
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
         self._boxes = trace_copies(
-            lambda sources: self._load(sources, adapters),
+            lambda sources: self._load_stand_ins(sources, adapters),
             meta_sources(shapes, dtype),
             self._storages,
             rank,
@@ -484,7 +484,7 @@ class AdapterSlots:
                 fix="set actor.lora.sync=merged",
             )
 
-    def _load(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
+    def _load_stand_ins(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
         """Load stand-ins for PEFT's tensors through vLLM, and activate the adapter."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper

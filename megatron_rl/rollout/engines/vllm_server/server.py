@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, plain_settings
+from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, comparable_settings
 from megatron_rl.check.model.tokenizer import has_stop_texts
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
@@ -24,7 +24,13 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
-from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters, vllm_stops
+from megatron_rl.rollout.sampling import (
+    continuation_seed,
+    vllm_filters,
+    vllm_finish_code,
+    vllm_parameters,
+    vllm_stops,
+)
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
@@ -141,7 +147,7 @@ class VllmServer:
         timeout: float,
     ) -> Completion:
         """See `Server.generate`."""
-        seed = part_seed(request.seed, request.done)
+        seed = continuation_seed(request.seed, request.done)
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
@@ -152,7 +158,7 @@ class VllmServer:
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         reply = await self.request(session, "inference/v1/generate", body, timeout)
-        return _completion(request.number, reply, weights_name)
+        return _parse_completion(request.number, reply, weights_name)
 
     def reset_updates(self, timeout: float) -> None:
         """See `Server.reset_updates`."""
@@ -207,7 +213,8 @@ class VllmServer:
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
         """Return how many requests the server runs concurrently; raise UserError if it does not fit the run.
 
-        ``settings`` is the config.json of the run's model, as transformers reads it.
+        ``settings`` is the config.json of the run's model, as transformers reads it; ``requirements`` are the
+        engine settings that the server must have.
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
@@ -340,9 +347,9 @@ class ServerRequirements:
         }
 
 
-def _require_equal(compared: Mapping[str, tuple[str, str, bool]], path: str) -> None:
+def _require_equal(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
     """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare`."""
-    for name, (expected, actual, fits) in compared.items():
+    for name, (expected, actual, fits) in comparisons.items():
         if not fits:
             raise UserError(
                 f"a server has another `{name}` than the run needs",
@@ -358,13 +365,13 @@ def _require_model(
     served: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError if the server's model differs from the run's in a value of `plain_settings`.
+    """Raise UserError if the server's model differs from the run's in a value of `comparable_settings`.
 
     A setting that only one of the two has is ignored: transformers and vLLM add different defaults.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
-    plain = plain_settings(settings)
-    served_plain = plain_settings(transformers_config(served))
+    plain = comparable_settings(settings)
+    served_plain = comparable_settings(transformers_config(served))
 
     for name, value in plain.items():
         if name in served_plain and served_plain[name] != value:
@@ -377,7 +384,7 @@ def _require_model(
             )
 
 
-def _completion(number: int, reply: Any, weights_name: str) -> Completion:
+def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
     """Return the completion of request ``number`` from a server's reply.
 
     Raises ServerError if the reply is malformed, or sampled from weights of another name.
@@ -403,7 +410,7 @@ def _completion(number: int, reply: Any, weights_name: str) -> Completion:
         # A server that is being stopped ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
 
-    finish_reason = vllm_finish(tokens, log_probs, reason)
+    finish_reason = vllm_finish_code(tokens, log_probs, reason)
     if finish_reason == FINISH_FAILED:
         return failed_completion(number)
     return Completion(number, tokens, log_probs, finish_reason)
