@@ -12,13 +12,13 @@ if [ ! -f runs/quickstart-data/train.jsonl ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 port="${PORT:-29577}"
-node() { # rank of the node, overrides
-    .venv/bin/python -m torch.distributed.run --nnodes 2 --node-rank "$1" --nproc-per-node 2 \
+node() { # overrides
+    .venv/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
         --rdzv-backend c10d --rdzv-id several_nodes --rdzv-endpoint "127.0.0.1:$port" \
-        -m megatron_rl train launch/examples/several_nodes/run.yaml "${@:2}"
+        -m megatron_rl train launch/examples/several_nodes/run.yaml "$@"
 }
-node 1 "$@" &
+node "$@" &
 other=$!
 trap 'kill "$other" 2>/dev/null || true' EXIT
-node 0 "$@"
+node "$@"
 wait "$other"
