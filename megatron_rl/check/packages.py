@@ -61,7 +61,7 @@ def check_attention(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for ``model.attention: transformer_engine`` without an installed Transformer Engine."""
     if config.model.attention == "transformer_engine" and not has_transformer_engine():
         yield UserError(
-            "Transformer Engine, or its PyTorch extension, is not installed on this machine",
+            "Transformer Engine is not installed on this machine, or lacks its PyTorch extension",
             where="model.attention",
             expected="Transformer Engine with its extension, where the run is started",
             got="transformer_engine",

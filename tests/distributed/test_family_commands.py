@@ -200,6 +200,10 @@ def check_quantised(folder: Path, name: str) -> None:
             {"gemma3-vision": "vllm", "ministral3-vision": "vllm", "qwen2-5-vl": "vllm"},
             marks=pytest.mark.campaign,
         ),
+        pytest.param(
+            {"mistral3": "vllm", "qwen3-vl": "vllm"},
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_multimodal_checkpoints_go_through_every_command(
