@@ -422,7 +422,9 @@ def test_a_piece_that_never_ends_its_import_is_an_error(
     file = tmp_path / "piece.py"
     file.write_text("while True:\n    pass\ndef own(*_, **__): return 1.0\n")
     for key in ("algorithm.policy_loss", "reward.function"):
-        found = [str(error) for error in check(f"{key}={file}:own", "checkpoint.resume=never").errors]
+        errors = check(f"{key}={file}:own", "checkpoint.resume=never").errors
+        # On a busy machine another function may take longer than the second, too.
+        found = [str(error) for error in errors if error.where and error.where.startswith(key)]
         assert len(found) == 1 and "still loading after 1 s" in found[0]
 
 

@@ -103,7 +103,7 @@ def test_virtual_pipeline_gets_the_communication_that_is_right():
         (("qwen2", {}, {"hidden_size": 8}), "cannot be overridden"),
         (("qwen2", {"expert": 2}), "without experts"),
         (("mixtral", {"expert": 4}, None, {"num_local_experts": 6}), "experts"),
-        (("llama", {}, None, {"attention_bias": True}), "Biases"),
+        (("llama", {}, None, {"attention_bias": True}), "biases"),
         (("qwen3", {}, None, {"attention_bias": True}), "attention_bias"),
         (("llama", {}, None, {"hidden_act": "relu6"}), "activation"),
         (("deepseek-v3", {}, None, {"rope_parameters": RESCALING_ROPE}), "latent attention"),
