@@ -35,7 +35,7 @@ from megatron_rl.hf.files import (
     write_index,
 )
 from megatron_rl.hf.peft import peft_boxes
-from megatron_rl.hf.weights import open_checkpoint, source_boxes
+from megatron_rl.hf.weights import Checkpoint, open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
@@ -127,7 +127,8 @@ def export_model(
 
     # Shape and dtype of each tensor in the files.
     fused_experts = hf_model.family.fused_experts
-    multimodal_source = _open_multimodal_source(hf_model, source)
+    source_files = None if source is None else open_checkpoint(source)
+    multimodal_source = _select_multimodal(hf_model, source_files)
     if multimodal_source is not None:
         fused_experts = multimodal_source.export_fused_experts
     shapes = stored_shapes(hf_model.tensor_shapes(), fused_experts)
@@ -138,7 +139,7 @@ def export_model(
 
     # Tensors that are copied from the source rather than sent by ranks.
     files = divide_into_files(shapes, dtypes, file_bytes)
-    names_to_copy = _list_tensors_to_copy(hf_model, source)
+    names_to_copy = _list_tensors_to_copy(hf_model, source_files)
     stored_names: dict[str, str] = {}
     if multimodal_source is not None:
         names_to_copy += multimodal_source.names_outside_language_model()
@@ -273,22 +274,19 @@ def _write_checkpoint_folder(
     _run_on_all_ranks(publish_folder, path, group)
 
 
-def _list_tensors_to_copy(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
+def _list_tensors_to_copy(hf_model: PretrainedModel, source: Checkpoint | None) -> list[str]:
     """Return the names of the tensors that are not trained, but copied from ``source``."""
     if source is None:
         return []
-    names = open_checkpoint(source).names()
-    return sorted(name for name in names if hf_model.is_copied(name))
+    return sorted(name for name in source.names() if hf_model.is_copied(name))
 
 
-def _open_multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
-    """Open ``source`` if it is multimodal and the export is to be multimodal; otherwise return None."""
-    if source is None or hf_model.shape.scalar_head:
+def _select_multimodal(hf_model: PretrainedModel, source: Checkpoint | None) -> CheckpointFiles | None:
+    """Return ``source`` if it is multimodal and the export is to be multimodal; otherwise return None."""
+    if hf_model.shape.scalar_head:
         return None
-
-    files = open_checkpoint(source)
-    if isinstance(files, CheckpointFiles) and files.is_multimodal:
-        return files
+    if isinstance(source, CheckpointFiles) and source.is_multimodal:
+        return source
     return None
 
 
