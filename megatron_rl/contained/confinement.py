@@ -25,6 +25,7 @@ import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -374,25 +375,16 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     try:
         # Use another mount namespace, since the supervisor must still find all processes in its /proc.
         kernel.unshare(kernel.NEW_MOUNTS)
+        change_root_as = partial(
+            change_root, isolation.visible, scratch, kernel_limits=kernel_limits, network=network
+        )
         try:
-            proc_reason = change_root(
-                isolation.visible,
-                scratch,
-                isolation.owner,
-                kernel_limits,
-                network=network,
-            )
+            proc_reason = change_root_as(isolation.owner)
         except UnreadablePath as unreadable:
             _run_as_own_user(isolation)
             same_user = SAME_USER.format(name="root")
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
-            proc_reason = change_root(
-                isolation.visible,
-                scratch,
-                isolation.owner,
-                kernel_limits,
-                network=network,
-            )
+            proc_reason = change_root_as(isolation.owner)
     except OSError as error:
         # Without a new root, another user could lack permission for files that the code needs.
         _run_as_own_user(isolation)
