@@ -24,11 +24,11 @@ from tests.conftest import Launch, free_port
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def endless(folder: Path, material: Path) -> Path:
+def endless(folder: Path, material: Path, rank_timeout: float = 8) -> Path:
     config = {
         "run_dir": str(folder / "run"),
         "steps": 100_000,
-        "rank_timeout": 8.0,
+        "rank_timeout": rank_timeout,
         "model": {"path": str(material / "model"), "dtype": "float32"},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
@@ -83,7 +83,9 @@ def signalled(
 def test_a_rank_that_is_gone_ends_the_job_by_name(forked_torchrun, material, tmp_path, sent):
     # A job that hangs is ended after rank_timeout, and a stopped process does not end when it is asked to.
     patience = {"SHUTDOWN_SECONDS": "3"} if sent == signal.SIGSTOP else {}
-    config = endless(tmp_path, material)
+    # Silent is a rank without a report for half of the timeout: a rank that a busy machine held up for longer
+    # before it was stopped would be reported as busy.
+    config = endless(tmp_path, material, rank_timeout=16)
     code, text = signalled(forked_torchrun, tmp_path, config, sent, rank=1, **patience)
     assert code == 1
     first, second = (
@@ -95,9 +97,9 @@ def test_a_rank_that_is_gone_ends_the_job_by_name(forked_torchrun, material, tmp
         assert re.search(rf"{first} (was stopped|failed) {phase}", text), text[-3000:]
         assert "exitcode  : -9" in text
     else:
-        silent = rf"no rank made progress for 8 s .*\n  {second} stopped reporting, last seen {phase} "
+        silent = rf"no rank made progress for 16 s .*\n  {second} stopped reporting, last seen {phase} "
         waits = rf"after .*\n  waiting for them: {first} {phase} after .*\d+ engine steps, .*inside "
-        assert re.search(silent + waits, text), text[-3000:]
+        assert re.search(silent + waits, text), text
 
 
 def test_a_folder_has_one_job_and_ranks_leave_with_their_launcher(fork, material, tmp_path):

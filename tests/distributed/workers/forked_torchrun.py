@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from tests.campaign.forked import Forked, preload
 from tests.campaign.runs import LAUNCHER_NAMES
@@ -18,7 +17,8 @@ from tests.campaign.runs import LAUNCHER_NAMES
 if __name__ == "__main__":
     preload()
     if seconds := os.environ.get("SHUTDOWN_SECONDS"):
-        LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, int(seconds))
+        # torchrun closes the ranks after a failure with the default timeout (torch 2.13).
+        PContext.close.__defaults__ = (None, int(seconds))
     # torchrun's ranks must not inherit the variables of this rank.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
     torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
