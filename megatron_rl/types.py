@@ -83,8 +83,8 @@ class SamplingParameters(NamedTuple):
         has_bans = self.min_response_tokens > 0 or self.no_repeat_ngram_size > 0
         return bool(self.logit_bias) or has_bans or self.has_penalties
 
-    def greedy(self) -> SamplingParameters:
-        """Return the parameters with greedy decoding and without filters, which would not change it."""
+    def with_greedy_decoding(self) -> SamplingParameters:
+        """Return the parameters with temperature 0, and without filters, which would have no effect."""
         greedy = self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         return greedy._replace(temperature_tokens=0, top_p_tokens=0)
 

@@ -22,7 +22,7 @@ from megatron_rl.check.engine.arguments import (
     host_engine_errors,
 )
 from megatron_rl.check.engine.sampling_order import check_asynchrony
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.inputs import Inputs, check_inputs, check_path_lengths
 from megatron_rl.check.model.accelerator import (
     AppliedDefault,
@@ -123,7 +123,7 @@ class CheckReport:
         algorithm: The constructed algorithm, or None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
-        untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
+        untried: Whether Megatron has not validated its settings: it was skipped, failed or timed out.
         accelerator: Defaults that the run has because it is on accelerators; empty for hosts.
     """
 
@@ -166,7 +166,7 @@ class _Check:
         launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
-        untried: Warnings that Megatron did not validate its settings.
+        untried: Warnings that Megatron has not validated its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
         accelerator: Defaults that the run has because it is on accelerators.
@@ -279,10 +279,10 @@ def check_config(
         config: The configuration. A loaded one has the file and line of each value, which errors then show.
         world_size: Number of processes. By default the configuration's own, or the smallest that fits.
         training: Whether this is the check at the start of a run, on each of its ranks: files that
-            ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
+            ``prepare`` has not made yet are errors then, and rules that the run itself applies are skipped.
         without_files: Whether missing files are warnings.
         elsewhere: Whether the run will be on other machines. If so, missing packages of the run are not
-            reported, and packages that the user's code imports and this machine lacks are warnings.
+            reported, and a package that the user's code imports and this machine lacks is only a warning.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         patience: Maximum seconds that Megatron may take to validate its settings; 0 skips the validation.
 
@@ -333,7 +333,7 @@ def check_config(
         check.add_invalid(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
-    files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
+    files = FileFindings(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []
@@ -345,7 +345,7 @@ def check_config(
 
 
 def _user_code_paths(check: _Check) -> dict[str, str]:
-    """Return the paths of the user's code that runs in training processes: key -> ``file.py:Name``."""
+    """Return the user's functions and classes that run in training processes: key -> ``file.py:Name``."""
     object_paths: dict[str, str] = {}
     for key, value in flatten(check.config).items():
         is_object_path = isinstance(value, str) and ":" in value
@@ -460,7 +460,7 @@ def _check_with_inputs(
 def _check_world_size(check: _Check) -> int:
     """Return the number of processes to check against: configured, launched, or the smallest that fits.
 
-    With an invalid size or invalid layouts it is 1.
+    Returns 1 if the number or the layouts are invalid.
     """
     config = check.config
     check.add(check_world(config, check.launched_processes))
@@ -557,10 +557,14 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
     """Return the errors for a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
-    has_section = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
-    has_shape = role in inputs.shapes or (has_section and role not in inputs.roles_without_shape)
     shape = inputs.shapes.get(role, inputs.shape)
-    if not has_shape or shape is None:  # a role that shares layout and model with the actor has its errors
+    if shape is None:
+        return []
+
+    # A role that has layout and model of the actor would only repeat the actor's errors.
+    has_own_layout = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
+    is_shape_available = role not in inputs.roles_without_shape
+    if role not in inputs.shapes and not (has_own_layout and is_shape_available):
         return []
 
     _, settings = megatron_settings(check.config, layout)
@@ -639,7 +643,7 @@ def _build_report(
         origins=value_origins,
         shape=inputs.shape,
         algorithm=algorithm,
-        data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
+        data_stats=tuple(inputs.token_counter.stats) if inputs.token_counter else (),
         untried=bool(check.untried) and not check.elsewhere,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
@@ -665,7 +669,8 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
     piece_reasons: dict[str, str] = {}
-    # A piece of the user's that this machine cannot import is a warning, and missing from ``algorithm``.
+    # User code of the algorithm (such as a loss) that this machine cannot import was only a warning, and is
+    # missing from ``algorithm``: the pieces are then not known.
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
         config, piece_reasons = write_pieces(config, algorithm)
@@ -725,7 +730,10 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
 
 
 def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Fill in the ``chat_template`` of data sets, each from its first record; return the reasons by key."""
+    """Fill in the unset ``chat_template`` of each data set, from its first record.
+
+    Returns the configuration, and the reason of each filled-in value by its key.
+    """
     reasons: dict[str, str] = {}
     for key, uses_template in inputs.derived_templates.items():
         if key == "data.chat_template" or uses_template != config.data.chat_template:

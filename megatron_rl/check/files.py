@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError, describe_missing_path
 
 
 @dataclass
-class Files:
+class FileFindings:
     """Findings about the files that a configuration names.
 
     Attributes:
@@ -20,13 +20,13 @@ class Files:
         hub: Directory -> the Hugging Face Hub copy that is not yet downloaded to it completely. Missing files
             below it are collected in ``to_be_made`` too.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
-        errors: Files that are missing, broken or of the wrong kind.
-        warnings: Files that are valid but probably a mistake.
+        errors: FileFindings that are missing, broken or of the wrong kind.
+        warnings: FileFindings that are valid but probably a mistake.
         missing: Missing files, if ``allow_missing`` is set.
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 
     Example:
-        >>> files = Files(prepare={"/nowhere/data": "python make_data.py"})
+        >>> files = FileFindings(prepare={"/nowhere/data": "python make_data.py"})
         >>> path = Path("/nowhere/data/train.jsonl")
         >>> files.record_missing(path, "no data set", "data.train", "a file of records")
         >>> files.errors, list(files.to_be_made.values())
@@ -45,7 +45,7 @@ class Files:
         self, path: Path, message: str, key: str, expected: str, fix: str | None = None
     ) -> None:
         """Record a missing file; it is not an error if a command will create its directory."""
-        # A command in `prepare` makes this file.
+        # A preparation command, or the download of a Hub copy, may still make this file.
         preparation = self._find_preparation(path)
         if preparation is not None:
             directory, command = preparation

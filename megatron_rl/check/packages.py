@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.errors import UserError, not_installed_error, unknown_choice
+from megatron_rl.errors import UserError, not_installed_error, unknown_choice_error
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -40,7 +40,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
     for name in logging.trackers:
         if name not in TRACKERS:
-            yield unknown_choice("logging.trackers", name, list(TRACKERS))
+            yield unknown_choice_error("logging.trackers", name, list(TRACKERS))
 
     if logging.prometheus is None:
         return

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.values import name_errors
 from megatron_rl.config.derive import longest_response
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -39,11 +39,11 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice_error
 from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function_path
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
-from megatron_rl.user_code import find_module, missing_python_file
+from megatron_rl.user_code import find_module, missing_python_file_error
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 """Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
@@ -134,7 +134,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
 
 def _refill_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``refill`` without filters, or with steps that cannot sample a prompt again."""
-    # Ahead and over-sampled batches are complete before any rank filters them.
+    # Batches that are sampled ahead, or over-sampled, are complete before any rank filters them.
     requirements = {
         "a filter in rollout.filters": bool(config.rollout.filters.names),
         "rollout.oversample=0": config.rollout.oversample == 0,
@@ -152,9 +152,9 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for ``reward.arguments``: reserved names, or values that are redacted.
+    """Return the errors for ``reward.arguments``: reserved names, or placeholders of redacted secrets.
 
-    The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
+    A run replaces secrets by a placeholder in the configuration that it stores in its folder.
     """
     # A reserved name would replace an argument of the call.
     reserved_names = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
@@ -173,7 +173,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_redacted(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that is redacted, copied from the stored configuration of a run."""
+    """Return the error for a value with a redacted secret, copied from the stored configuration of a run."""
     if not contains_hidden(value):
         return []
     return [
@@ -197,7 +197,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
-            return [missing_python_file(location, function.key, f"file of the {function.noun}")]
+            return [missing_python_file_error(location, function.key, f"file of the {function.noun}")]
         if not path.is_file() or path.suffix != ".py":
             return [_not_python_error(function, path)]
     else:
@@ -292,7 +292,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 
 def _may_bind(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
+    """Return whether any statement of a module may define ``name``, such as an import or an assignment."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -594,7 +594,7 @@ def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
         )
     for name in sent_parts:
         if name not in SENDABLE_PARTS:
-            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS))
+            yield unknown_choice_error("reward.http.sends", name, list(SENDABLE_PARTS))
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
@@ -762,7 +762,7 @@ def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
         condition = "an evaluation set that measures it"
         yield requirement_error("checkpoint.best", best, condition, got="none", fix=fix)
         return
-    yield unknown_choice(
+    yield unknown_choice_error(
         "checkpoint.best", best, metrics, fallback_fix="name a metric of a set in evaluation.sets"
     )
 
@@ -791,7 +791,7 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
     return sections
 
 
-def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
+def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:
     """Yield the errors for the paths and variables that a section's limits name.
 
     Paths that do not exist are added to ``files``.

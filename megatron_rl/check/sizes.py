@@ -50,7 +50,7 @@ def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[U
 
 
 def smallest_valid_world(config: RunConfig) -> int | None:
-    """Return the smallest number of processes that every role's sizes divide, None beyond ``MAX_WORLD``.
+    """Return the smallest number of processes that every role's sizes divide; None if above ``MAX_WORLD``.
 
     This is the only bound on products of parallel sizes: layouts with more ranks are never built.
     """

@@ -60,7 +60,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.errors import unreadable_file
+from megatron_rl.errors import unreadable_file_error
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import describe_model
@@ -197,7 +197,7 @@ def _prepare_folders(
 
     if device.rank() == 0:
         # A killed save leaves its partial folder.
-        durable.remove(partial_path(final))
+        durable.remove_path(partial_path(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
         for name in (*roles, "rng"):
@@ -353,7 +353,7 @@ def _read_file(path: Path, types: Sequence[type] = ()) -> Any:
         with torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise unreadable_file(
+        raise unreadable_file_error(
             "a file of the checkpoint",
             path,
             error,

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
     user_counts = _parse_user_counts(arguments.users)
     url = arguments.url.rstrip("/")
-    model = _served_model(url)
+    model = _fetch_served_model(url)
 
     # Run the tests one after another: concurrent tests would share the server's capacity.
     results: dict[int, Mapping[str, Any]] = {}
@@ -84,8 +84,8 @@ def run_load_test(
 ) -> dict[str, Any]:
     """Run vLLM's load test with ``users`` concurrent requests, and return its result.
 
-    ``requests`` is the number of requests of all users together, and ``model`` is that of `_served_model`.
-    Raises UserError if the test or one of its requests fails.
+    ``requests`` is the number of requests of all users together, ``model`` the result of
+    `_fetch_served_model`. Raises UserError if the test or one of its requests fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = [
@@ -195,8 +195,8 @@ def _parse_user_counts(text: str) -> Sequence[int]:
     return user_counts
 
 
-def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the first model that the server lists: ``id`` is its name, ``root`` its folder."""
+def _fetch_served_model(url: str) -> Mapping[str, Any]:
+    """Ask the server for its models; return its first one: ``id`` is its name, ``root`` its folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             return json.load(response)["data"][0]

@@ -194,13 +194,13 @@ def _piece_table(key: str, kind: Kind) -> str:
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
         rows.append((f"`{name}`", _table_cell(summary)))
-        rows += [_setting_row(name, piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
+        rows += [_setting_row(piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
     header = ("Name, or setting of it", "Meaning")
     return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
 
 
-def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the table cells of a piece's setting: its name with the default, its meaning with the bounds."""
+def _setting_row(piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
+    """Return the table cells of a piece's setting: its name and default, and its meaning and bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
 
@@ -212,7 +212,10 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
-    """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
+    """Return the table cells of a configuration key, in the order of `_COLUMNS`.
+
+    ``item`` is the dataclass field of the key, ``hint`` its type.
+    """
     setting = setting_of(item)
     type_and_unit = "section"
     if not section_class(hint):

@@ -50,14 +50,16 @@ def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
-def own_base_reason(config: RunConfig, path: str) -> str | None:
-    """Return why the adapters of the role at ``path`` do not share the actor's base weights; None if they do.
+def separate_base_reason(config: RunConfig, path: str) -> str | None:
+    """Return why the adapters of the role at ``path`` need base weights of their own, not the actor's.
+
+    Returns None if they share the actor's.
 
     ``config`` is resolved, and the role is one that can share its base, see `ADAPTED`.
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
-    # The first condition that holds is the reason: adapters that are not set, then differences of the models.
+    # The first condition that is true is the reason: adapters that are not set, then differences of models.
     conditions = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
@@ -106,4 +108,4 @@ def shares_actor_base(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` has its own adapters on the base weights of the actor."""
     if spec_at(path).shares != ADAPTED or path not in adapters_of(config):
         return False
-    return own_base_reason(config, path) is None
+    return separate_base_reason(config, path) is None

@@ -19,13 +19,13 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors for servers, and for the order in which a run samples and trains."""
+    """Return the errors for rollout servers, and for the order in which a run samples and trains."""
     return [
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
         *_kept_cache_errors(config),
-        *_prompt_errors(config),
-        *_rank_errors(config, layouts),
+        *_uniform_share_errors(config),
+        *_rollout_rank_errors(config, layouts),
         *_staleness_errors(config),
         *_partial_errors(config),
         *_oversample_errors(config, algorithm),
@@ -40,7 +40,6 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.order == CLOSED:
         return
 
-    # In the open order, responses of later steps are in flight while the learner trains on the current one.
     requirements = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
@@ -98,8 +97,8 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
         yield replace(error, got=got, fix=fix)
 
 
-def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``data.uniform_share`` with sampling ahead: these ranks do not get the rewards."""
+def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error for ``data.uniform_share`` with sampling ahead, whose ranks do not get rewards."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -111,7 +110,7 @@ def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
+def _rollout_rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
     """Yield the errors for a rollout that samples ahead on the ranks of other roles, or on rank 0."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:

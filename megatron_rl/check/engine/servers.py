@@ -41,8 +41,8 @@ _FILE_SETTINGS = (
 def comparable_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return the settings of a config.json that a server with the same model must report unchanged.
 
-    These are the values that are not mappings, and the numbers of rotary positions, flattened to keys such as
-    ``rope_scaling.factor``; vLLM renames some of the others. ``section`` is the prefix of flattened keys.
+    These are the top-level values, and the numbers in the sections of rotary positions under keys such as
+    ``rope_scaling.factor``. vLLM renames entries of other sections. ``section`` is the prefix of such keys.
     """
     comparable: dict[str, Any] = {}
     for name, value in settings.items():
@@ -132,7 +132,7 @@ class _CapabilityRule(NamedTuple):
     expected: str
     """Valid value of the setting with this engine."""
     engines: str
-    """Setting of an engine that has the capability."""
+    """Setting of an engine that has the capability, such as ``rollout.engine=vllm``."""
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:

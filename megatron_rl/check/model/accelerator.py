@@ -38,13 +38,13 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 class AppliedDefault:
     """Default of an accelerator in a checked configuration.
 
-    Example: ``AppliedDefault(("actor", "reference"), row)``.
+    Example: ``attention_backend: fused`` of the roles actor and reference, which the user has not set.
     """
 
     roles: tuple[str, ...]
     """Roles to which the default applies; empty for an environment variable, which applies to the job."""
     row: AcceleratorDefault
-    """Row in the table of defaults."""
+    """Field with its value, the condition of the default, and the reason."""
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:

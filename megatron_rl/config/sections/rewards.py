@@ -38,7 +38,7 @@ FUNCTION = "function"
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """One reward model, whose reward of a row is its output at the last token."""
+    """Reward model: the reward of a row is the model's output at the last token."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
@@ -346,7 +346,7 @@ class RewardConfig:
         )
 
     @property
-    def scorers(self) -> dict[str, float]:
+    def scorer_weights(self) -> dict[str, float]:
         """Return the weight of each reward except reward models, by the name of its setting."""
         weights: dict[str, float] = {}
 
