@@ -47,7 +47,7 @@ class Callbacks:
 
 
 def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
-    """Yield the errors for callbacks that cannot be loaded or lack the methods of `METHODS`.
+    """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`.
 
     ``paths``: import paths of the classes.
     """

@@ -73,7 +73,7 @@ class SamplingParameters(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether earlier tokens of a row change its logits."""
+        """Return whether penalties change the logits of tokens that occur earlier in the row."""
         has_count_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0
         return has_count_penalty or self.repetition_penalty != 1
 
@@ -165,7 +165,7 @@ def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
 
 
 def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Count the masked-in tokens of each row of a [N] bool mask: [B] int64."""
+    """Count the tokens of each row where a [N] bool mask is true: [B] int64."""
     return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, row_index(lengths), mask.long())
 
 

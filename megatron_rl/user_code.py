@@ -319,7 +319,7 @@ def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
 
 
 def _name_in_copy(path: str) -> str:
-    """Return a file's path in a copy: relative to the current folder, or absolute if it is outside of it."""
+    """Return a file's path in a copy: relative to the current folder, or to the root if outside of it."""
     relative = os.path.relpath(path)
     return path.lstrip("/") if relative.startswith("..") else relative
 

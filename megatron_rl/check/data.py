@@ -622,12 +622,12 @@ class TokenCounter:
         # Index of a record -> its rows, each a list of texts: the prompt, then the response if there is one.
         rows_by_index: dict[int, list[list[str]]] = {}
 
-        characters = [_count_characters(record, data_set) for record in records]
-        for index in _sampled_indices(characters):
-            if len(rows_by_index) > 1 and self.remaining < characters[index]:
+        character_counts = [_count_characters(record, data_set) for record in records]
+        for index in _sampled_indices(character_counts):
+            if len(rows_by_index) > 1 and self.remaining < character_counts[index]:
                 continue
 
-            self.remaining -= characters[index]
+            self.remaining -= character_counts[index]
             record = records[index]
             try:
                 rows = self._render_rows(record, data_set)
@@ -707,15 +707,15 @@ def _count_characters(record: Record, data_set: DataSet) -> int:
     return character_count
 
 
-def _sampled_indices(characters: Sequence[int]) -> Iterator[int]:
+def _sampled_indices(character_counts: Sequence[int]) -> Iterator[int]:
     """Yield the indices of the records to tokenise: longest and shortest in turn, then others spread evenly.
 
-    ``characters`` are the numbers of characters of the records. The order matters if the budget of characters
-    runs out.
+    ``character_counts`` has the number of characters of each record. The order matters if the budget of
+    characters runs out.
     """
     # Tokenise a small data set completely, longest record first.
-    indices_by_size = sorted(range(len(characters)), key=characters.__getitem__)
-    if len(characters) <= TOKENISED_RECORDS:
+    indices_by_size = sorted(range(len(character_counts)), key=character_counts.__getitem__)
+    if len(character_counts) <= TOKENISED_RECORDS:
         yield from reversed(indices_by_size)
         return
 
@@ -730,7 +730,7 @@ def _sampled_indices(characters: Sequence[int]) -> Iterator[int]:
     # The other records are at equal distances in the data set.
     spread_count = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
     for number in range(spread_count):
-        index = number * len(characters) // spread_count
+        index = number * len(character_counts) // spread_count
         selected[index] = None
     yield from selected
 

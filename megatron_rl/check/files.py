@@ -20,8 +20,8 @@ class FileFindings:
         hub: Directory -> the Hugging Face Hub copy that is not yet downloaded to it completely. Missing files
             below it are collected in ``to_be_made`` too.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
-        errors: FileFindings that are missing, broken or of the wrong kind.
-        warnings: FileFindings that are valid but probably a mistake.
+        errors: Files that are missing, broken or of the wrong kind.
+        warnings: Files that are valid but probably a mistake.
         missing: Missing files, if ``allow_missing`` is set.
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 

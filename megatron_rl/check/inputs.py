@@ -354,7 +354,7 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     model = _check_model_files(Path(path), key, inputs.files, shipped_config)
     if model is None:
         return None
-    inputs.errors.extend(_output_errors(model, key, inputs.config))
+    inputs.errors.extend(_output_layer_errors(model, key, inputs.config))
     return model.shape
 
 
@@ -417,7 +417,7 @@ def _is_untrained_reward_model(config: RunConfig, section: str) -> bool:
     return isinstance(settings, RewardModelConfig) and settings.training is None
 
 
-def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
+def _output_layer_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family

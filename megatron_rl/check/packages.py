@@ -70,9 +70,9 @@ def check_attention(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def missing_packages(config: RunConfig) -> Iterator[UserError]:
+def missing_package_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each optional package that the configuration needs and this machine lacks."""
-    for requirement in _requirements(config):
+    for requirement in _required_packages(config):
         if find_spec(requirement.package) is None:
             yield not_installed_error(
                 f"the package {requirement.package}",
@@ -100,7 +100,7 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
     return import_errors, other_errors
 
 
-def _requirements(config: RunConfig) -> Iterator[_Requirement]:
+def _required_packages(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
     for tracker in config.logging.trackers:
         if tracker in TRACKERS:

@@ -111,10 +111,10 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors of the settings in `rollout.filters`.
+    """Return the errors for the settings in `rollout.filters`.
 
-    They are errors of a user's filter function, a minimum length above the longest response, and errors of
-    ``refill``, which samples removed responses again.
+    They are about a user's filter function, a minimum length above the longest response, and ``refill``,
+    which samples removed responses again.
     """
     filters = config.rollout.filters
     errors: list[UserError] = []
@@ -480,7 +480,7 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield the errors for the settings of a teacher's server, without sending a request."""
     yield from check_server("teacher_server", config)
     if config.key_from is not None:
-        yield from _variable_errors("teacher_server.key_from", config.key_from)
+        yield from _secret_variable_errors("teacher_server.key_from", config.key_from)
 
 
 def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
@@ -501,7 +501,7 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
     yield from _url_errors(f"{section}.url", config.url)
     for header, variable in config.headers.items():
         yield from _header_errors(f"{section}.headers", header)
-        yield from _variable_errors(f"{section}.headers", variable)
+        yield from _secret_variable_errors(f"{section}.headers", variable)
 
 
 def _url_errors(key: str, url: str) -> Iterator[UserError]:
@@ -553,7 +553,7 @@ def _header_errors(key: str, header: str) -> Iterator[UserError]:
         )
 
 
-def _variable_errors(key: str, name: str) -> Iterator[UserError]:
+def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
     """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
@@ -600,7 +600,7 @@ def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
     """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
-        yield from _variable_errors("reward.judge.key_from", judge.key_from)
+        yield from _secret_variable_errors("reward.judge.key_from", judge.key_from)
     if not is_function_path(judge.template) and "{response}" not in judge.template:
         yield UserError(
             "the judge's template does not contain the response",
@@ -792,9 +792,9 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
 
 
 def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:
-    """Yield the errors for the paths and variables that a section's limits name.
+    """Yield the errors for the paths and environment variables that the limits of contained code name.
 
-    Paths that do not exist are added to ``files``.
+    ``section`` is the key of the limits. Paths that do not exist are added to ``files``.
     """
     for readable_path in limits.read:
         # Compare the real path, since a link may lead to a forbidden folder.

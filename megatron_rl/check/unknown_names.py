@@ -356,7 +356,7 @@ def _find_key_suffix(path: str) -> OtherName | None:
 
 
 def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
-    """Return a list of the key of the same section with the most similar name; empty if none is similar."""
+    """Return the key of the same section with the most similar name, in a list; empty if none is similar."""
     section = entry.error.section
     sibling_names = {name.partition(".")[0] for name in entry.error.below}
     nearest_name = nearest(entry.error.key, sibling_names)
@@ -423,7 +423,7 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _translate_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value, or the value itself if no other one is known."""
+    """Return our value for another project's value; the value itself if the projects do not differ in it."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
@@ -467,7 +467,7 @@ def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = ""
 
 
 def _configuration_errors(tree: Section, key: str) -> list[UserError]:
-    """Return the errors for a configuration, by the rules about ``key`` that need no files or processes."""
+    """Return the errors of parsing a configuration, and of the rules about ``key`` that need no files."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))

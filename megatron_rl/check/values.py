@@ -333,7 +333,7 @@ def _user_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for sources of prompts: `data.train` beside them, their weights and templates."""
+    """Yield the errors for sources of prompts: `data.train` is set too, invalid weights or templates."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(

@@ -101,15 +101,17 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix="set it to 8 or more, or choose an algorithm without groups",
         )
 
-    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
+    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1. The fix suggests
+    # an alpha with which it is 0.95 for the longest response.
     max_tokens = config.rollout.response_limit
+    suggested_alpha = 20 / max_tokens
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
             "VAPO's lambda is 0 for every response: the policy learns only from the critic's errors",
             where="algorithm.advantage",
             expected=f"alpha above {1 / max_tokens:.3g}: lambda is 1 - 1 / (alpha * response length)",
             got=f"alpha {advantage.alpha:g} with responses of at most {max_tokens} tokens",
-            fix=f"set algorithm.advantage={{alpha: {20 / max_tokens:.2g}}}",
+            fix=f"set algorithm.advantage={{alpha: {suggested_alpha:.2g}}}",
         )
 
     # Greedy samples of one prompt are identical, so more than one adds nothing.

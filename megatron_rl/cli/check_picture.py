@@ -95,7 +95,7 @@ def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
 def draw_svg(report: CheckReport, name: str) -> str:
     """Return an SVG of a check: a box for each kind of nodes, and the groups in which each role communicates.
 
-    The report must have layouts. ``name`` is that of the configuration, for the title.
+    The report must have layouts. ``name`` is the configuration's name, for the title.
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)

@@ -77,7 +77,7 @@ def report_text(
 ) -> str:
     """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
 
-    ``name`` is that of the configuration, ``simulated`` is None without a simulation. ``verbose`` adds the
+    ``name`` is the configuration's name, ``simulated`` is None without a simulation. ``verbose`` adds the
     sections: configuration, algorithm, batch, roles, data, accelerator, memory by item, weight sync, health
     rules.
     """

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = current_launch(joins_group=True).world_size
     measures_links = world > 1 and not arguments.gpu
-    # The proof measures the links itself.
+    # The tests of `--gpu` measure the links themselves.
     if measures_links:
         link_findings, rank_errors = _test_links(errors)
         sections["links between ranks"] = link_findings

@@ -92,8 +92,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    The role must be one that can be (`INITIAL` in its entry of the table of roles), the actor must have
-    adapters, and the role must have the actor's model and layout. ``config`` is resolved.
+    The table of roles must allow it (`INITIAL`), the actor must have adapters, and the role must have the
+    actor's model and layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

@@ -324,7 +324,7 @@ def _stage_learner_settings(
 
 
 def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
-    """Return the numbers of the layers in each pipeline stage, counted from 0."""
+    """Return the indices of the layers in each pipeline stage."""
     _, settings = megatron_settings(config, layout)
     try:
         return stage_layers(shape.layers, layout, settings)
@@ -611,8 +611,8 @@ def _forward_items(
 ) -> list[MemoryItem]:
     """Return the memory items of a role's forward passes: activations, and a chunk of logits.
 
-    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, in
-    ``tokens_per_rank`` as text. The chunk of logits is resident in all of ``phases``.
+    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, and
+    ``tokens_per_rank`` its number of tokens as text. The chunk of logits is resident in all of ``phases``.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)

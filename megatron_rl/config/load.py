@@ -79,7 +79,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = F
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
-    """Load YAML text as `load` loads a file."""
+    """Load YAML text as `load` loads a file; ``name`` stands for the file in origins and errors."""
     errors: list[UserError] = []
     tree = read_tree(text, name, errors)
     if errors and not tree.children:

@@ -82,7 +82,7 @@ class RunFolder:
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories; existing ones are not changed."""
+        """Create the folder and its directories, where they do not exist yet; return this object."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self

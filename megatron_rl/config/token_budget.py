@@ -146,7 +146,7 @@ class TokenBudget:
         return asdict(self)
 
     def restore(self, saved: Mapping[str, Any] | None) -> TokenBudget:
-        """Return the budget that a checkpoint has saved, or this one if that is of a different job.
+        """Return the budget that a checkpoint has saved; this one if the saved one is of a different job.
 
         On other GPUs, in another layout or with another target, the estimate or the limit differs. ``saved``
         is the `state_dict` in the checkpoint; None if it has none.

@@ -240,7 +240,7 @@ def _peft_config_errors(
     peft_config: Mapping[str, Any],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the differences between the configured adapters and ``peft_config``, PEFT's settings of them."""
+    """Yield the errors for configured adapters that differ from ``peft_config``, PEFT's saved settings."""
     # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
     configured_and_saved = {

@@ -95,7 +95,7 @@ class StageConfig:
 
     @property
     def records_per_step(self) -> int:
-        """Return the number of records of a step."""
+        """Return the number of records, rows or pairs, of an optimizer step."""
         return getattr(self, f"{self.UNIT}s_per_step")
 
     @property
