@@ -21,7 +21,7 @@ from megatron_rl.check.engine.arguments import (
     check_user_engine,
     host_engine_errors,
 )
-from megatron_rl.check.engine.sampling_order import check_asynchrony
+from megatron_rl.check.engine.sampling_order import check_sampling_order
 from megatron_rl.check.files import FileFindings
 from megatron_rl.check.inputs import Inputs, check_inputs, check_path_lengths
 from megatron_rl.check.model.accelerator import (
@@ -405,7 +405,7 @@ def _check_with_inputs(
 
     world_size = _check_world_size(check)
     layouts = _check_layouts(check, world_size)
-    check.add_errors(check_asynchrony(config, layouts, algorithm))
+    check.add_errors(check_sampling_order(config, layouts, algorithm))
 
     # Files, functions and servers: the rules below need the shapes that are read here.
     check_inputs(inputs)

@@ -323,10 +323,10 @@ def _check_environment(inputs: Inputs) -> None:
 
 def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
     """Check the data sets of a stage, whose records contain the prompt and each response."""
-    # Responses and the keys that name their fields, two for pairs.
+    # Record field of each response -> the key that names the field; a preference pair has two responses.
     settings = plan.settings
+    key_by_field = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
     response_keys = [f"{plan.where}.{name}" for name in settings.RESPONSES]
-    responses = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
     for name in ("data", "held_out"):
         path = getattr(settings, name)
         key = f"{plan.where}.{name}"
@@ -334,7 +334,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
             continue
 
         data = fields_of(inputs.config.data, settings, plan.where)
-        reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
+        reader = RecordReader(data, key, key_by_field, settings.every_turn, template=inputs.template)
         limit = settings.max_row_tokens or longest_row(inputs.config)
         preview = _check_data_set(inputs, DataSet(path, reader, limit, f"{plan.where}.max_row_tokens"))
         if name == "data" and preview is not None and preview.count is not None:

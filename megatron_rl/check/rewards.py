@@ -485,7 +485,7 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
 
 def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield a warning if the teacher's server does not respond now."""
-    (problem,) = _request_in_parallel([(config.url, None)])
+    (problem,) = _send_requests([(config.url, None)])
     if problem is not None:
         yield UserError(
             "the teacher's server does not answer now",
@@ -637,7 +637,7 @@ def silent_server_warnings(
     requests += [(url, health_path) for url in sampler_urls]
 
     # In parallel: one after another, unreachable servers would take the complete timeout each.
-    problems = _request_in_parallel(requests)
+    problems = _send_requests(requests)
 
     reward_problems = problems[: len(reward_urls)]
     for section, problem in zip(reward_urls, reward_problems, strict=True):
@@ -666,7 +666,7 @@ def silent_server_warnings(
         )
 
 
-def _request_in_parallel(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
     Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead

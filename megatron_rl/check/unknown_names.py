@@ -325,7 +325,10 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
 
 
 def _find_counterpart(entry: _UnknownEntry) -> OtherName | None:
-    """Return our key for another project's name, in the section or role where it was written."""
+    """Return the counterpart of another project's name, in the section or role where it was written.
+
+    Returns None if no project has the name.
+    """
     counterpart = find_counterpart(entry.path) or _find_key_suffix(entry.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart

@@ -94,7 +94,7 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
         )
 
-    # A server returns the log-probs of the model itself: the actor's would be of other distributions.
+    # A server returns log-probs of its model's unchanged distribution, which the actor must sample from too.
     default = RolloutConfig()
     for name in _CHANGES_DISTRIBUTION:
         values = {f"rollout.{name}": getattr(config.rollout, name)}
@@ -167,7 +167,7 @@ def name_errors(
 
     if reserved_names:
         expected += f"; none of {', '.join(reserved_names)}"
-    message = f"`{path}` has a name that cannot be part of a metric's name, or is one already"
+    message = f"`{path}` has a name that cannot be part of a metric's name, or that is reserved"
     yield UserError(message, where=path, expected=expected, got=repr(name[:80]), fix="give it another name")
 
 

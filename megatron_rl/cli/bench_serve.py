@@ -165,15 +165,16 @@ def result_tables(results: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _percentile_text(
     result: Mapping[str, Any],
-    name: str,
+    metric: str,
     scale: float,
     number_format: str,
 ) -> str:
-    """Format the `PERCENTILES` of the time ``name`` in vLLM's result, separated by slashes.
+    """Format the `PERCENTILES` of the time ``metric`` in vLLM's result, separated by slashes.
 
-    The result has milliseconds, which are multiplied by ``scale``.
+    ``metric`` is vLLM's name of the time: ttft, tpot or e2el. The result has milliseconds, which are
+    multiplied by ``scale``.
     """
-    times = [result[f"p{percentile}_{name}_ms"] * scale for percentile in PERCENTILES]
+    times = [result[f"p{percentile}_{metric}_ms"] * scale for percentile in PERCENTILES]
     return " / ".join(format(time, number_format) for time in times)
 
 

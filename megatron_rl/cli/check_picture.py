@@ -148,7 +148,7 @@ def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, 
     first_rank = kind.nodes[0] * per_node
     elements: list[str] = []
 
-    # A single node has the numbers of its ranks, several have their slots.
+    # Label the columns of a single node with ranks, those of several nodes with indices in the node.
     if len(kind.nodes) == 1:
         title = f"node {kind.nodes[0]}"
         labels = [f"rank {first_rank + slot}" for slot in range(kind.size)]

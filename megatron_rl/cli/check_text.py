@@ -412,8 +412,8 @@ def _health_lines(config: RunConfig) -> list[str]:
     for label, act in (("warn", WARN), ("end the run", STOP)):
         names = ", ".join(rule.name for rule in rules if rule.act == act)
         lines += _labelled_lines(label, names)
-    off = [name for name, change in config.health.rules.items() if not change.on]
-    lines += _labelled_lines("off", ", ".join(off))
+    disabled_names = [name for name, change in config.health.rules.items() if not change.on]
+    lines += _labelled_lines("off", ", ".join(disabled_names))
 
     # Bands of the defaults are in docs/health.md.
     for rule in rules:
@@ -421,9 +421,9 @@ def _health_lines(config: RunConfig) -> list[str]:
             metrics = ", ".join(rule.metrics)
             if rule.measure != VALUE:
                 metrics += f" ({rule.measure})"
-            times = _count_text(rule.steps, "measurement")
+            count_text = _count_text(rule.steps, "measurement")
             lines += _labelled_lines(
-                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {times} outside"
+                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {count_text} outside"
             )
     return lines
 
@@ -561,7 +561,8 @@ def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
     # The replica with the most rows determines the concurrency.
     _, most_rows = batch.rows_per_replica
     in_flight = episodes_in_flight(report.config, batch)
-    queued_groups = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
+    running_groups = in_flight // batch.samples * batch.replicas
+    queued_groups = max(0, batch.prompts_in_flight - running_groups)
     queue_text = "no group waits"
     if queued_groups:
         queue_text = f"{_count_text(queued_groups, 'group')} of the step wait in the queue"
@@ -700,16 +701,16 @@ def _stage_row(plan: StagePlan) -> _BatchRow:
     return f"{plan.where}: {_count_text(settings.steps, 'step')} x {rows_per_step}", total
 
 
-def _data_passes_text(steps: int, batch: BatchPlan, records: int | None) -> str:
+def _data_passes_text(steps: int, batch: BatchPlan, record_count: int | None) -> str:
     """Describe the number of prompts in a run, and its passes over the data.
 
-    ``records`` is the number of records of the data, None if it is not known.
+    ``record_count`` is the number of records of the data, None if it is not known.
     """
     prompts = steps * batch.prompts
     text = f"{prompts:,} prompts in the run"
-    if not records:
+    if not record_count:
         return text
-    return f"{text}, {prompts / records:.3g} passes over {records:,} records"
+    return f"{text}, {prompts / record_count:.3g} passes over {record_count:,} records"
 
 
 # ---------------------------------------------------------------- roles and ranks

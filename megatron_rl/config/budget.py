@@ -591,7 +591,8 @@ def _adapted_weights_item(
     """Return the memory item for the weights of the role with adapters at ``path``.
 
     They are only the adapters if the role shares the actor's base weights, else the adapters and a base.
-    ``weights`` is the item for both, ``trained_count`` the number of trained parameters as text.
+    ``weights`` is the item for adapters and base together, ``adapter_bytes`` the bytes of the adapters alone,
+    and ``trained_count`` the number of trained parameters as text.
     """
     reason = separate_base_reason(config, path)
     if reason is None:

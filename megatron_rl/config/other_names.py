@@ -215,9 +215,9 @@ def find_counterpart(path: str) -> OtherName | None:
     """Return the counterpart of a dotted name that is not a key; None if no project has the name."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
-    for former, key in RENAMED.items():
-        if path == former or path.startswith(f"{former}."):
-            return OtherName("", key + path.removeprefix(former))
+    for former_key, key in RENAMED.items():
+        if path == former_key or path.startswith(f"{former_key}."):
+            return OtherName("", key + path.removeprefix(former_key))
 
     # Try the longest suffix first, since a name with its section is more specific.
     names = path.split(".")

@@ -251,7 +251,7 @@ def _section_fix(section: type, value: Any, path: str) -> str:
 def _plain_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str
 ) -> Any:
-    """Return the typed value of a key that is not a section."""
+    """Return the typed value of a key that is not a section; the arguments are those of `_typed_value`."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         state.origins[path] = DEFAULT

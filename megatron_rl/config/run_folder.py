@@ -26,19 +26,23 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+        # The configuration, and the times and settings of the starts.
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
         self.starts = self.path / "starts.json"
 
+        # Metrics and samples.
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
 
+        # Checkpoints and Hugging Face models.
         self.checkpoints = self.path / "checkpoints"
         self.stages = self.path / STAGES
         self.reward_models = self.path / "reward_models"
         self.model = self.path / "hf"
 
+        # Logs, tokenized data, copies of the user's code, and the report.
         self.rank_logs = self.path / "rank_logs"
         self.flight_records = self.path / "flight_recorder"
         self.tokens = self.path / "tokens"
@@ -154,7 +158,10 @@ def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path."""
+    """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path.
+
+    Returns None if there is nothing at ``path``, or nothing in it.
+    """
     if not path.exists():
         return None
     if path.is_dir():

@@ -115,7 +115,7 @@ class TokenBudget:
     def after_step(
         self, resident_bytes: float | None, bytes_per_token: float | None, split_tokens: float | None
     ) -> TokenBudget:
-        """Return the budget of the next step from the measurements of one, maxima over all ranks.
+        """Return the budget of the next step, from measurements of this one that are maxima over all ranks.
 
         Args:
             resident_bytes: Bytes on the device when a pass began; None if no pass was measured.

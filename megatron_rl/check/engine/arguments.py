@@ -277,13 +277,13 @@ def host_engine_errors(
     if shape is None:
         return
 
-    row_multiple = capabilities.host_expert_rows
+    width_divisor = capabilities.host_expert_rows
     widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
-    if shape.expert_bias and row_multiple and any(width % row_multiple for width in widths):
+    if shape.expert_bias and width_divisor and any(width % width_divisor for width in widths):
         yield UserError(
             "vLLM has no kernel for these experts on a machine without an accelerator",
             where="rollout.tensor",
-            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {row_multiple}",
+            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {width_divisor}",
             got=f"{widths[0]} and {widths[1]}",
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )

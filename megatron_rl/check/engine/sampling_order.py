@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
 
-def check_asynchrony(
+def check_sampling_order(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
     """Return the errors for rollout servers, and for the order in which a run samples and trains."""
@@ -143,26 +143,26 @@ def _rollout_rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
-    # A response is as many policy versions old as the steps that it was sampled ahead.
+    # A response is one policy version older for each step that it was sampled ahead.
     max_staleness = config.asynchrony.max_staleness
-    least_staleness = config.asynchrony.steps_ahead
+    min_staleness = config.asynchrony.steps_ahead
     reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
-        least_staleness += 1
+        min_staleness += 1
         reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
-        least_staleness += versions_between_syncs(config)
+        min_staleness += versions_between_syncs(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")
-    expected = f"at least {least_staleness}: {', and '.join(reasons)}"
+    expected = f"at least {min_staleness}: {', and '.join(reasons)}"
 
-    if max_staleness is not None and max_staleness < least_staleness:
+    if max_staleness is not None and max_staleness < min_staleness:
         yield UserError(
             "every response would be older than allowed",
             where="asynchrony.max_staleness",
             expected=expected,
             got=str(max_staleness),
-            fix=f"set asynchrony.max_staleness={least_staleness} or more, or remove it",
+            fix=f"set asynchrony.max_staleness={min_staleness} or more, or remove it",
         )
 
 

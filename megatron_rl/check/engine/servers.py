@@ -58,7 +58,7 @@ def comparable_settings(settings: Mapping[str, Any], section: str = "") -> dict[
     return comparable
 
 
-def server_commands(config: RunConfig) -> list[str]:
+def server_command_lines(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts a server for this run.
 
     The last two lines have the additional environment and flags for a host without an accelerator.

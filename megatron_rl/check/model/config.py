@@ -170,16 +170,16 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
     heads = _positive_integer(config, "num_attention_heads")
-    groups = _positive_integer(config, "num_key_value_heads")
+    key_value_heads = _positive_integer(config, "num_key_value_heads")
     hidden_size = _positive_integer(config, "hidden_size")
     head_size = _positive_integer(config, "head_dim")
     if heads is None:
         return  # reported when the model's shape is read
 
     # Each key-value head serves the same number of query heads.
-    if groups is not None and heads % groups:
+    if key_value_heads is not None and heads % key_value_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
-        yield _config_error(file, "num_key_value_heads", expected, groups)
+        yield _config_error(file, "num_key_value_heads", expected, key_value_heads)
     if config.get("kv_lora_rank"):
         return  # multi-head latent attention has separate head sizes
 

@@ -115,8 +115,8 @@ class _EncodedText(NamedTuple):
 def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
     """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
-    stops = stop_strings(rollout)
-    if not any(stops.values()):
+    texts_by_setting = stop_strings(rollout)
+    if not any(texts_by_setting.values()):
         return
 
     tokenizer = read_tokenizer(path)
@@ -125,7 +125,7 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 
     # Unknown characters would become the unknown token, which also encodes other text.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
-    for setting, texts in stops.items():
+    for setting, texts in texts_by_setting.items():
         for text in texts:
             encoding = tokenizer.encode(text, add_special_tokens=False)
             decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
@@ -135,8 +135,8 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors for tokens that rules on logits name and the tokenizer at ``path`` does not have."""
     # Without rules the tokenizer need not be loaded.
-    rules = biased_token_texts(rollout)
-    if not any(rules.values()):
+    texts_by_setting = biased_token_texts(rollout)
+    if not any(texts_by_setting.values()):
         return
 
     tokenizer = read_tokenizer(path)
@@ -145,7 +145,7 @@ def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]
 
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     vocabulary_size = tokenizer.get_vocab_size()
-    for setting, texts in rules.items():
+    for setting, texts in texts_by_setting.items():
         for text in texts:
             # A text such as ``token_id:17`` names the id itself.
             token_id = explicit_token_id(text)
