@@ -49,7 +49,7 @@ class Callbacks:
 def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
     """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`.
 
-    ``paths``: import paths of the classes.
+    ``paths`` are the import paths of their classes.
     """
     for path in paths:
         try:

@@ -156,6 +156,7 @@ def _misspelling_distance(name: str, candidate: str) -> int | None:
     """Return the edit distance of the words if ``name`` may be a misspelling of ``candidate``, else None."""
     words = _split_name(name)
     candidate_words = _split_name(candidate)
+    # The same words in another order count as one edit.
     if sorted(words) == sorted(candidate_words):
         return 0 if words == candidate_words else 1
     if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):

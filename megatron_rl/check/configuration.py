@@ -740,6 +740,7 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
     """
     reasons: dict[str, str] = {}
     for key, uses_template in inputs.derived_templates.items():
+        # A data set inherits the value of `data`, and needs its own only if it differs.
         if key == "data.chat_template" or uses_template != config.data.chat_template:
             config = with_value(config, key, uses_template)
             reasons[key] = "prompts are lists of messages" if uses_template else "prompts are text"

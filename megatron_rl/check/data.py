@@ -640,8 +640,8 @@ class TokenCounter:
                 files.errors.append(error)
                 break
 
-        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate texts that are
-        # far beyond the limit.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate longer texts, which are
+        # too long in any case: a token has far fewer than 16 characters on average.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_by_index.values():

@@ -44,7 +44,10 @@ class FileFindings:
     def record_missing(
         self, path: Path, message: str, key: str, expected: str, fix: str | None = None
     ) -> None:
-        """Record a missing file; it is not an error if a command will create its directory."""
+        """Record a missing file; it is not an error if a command will create its directory.
+
+        ``key`` is the key that names the file; ``message``, ``expected`` and ``fix`` are for the error.
+        """
         # A preparation command, or the download of a Hub copy, may still make this file.
         preparation = self._find_preparation(path)
         if preparation is not None:

@@ -210,7 +210,7 @@ def _check_models(inputs: Inputs) -> None:
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
-        # An error of a reward model may be about its name, which is above its path.
+        # An error of a named model, such as a reward model, may be about the name, which is above the path.
         key = f"{section}.path"
         if spec_at(section).named:
             key = section

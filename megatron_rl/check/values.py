@@ -77,7 +77,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
     if config.teacher is None and config.teachers:
         return
     if config.teacher is None or config.teacher.path is None:
-        # The actor's own model would be its teacher.
+        # Without a path, the teacher would be the actor's own model.
         yield requirement_error(
             "algorithm.distillation",
             type(algorithm.distillation).__name__,

@@ -46,7 +46,7 @@ from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
-    fits_shards,
+    loads_without_resharding,
     model_identity,
     optimizer_kind,
     optimizer_layout,
@@ -297,7 +297,7 @@ def load(
         role_meta = roles_meta[name]
         role_folder = folder / name
         with role.weights():
-            if fits_shards(role_meta, layouts[name]):
+            if loads_without_resharding(role_meta, layouts[name]):
                 load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
             else:
                 load_shards(role_folder, role.model, role.optimizer)

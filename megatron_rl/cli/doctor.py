@@ -153,8 +153,8 @@ def _print_errors(errors: list[Finding]) -> None:
 def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
     """Test the machines with `planning.proof.prove`, and return the findings. Collective over the world.
 
-    ``folder`` is for the files of the tests, ``world`` the number of ranks. ``prints_progress`` prints a line
-    at the end of each test.
+    ``folder`` is for the files of the tests, ``world`` the number of ranks. With ``prints_progress``, a line
+    is printed at the end of each test.
     """
     # It imports torch, which a machine that lacks packages may not have.
     from megatron_rl.planning.proof import prove

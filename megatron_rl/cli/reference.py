@@ -149,13 +149,13 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     return sections
 
 
-def _iter_sections(section: type, path: str) -> Iterator[tuple[str, type]]:
+def _iter_sections(section_type: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield (path, class) of the section at ``path`` and of all sections below it.
 
     NAME in a path stands for any entry of a mapping.
     """
-    yield path, section
-    for name, hint in field_hints(section).items():
+    yield path, section_type
+    for name, hint in field_hints(section_type).items():
         # The top level has an empty path, so remove the leading dot.
         field_path = f"{path}.{name}".removeprefix(".")
         inner = section_class(hint)
@@ -172,14 +172,14 @@ def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _section_table(section: type, paths: list[str]) -> str:
+def _section_table(section_type: type, paths: list[str]) -> str:
     """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
-    hints = field_hints(section)
-    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section)]
-    meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
+    hints = field_hints(section_type)
+    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section_type)]
+    meaning = inspect.cleandoc(section_type.__doc__ or "").replace("``", "`")
     paths_line: list[str] = []
     if len(paths) > 2:
         # A long list of paths does not fit into a heading.

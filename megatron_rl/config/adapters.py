@@ -53,8 +53,8 @@ def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
 def separate_base_reason(config: RunConfig, path: str) -> str | None:
     """Return why the adapters of the role at ``path`` need base weights of their own, not the actor's.
 
-    Returns None if they share the actor's. ``config`` is resolved, and the role is one that can share its base
-    (`ADAPTED`).
+    Returns None if they share the actor's. ``config`` is resolved, and the role is one that can share its
+    base (`ADAPTED`).
     """
     actor = config.actor
     section: Any = role_sections(config)[path]

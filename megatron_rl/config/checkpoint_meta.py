@@ -213,7 +213,7 @@ def _role_fits_any_layout(role: Mapping[str, Any]) -> bool:
     return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
 
 
-def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+def loads_without_resharding(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
     """Return whether a layout can load a role's saved optimizer as it is, without resharding it.
 
     ``role`` is the role's entry of meta.json, ``layout`` maps the names of parallel sizes to those of the
@@ -234,7 +234,7 @@ def require_layout(
     """
     role = meta["roles"][role_name]
     saved_layout = role["layout"]
-    if _role_fits_any_layout(role) or fits_shards(role, layout):
+    if _role_fits_any_layout(role) or loads_without_resharding(role, layout):
         return
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "

@@ -123,7 +123,6 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
             copy = None
             if _is_hub_name(name):
                 copy = parse_hub_name(name)
-
                 if copy is None:
                     errors.append(
                         UserError(

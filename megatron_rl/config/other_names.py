@@ -231,8 +231,9 @@ def find_counterpart(path: str) -> OtherName | None:
 def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
     """Return the counterpart of a dotted name inside the section that it was written in.
 
-    So ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``. ``value_paths`` are the paths
-    of the section's own values, relative to it. None if the section does not have the counterpart.
+    For example, ``eval_temperature`` in ``evaluation.sets.NAME`` is the set's own ``temperature``.
+    ``value_paths`` are the paths of the section's own values, relative to it. Returns None if the counterpart
+    is not among them.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:

@@ -219,28 +219,29 @@ def _typed_value(
     return parse_section(section, node, state, path, defaults)
 
 
-def _record_single_value(section: type, node: Leaf, path: str, state: ParseState) -> None:
-    """Record the mistake of a single value in place of a section."""
-    names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
+def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) -> None:
+    """Record the mistake of a single value in place of a section, whose class is ``cls``."""
+    names = ", ".join(item.name for item in dataclasses.fields(cls) if is_setting(item))
     state.record_broken_value(
         path,
         node,
         f"`{path}` is a section, not a single value",
         expected=f"a section with {names}",
         got=describe_value(node.value),
-        fix=_section_fix(section, node.value, path),
+        fix=_section_fix(cls, node.value, path),
     )
 
 
-def _section_fix(section: type, value: Any, path: str) -> str:
+def _section_fix(cls: type, value: Any, path: str) -> str:
     """Return the fix for a single value in place of a section: the value below the section's usual key.
 
-    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key accepts the value.
+    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key of the class ``cls``
+    accepts the value.
     """
-    key = getattr(section, "VALUE_KEY", None)
+    key = getattr(cls, "VALUE_KEY", None)
     if key is not None:
-        accepted, typed = convert_value(field_hints(section)[key], value)
-        item = next(item for item in dataclasses.fields(section) if item.name == key)
+        accepted, typed = convert_value(field_hints(cls)[key], value)
+        item = next(item for item in dataclasses.fields(cls) if item.name == key)
         if accepted and setting_of(item).value_error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
 

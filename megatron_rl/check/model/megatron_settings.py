@@ -672,7 +672,10 @@ class TrialRole:
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the errors for this role's refused settings; ``refusals`` is the trial's answer."""
+        """Yield the errors for this role's refused settings.
+
+        ``refusals`` is the trial's answer: name of a role, or of a part of it -> Megatron's message.
+        """
         # Keys of `refusals`: the role's name for its model, the name and a suffix for its other parts.
         message = refusals.get(self.role)
         if message is not None:

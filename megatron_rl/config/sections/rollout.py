@@ -817,15 +817,15 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
     )
 
 
-def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error for a ``token_id:N`` that is not below ``vocabulary``, the tokenizer's size.
+def rule_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
+    """Return the error for ``text``, a ``token_id:N`` whose N is not below the tokenizer's size.
 
-    ``setting`` is the path of the setting with it.
+    ``setting`` is the path of the setting that has the text.
     """
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
-        expected=f"an id from 0 to {vocabulary - 1}",
+        expected=f"an id from 0 to {vocabulary_size - 1}",
         got=text,
         fix="correct the id",
     )
