@@ -63,7 +63,7 @@ class Kl(Piece):
         return False
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Estimate the KL divergence per token [N]; see `kl_estimate`."""
+        """Estimate the KL divergence to the reference policy per token [N] by k3; see `kl_estimate`."""
         return kl_estimate(log_probs, ref_log_probs, "k3")
 
     @property
@@ -193,9 +193,10 @@ class KlInReward(KlPenalty):
 
 @dataclass(frozen=True)
 class Distillation(Piece, ABC):
-    """Term of a teacher in the advantage of each token, or a loss over the teacher's most likely tokens.
+    """Distillation from a teacher: a term added to each token's advantage, or a loss of each token.
 
-    The term is added after whitening and clipping.
+    The term is added after the advantages are whitened and clipped. The loss is over the teacher's most
+    likely tokens.
     """
 
     @property
@@ -328,9 +329,10 @@ class TopKDivergence(Distillation):
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Compute the divergence of each token [N]; both arguments are log-probs [N, k + 1] of the buckets.
+        """Compute the divergence of teacher and actor at each token: [N].
 
-        ``log_probs`` of the actor carries the gradient.
+        Both arguments are log-probs [N, k + 1]: of the teacher's k most likely tokens, and of all other
+        tokens together. ``log_probs`` are the actor's and carry the gradient.
         """
         # An impossible token has a log-prob of -1e30, whose product with a probability would hide the rest.
         log_q = log_probs.clamp(min=MIN_LOG_PROB)
