@@ -345,7 +345,7 @@ class Dppo(PolicyLoss):
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N], 0 if an update would move it further out of the trust region."""
+        """Compute the loss of every token [N], 0 if it would move further out of the trust region."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()

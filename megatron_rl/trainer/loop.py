@@ -69,7 +69,7 @@ _SCORE_FIELDS = frozenset(item.name for item in fields(Scores))
 class StepResult:
     """Result of one step on a rank that trained.
 
-    Example: ``metrics`` has ``reward/mean`` and ``kl/rollout`` of the batch, and ``local_metrics`` has
+    Example: ``metrics`` has ``reward/mean`` and ``kl/ref`` of the batch, and ``local_metrics`` has
     ``policy/loss`` of this rank's micro-batches.
     """
 

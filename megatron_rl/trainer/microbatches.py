@@ -19,7 +19,7 @@ _SMALLER_DEVICE = 0.95
 
 
 class MicroBatchControl:
-    """Sets the tokens per micro-batch of all roles from the memory budget in the run's state.
+    """Controller of the tokens per micro-batch of all roles, by the memory budget in the run's state.
 
     Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
     """

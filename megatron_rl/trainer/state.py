@@ -64,7 +64,7 @@ ROLLOUT_WEIGHTS = "rollout"
 
 
 @dataclass
-class Best:
+class BestMeasurements:
     """Best measurements of the metric `checkpoint.best`.
 
     Example: after accuracies of 0.5, 0.7 and 0.6 at steps 10, 20 and 30 with ``keep_best: 2``, ``kept`` is
@@ -119,7 +119,7 @@ class TrainerState:
     """Sampled batches that have not been trained on; the same list object as in `AheadBatches`."""
     step: int = 0
     """Number of completed steps."""
-    best: Best = field(default_factory=Best)
+    best: BestMeasurements = field(default_factory=BestMeasurements)
     """Best measurements of `checkpoint.best` so far."""
     deferred: DeferredEvaluation | None = None
     """Evaluation of the last step if it has not run yet, otherwise None."""
@@ -202,7 +202,7 @@ class TrainerState:
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
         self.queue[:] = self.source.select_trainable([SampledBatch(**item) for item in state["queue"]])
-        self.best = Best(**state["best"])
+        self.best = BestMeasurements(**state["best"])
 
         # Checkpoints of older versions do not have this key.
         deferred = state.get("held")
@@ -235,7 +235,7 @@ class TrainerState:
 
 
 def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
-    """Return name -> model and optimizer of the roles that checkpoints of the run contain."""
+    """Return the model and optimizer of each role that checkpoints of the run contain, by role name."""
     return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
 
 
@@ -245,7 +245,7 @@ def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
 
 
 class Checkpoints:
-    """Saves checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
+    """Writer of the checkpoints of a run or a stage into ``folder``; it writes at most one at a time.
 
     ``write(path, layout, in_background)`` must call `checkpoint.save` with the current state. With
     ``in_background``, training continues while the tensors are written.
@@ -358,7 +358,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
         )
 
 
-def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     """Save the Megatron-LM checkpoint of a restored step if it is missing.
 
     It is missing if the run was killed after the step's checkpoint and before the one for Megatron-LM. If

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
 from megatron_rl.trainer import evaluation
 from megatron_rl.trainer.offline import format_metrics_table
-from megatron_rl.trainer.state import Best
+from megatron_rl.trainer.state import BestMeasurements
 
 RIGHT = numpy.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
 VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
@@ -23,10 +23,10 @@ VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
 def test_pass_at_k_is_the_mean_over_all_subsets(count: int) -> None:
     subsets = list(combinations(range(6), count))
     expected = [numpy.mean([row[list(subset)].any() for subset in subsets]) for row in RIGHT]
-    assert evaluation.pass_at(RIGHT, count) == pytest.approx(expected)
+    assert evaluation.pass_at_k(RIGHT, count) == pytest.approx(expected)
     many = numpy.zeros((1, 4000))
     many[0, 0] = 1
-    assert evaluation.pass_at(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
+    assert evaluation.pass_at_k(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
@@ -45,9 +45,9 @@ def test_majority_at_k_is_near_the_mean_over_all_subsets(count: int) -> None:
         numpy.mean([vote(texts, right, subset) for subset in subsets])
         for texts, right in zip(VOTES, RIGHT, strict=True)
     ]
-    estimated = evaluation.majority_at(RIGHT, VOTES, count)
+    estimated = evaluation.majority_at_k(RIGHT, VOTES, count)
     assert estimated == pytest.approx(expected, abs=0 if count == 6 else 0.07)
-    assert (estimated == evaluation.majority_at(RIGHT, VOTES, count)).all(), "the same in every call"
+    assert (estimated == evaluation.majority_at_k(RIGHT, VOTES, count)).all(), "the same in every call"
 
 
 def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
@@ -81,7 +81,7 @@ def test_the_numbers_of_samples() -> None:
 
 
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
-    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), Best()
+    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), BestMeasurements()
     measured = {1: 0.5, 2: 0.4, 3: 0.5, 4: 0.7, 5: 0.1}
     assert [best.record(step, value, config) for step, value in measured.items()] == [
         True,
@@ -91,10 +91,10 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
         False,
     ]
     assert best.kept == [(4, 0.7), (1, 0.5)] and best.waited == 1
-    lowest = Best()
+    lowest = BestMeasurements()
     for step, value in measured.items():
         lowest.record(step, value, CheckpointConfig(best="x", best_is="lowest"))
-    assert lowest == Best([(5, 0.1)], 0)
+    assert lowest == BestMeasurements([(5, 0.1)], 0)
 
     for step in measured:
         (tmp_path / f"step_{step}").mkdir()

@@ -27,7 +27,7 @@ from megatron_rl.trainer.sample import (
     RolloutSource,
     SampledBatch,
     StalenessError,
-    partial_fraction,
+    mixed_version_fraction,
     staleness_metrics,
 )
 from megatron_rl.types import FINISH_LENGTH, Rollouts, SamplingParameters, Scores
@@ -49,12 +49,12 @@ MIXED = Rollouts(
 def test_a_row_is_as_old_as_its_oldest_token():
     values = staleness_metrics(5, MIXED, max_updates=2).values()
     assert values == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/token_mean": pytest.approx(0.6)}
-    assert partial_fraction(MIXED) == 0.5
+    assert mixed_version_fraction(MIXED) == 0.5
     with pytest.raises(StalenessError, match=r"version 3 .* version 5; asynchrony.max_staleness allows 1"):
         staleness_metrics(5, MIXED, max_updates=1)
     whole = replace(MIXED, token_versions=None)
     values = staleness_metrics(5, whole, 2).values()
-    assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in values
+    assert mixed_version_fraction(whole) == 0.0 and "staleness/token_mean" not in values
 
 
 def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
