@@ -126,7 +126,7 @@ class AheadBatches:
             self.source.informative = next(counts for counts in gathered_counts if counts is not None)
 
     def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
-        """Sample answers to the evaluation ``sets`` on the rollout's ranks; return immediately on learners."""
+        """Sample answers to the evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._is_learner:
             timer = phase("evaluate")

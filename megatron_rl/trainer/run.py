@@ -82,8 +82,8 @@ from megatron_rl.trainer.state import (
     Checkpoints,
     DeferredEvaluation,
     TrainerState,
-    save_missing_for_megatron,
     save_for_megatron,
+    save_missing_for_megatron,
 )
 from megatron_rl.types import Rollouts
 

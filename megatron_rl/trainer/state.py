@@ -64,7 +64,7 @@ ROLLOUT_WEIGHTS = "rollout"
 
 
 @dataclass
-class BestMeasurements:
+class Best:
     """Best measurements of the metric `checkpoint.best`.
 
     Example: after accuracies of 0.5, 0.7 and 0.6 at steps 10, 20 and 30 with ``keep_best: 2``, ``kept`` is
@@ -119,7 +119,7 @@ class TrainerState:
     """Sampled batches that have not been trained on; the same list object as in `AheadBatches`."""
     step: int = 0
     """Number of completed steps."""
-    best: BestMeasurements = field(default_factory=BestMeasurements)
+    best: Best = field(default_factory=Best)
     """Best measurements of `checkpoint.best` so far."""
     deferred: DeferredEvaluation | None = None
     """Evaluation of the last step if it has not run yet, otherwise None."""
@@ -202,7 +202,7 @@ class TrainerState:
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
         self.queue[:] = self.source.select_trainable([SampledBatch(**item) for item in state["queue"]])
-        self.best = BestMeasurements(**state["best"])
+        self.best = Best(**state["best"])
 
         # Checkpoints of older versions do not have this key.
         deferred = state.get("held")

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
 from megatron_rl.trainer import evaluation
 from megatron_rl.trainer.offline import format_metrics_table
-from megatron_rl.trainer.state import BestMeasurements
+from megatron_rl.trainer.state import Best
 
 RIGHT = numpy.array([[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
 VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
@@ -81,7 +81,7 @@ def test_the_numbers_of_samples() -> None:
 
 
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
-    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), BestMeasurements()
+    config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), Best()
     measured = {1: 0.5, 2: 0.4, 3: 0.5, 4: 0.7, 5: 0.1}
     assert [best.record(step, value, config) for step, value in measured.items()] == [
         True,
@@ -91,10 +91,10 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
         False,
     ]
     assert best.kept == [(4, 0.7), (1, 0.5)] and best.waited == 1
-    lowest = BestMeasurements()
+    lowest = Best()
     for step, value in measured.items():
         lowest.record(step, value, CheckpointConfig(best="x", best_is="lowest"))
-    assert lowest == BestMeasurements([(5, 0.1)], 0)
+    assert lowest == Best([(5, 0.1)], 0)
 
     for step in measured:
         (tmp_path / f"step_{step}").mkdir()
