@@ -574,12 +574,12 @@ def _open_pipe(cleanup: contextlib.ExitStack) -> tuple[int, int]:
 
 def _read_until(descriptor: int, deadline: float) -> bytes:
     """Read a pipe until its other end is closed; return no bytes if the deadline passes first."""
-    text = b""
+    content = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(descriptor, 1 << 16)
         if not data:
-            return text
-        text += data
+            return content
+        content += data
     return b""
 
 

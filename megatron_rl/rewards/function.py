@@ -284,7 +284,7 @@ class FunctionReward:
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Make the samples of all calls in the queue invalid: no process could be started."""
+        """Make the samples of all queued calls invalid, since no worker process could be started."""
         message = f"no process of {self._key} could be started again: {self._start_failure}"
         for call in queue:
             for row in call.rows:
@@ -376,9 +376,9 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Combine the samples of a group to the arguments of one call.
+    """Combine the samples of a group into the arguments of one call.
 
-    Values that all samples share stay single, others become lists.
+    Prompt, ground truth and metadata are those of the first sample; the other arguments are lists.
     """
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):

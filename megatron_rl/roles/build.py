@@ -215,8 +215,8 @@ def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeac
     """Build the client of a teacher's server; return None for a run without one."""
     if config.teacher_server is None or not algorithm.needs_teacher:
         return None
-    top = _top_tokens(config, algorithm.distillation.top_tokens)
-    return ServedTeacher(config.teacher_server, top, longest_row(config))
+    top_tokens = _top_tokens(config, algorithm.distillation.top_tokens)
+    return ServedTeacher(config.teacher_server, top_tokens, longest_row(config))
 
 
 def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:

@@ -248,7 +248,8 @@ def compute_log_probs(
     if served_teacher is not None:
         served_rows = rows_by_role.get(served_teacher.name)
         rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
-        pending_results = served_teacher.start_requests(rollouts, learners.rank == learners.ranks[0])
+        is_sender = learners.rank == learners.ranks[0]
+        pending_results = served_teacher.start_requests(rollouts, is_sender)
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
     shards: list[tuple[list[int] | None, RowShard]] = []
