@@ -51,7 +51,7 @@ from megatron_rl.data.records import (
     empty_data_error,
     missing_data_error,
     parse_line,
-    partial_warning,
+    partial_shards_warning,
     read_table,
     unreadable_data_error,
 )
@@ -246,7 +246,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
             if path.is_file() and path.suffix == ".parquet":
                 _require_parquet(path, data_set.key)
 
-        warning = partial_warning(data_set.source, paths, data_set.key)
+        warning = partial_shards_warning(data_set.source, paths, data_set.key)
         if warning is not None:
             files.warnings.append(warning)
 

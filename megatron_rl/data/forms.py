@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Configuration keys that consume the fields of a record other than its prompt.
+    """Settings whose code reads the fields of a record other than its prompt.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -104,7 +104,7 @@ REWARDED = Consumers("reward", "reward")
 
 
 def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Consumers:
-    """Return the consumers of the records of ``data.train``, or of the named evaluation set.
+    """Find the settings whose code reads the records of ``data.train``, or of the named evaluation set.
 
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
@@ -121,41 +121,41 @@ def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tup
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
         for name, function in set_config.user_functions().items():
-            yield from _read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
+            yield from _fields_read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
     # An evaluation set without a separate reward uses the run's.
     if set_config is None or set_config.reward is None:
-        yield from _read_by_rewards(config)
+        yield from _fields_read_by_rewards(config)
     if config.rollout.environment is not None:
-        yield from _read_by_code(config.rollout.environment.name, "rollout.environment.name")
+        yield from _fields_read_by_code(config.rollout.environment.name, "rollout.environment.name")
 
 
-def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _fields_read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record each reward of the run reads: pairs (field, setting)."""
     reward = config.reward
     if reward.function is not None:
-        yield from _read_by_code(reward.function, "reward.function")
+        yield from _fields_read_by_code(reward.function, "reward.function")
     if reward.code is not None:
         yield _GROUND_TRUTH, "reward.code"
     if reward.http is not None:
         for name in {_GROUND_TRUTH, _METADATA}.intersection(reward.http.sends):
             yield name, "reward.http.sends"
     if reward.judge is not None:
-        yield from _read_by_judge(reward.judge)
+        yield from _fields_read_by_judge(reward.judge)
 
 
-def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
+def _fields_read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record a judge's template and parser read: pairs (field, setting)."""
     key = "reward.judge.template"
     if "{" not in judge.template:
-        yield from _read_by_code(judge.template, key)
+        yield from _fields_read_by_code(judge.template, key)
     elif "{ground_truth}" in judge.template:
         yield _GROUND_TRUTH, key
     if judge.parser != _DEFAULT_PARSER:
-        yield from _read_by_code(judge.parser, "reward.judge.parser")
+        yield from _fields_read_by_code(judge.parser, "reward.judge.parser")
 
 
-def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
+def _fields_read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record a user's function or class may read: pairs (field, setting).
 
     ``spec`` is the path of the code, ``file.py:name`` or ``module:name``, and ``key`` its setting. The file
@@ -373,7 +373,7 @@ class RecordReader:
         """Raise UserError for a prompt that begins like a list of messages but is not JSON."""
         if _BEGINS_AS_MESSAGES.match(text):
             raise UserError(
-                "a prompt begins as a list of messages does, and is not JSON",
+                "a prompt begins like a list of messages, but is not JSON",
                 where=f"{record.where} ({self.setting})",
                 expected="a list of messages, JSON text of one, or a text that is the prompt itself",
                 got=repr(text[:80]),
@@ -494,8 +494,8 @@ class RecordReader:
         is_table = record.from_table and not isinstance(tools, str)
         cleaned_schemas = []
         for schema, value in zip(schemas, values, strict=True):
-            of_arrow = is_table and not isinstance(value, str)
-            cleaned_schemas.append(remove_schema_nulls(schema, of_arrow=of_arrow))
+            from_arrow = is_table and not isinstance(value, str)
+            cleaned_schemas.append(remove_schema_nulls(schema, from_arrow=from_arrow))
         return cleaned_schemas or None
 
     # Fields and keys that nothing reads
@@ -652,10 +652,10 @@ def remove_nulls(value: Any) -> Any:
     return value
 
 
-def remove_schema_nulls(value: Any, of_arrow: bool) -> Any:
+def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
     """Remove the keys with value null from the description of a function.
 
-    A null that JSON Schema allows is retained, unless Arrow added it (``of_arrow``). Arrow gives every
+    A null that JSON Schema allows is retained, unless Arrow added it (``from_arrow``). Arrow gives every
     function in a column the properties of all other functions; such a property has only nulls and is removed.
 
     Example:
@@ -663,15 +663,15 @@ def remove_schema_nulls(value: Any, of_arrow: bool) -> Any:
         {'properties': {'m': {'default': None}}}
     """
     if isinstance(value, list):
-        return [remove_schema_nulls(inner, of_arrow) for inner in value]
+        return [remove_schema_nulls(inner, from_arrow) for inner in value]
     if not isinstance(value, Mapping):
         return value
 
     result = {}
     for name, inner in value.items():
-        if inner is None and (of_arrow or name not in _SCHEMA_VALUES):
+        if inner is None and (from_arrow or name not in _SCHEMA_VALUES):
             continue
-        result[name] = remove_schema_nulls(inner, of_arrow)
+        result[name] = remove_schema_nulls(inner, from_arrow)
         if name == "properties" and isinstance(inner, Mapping):
             # Remove properties that consisted of nulls. Keep a schema that is empty ({}) in the original.
             properties = {}
@@ -795,7 +795,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
         value = message.pop(name)
         if value not in (0, 1):
             raise _MessageError(
-                f"has `{name}` {value!r}, and a turn is learned or not",
+                f"has `{name}` {value!r}, and a turn is trained on completely or not at all",
                 "0 or 1, true or false",
                 repr(value),
                 f"set `{name}` to 0 or 1",
@@ -806,7 +806,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
     span_key = next((name for name in _SPAN_WEIGHTS if message.get(name)), None)
     if span_key is not None:
         raise _MessageError(
-            f"has `{span_key}`, and a turn is learned as a whole or not at all",
+            f"has `{span_key}`, and a turn is trained on completely or not at all",
             "`weight` of the message",
             _excerpt(message[span_key]),
             f"remove `{span_key}`, or split the turn",
@@ -825,7 +825,8 @@ def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
         is_trained = name in _TRAINED_IF_TRUE and value not in (None, 0)
         if is_trained and has_responses:
             raise _MessageError(
-                f"of the role {message['role']} has `{name}` {value!r}, and only the assistant's are learned",
+                f"of the role {message['role']} has `{name}` {value!r}, "
+                "and only the assistant's are trained on",
                 "a weight of 0, or none",
                 repr(value),
                 f"remove `{name}`",

@@ -153,7 +153,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
     return names
 
 
-def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
+def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
     """Return the warning about a setting that names only some shards of a set, or None for complete sets."""
     names = missing_shards(files)
     if not names:
