@@ -76,7 +76,7 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection are computed before the loss, whose denominator depends on them."""
+        """Whether the actor's log-probs are needed before the loss: for weights and rejected tokens."""
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -110,7 +110,7 @@ class Correction(Piece):
             )
 
         for measure, limit in self.rejection.items():
-            yield from _measure_errors(measure, limit, f"{path}.rejection.{measure}")
+            yield from _rejection_measure_errors(measure, limit, f"{path}.rejection.{measure}")
 
         # In bypass mode the weights are computed in the loss, one micro-batch at a time.
         if self.bypass and self.batch_normalize:
@@ -332,7 +332,7 @@ def _reduce_divergence(
     return ragged.broadcast_rows(row_values, lengths, len(mask))
 
 
-def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
+def _rejection_measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
     """Yield the error for an unknown rejection measure, or for its threshold."""
     if measure not in REJECTION_MEASURES:
         suggestion = nearest(measure, REJECTION_MEASURES)

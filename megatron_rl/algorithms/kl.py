@@ -49,7 +49,7 @@ class Kl(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the rewards, which precede the loss, depend on the actor's log-probs."""
+        """Whether the actor's log-probs are needed before the loss: for rewards that contain the penalty."""
         return self.in_reward
 
     @property
@@ -144,7 +144,7 @@ class KlPenalty(Kl):
             )
 
     def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
-        """Return the next step's coefficient; see `adapt_kl_coef`."""
+        """Return the next step's coefficient by `adapt_kl_coef`, from the mean KL over ``rows`` sequences."""
         return adapt_kl_coef(
             coef,
             mean_kl,
@@ -211,7 +211,7 @@ class Distillation(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the advantages, which precede the loss, depend on the actor's log-probs."""
+        """Whether the actor's log-probs are needed before the loss: for the teacher's term in advantages."""
         return self.needs_teacher and not self.top_tokens
 
     @abstractmethod
@@ -239,7 +239,7 @@ class NoDistillation(Distillation):
         return False
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term 0 for the advantage of each token: [N]."""
+        """Return a term of 0 for each token's advantage: [N], for a run without a teacher."""
         return torch.zeros_like(log_probs)
 
 
@@ -325,7 +325,7 @@ class TopKDivergence(Distillation):
         return self.k
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term 0 for the advantage of each token [N]: this teacher only enters the loss."""
+        """Return a term of 0 for each token's advantage: [N], since this divergence enters only the loss."""
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

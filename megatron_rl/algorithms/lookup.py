@@ -239,7 +239,7 @@ def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
     """Construct the piece that replaces one of an algorithm's pieces, such as its policy loss.
 
     ``kind_name`` is a key of `KINDS`, and ``value`` is what the user configured for it. ``current`` is the
-    algorithm's own piece: a mapping without a name changes only settings of it.
+    algorithm's own piece: a mapping without a name changes only its settings.
     """
     key = f"algorithm.{kind_name}"
     if kind_name not in KINDS or current is None:
@@ -387,9 +387,9 @@ def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piec
         raise UserError(
             f"{path} cannot be used here",
             where=key,
-            expected=f"a class derived from {_base_name(kind)}{or_function}",
+            expected=f"a class derived from {_base_class_path(kind)}{or_function}",
             got=f"{path}, of type {type(value).__name__}",
-            fix=f"derive a class from {_base_name(kind)} with a method {_format_method_call(kind)}",
+            fix=f"derive a class from {_base_class_path(kind)} with a method {_format_method_call(kind)}",
         )
 
     _check_arguments(value, kind.arguments, f"{path}({arguments})", key)
@@ -401,7 +401,7 @@ def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -
 
     It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
     """
-    expected = f"a class derived from {_base_name(kind)} with a method {_format_method_call(kind)}"
+    expected = f"a class derived from {_base_class_path(kind)} with a method {_format_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"
 
@@ -421,7 +421,7 @@ def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -
             where=key,
             expected=expected,
             got=got,
-            fix=f"derive it from {_base_name(kind)}",
+            fix=f"derive it from {_base_class_path(kind)}",
         )
 
     # A subclass of a dataclass is a dataclass, too, but without the decorator its new annotations are plain
@@ -469,6 +469,6 @@ def _format_method_call(kind: PieceKind) -> str:
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
-def _base_name(kind: PieceKind) -> str:
+def _base_class_path(kind: PieceKind) -> str:
     """Return the import path of the base class from which pieces of this kind are derived, for errors."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

@@ -89,7 +89,7 @@ class PolicyLoss(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether tokens are chosen by the old policy's log-probs or entropy, before the first loss."""
+        """Whether the old policy's log-probs or entropy are needed before the loss: to select tokens."""
         return type(self).select is not PolicyLoss.select or self.top_entropy is not None
 
     @abstractmethod

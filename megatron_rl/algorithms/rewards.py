@@ -170,7 +170,7 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether old-policy metrics include rows that the filter removes from the train step."""
+        """Whether the actor's log-probs are needed before the loss: for metrics of filtered rows."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:

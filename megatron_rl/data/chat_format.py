@@ -604,7 +604,7 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Prepend a prefix to tokens, or only its part that the tokens do not already start with.
+    """Prepend the part of a prefix with which the tokens do not already start.
 
     Prompts that are stored as rendered text already start with the BOS.
     """
@@ -655,7 +655,7 @@ class PlainText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], with_special_tokens: bool = False) -> str:
-        """See `ChatFormat.decode`."""
+        """Decode a response to its visible text, or to all its text if ``with_special_tokens``."""
         if with_special_tokens:
             return self._tokenizer.decode(list(tokens))
         return self._visible.decode(tokens)

@@ -109,11 +109,11 @@ def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Co
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
     """
-    readers = dict(_find_readers(config, evaluation_set))
+    readers = dict(_find_field_readers(config, evaluation_set))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
-def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
+def _find_field_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
     """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
 
     ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
@@ -228,10 +228,10 @@ class RecordReader:
         # First require the fields, then validate their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
-        self._require_one_kind(record)
+        self._require_same_prompt_form(record)
         require_prompt(record, data, self.setting)
         require_template_for(record, responses, data, self.setting)
-        self._require_question(record)
+        self._reject_final_answer(record)
         if not isinstance(record.values[data.prompt_field], str):
             # Messages parsed from JSON text in a field may contain invalid escapes that the record's parser
             # could not detect.
@@ -299,8 +299,8 @@ class RecordReader:
             alternative = f"without one, make {reader} not read `ground_truth`"
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
-    def _require_one_kind(self, record: Record) -> None:
-        """Raise UserError for a prompt of messages if the first prompt is text that bypasses the template."""
+    def _require_same_prompt_form(self, record: Record) -> None:
+        """Raise UserError for a prompt that is messages if the data set's first prompt is plain text."""
         prompt = record.values[self.data.prompt_field]
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
@@ -317,8 +317,8 @@ class RecordReader:
             "or convert the records",
         )
 
-    def _require_question(self, record: Record) -> None:
-        """Raise UserError for a prompt that ends with the assistant's turn, as a response would follow it."""
+    def _reject_final_answer(self, record: Record) -> None:
+        """Raise UserError for a prompt that ends with an answer of the assistant, not with a question."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
             return

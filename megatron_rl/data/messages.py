@@ -103,7 +103,7 @@ def _absent_field_fix(
     nested_fields: Sequence[str],
     occupied_fields: Collection[str | None],
 ) -> str:
-    """Return the fix for an absent field ``name``, for which another field of the record may be meant.
+    """Return the advice for an absent field ``name``: another field to name in its setting, if one fits.
 
     The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
     public data sets use, the only field without another meaning. ``name_setting`` is the setting that defines

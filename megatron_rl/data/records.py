@@ -511,7 +511,7 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
 
 
 class _RepeatedKey(Exception):
-    """Second occurrence of a key in a JSON object; the argument is the key."""
+    """Error for a JSON object in which a key occurs twice; the argument is the key."""
 
 
 def _make_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

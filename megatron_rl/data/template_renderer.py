@@ -356,12 +356,12 @@ def _render_request(
     return [text, None]
 
 
-def _lower_limit(kind: int, limit: int) -> None:
+def _lower_limit(resource_kind: int, limit: int) -> None:
     """Lower a soft limit of this process to ``limit``, or to the hard limit if that is lower."""
-    hard_limit = resource.getrlimit(kind)[1]
+    hard_limit = resource.getrlimit(resource_kind)[1]
     if hard_limit != resource.RLIM_INFINITY:
         limit = min(limit, hard_limit)
-    resource.setrlimit(kind, (limit, hard_limit))
+    resource.setrlimit(resource_kind, (limit, hard_limit))
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class _LazyRows(Sequence[Any]):
 
 
 class _CannotStore(Exception):
-    """Reason why a data set cannot be stored in a file."""
+    """Error for a data set that cannot be stored in a file; the text is the reason."""
 
 
 @dataclass(frozen=True)

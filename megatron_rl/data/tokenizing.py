@@ -141,7 +141,10 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of `unnamed_turn_end_warning` for a tokenizer and its model, or None."""
+    """Return a warning if the chat template ends turns with a token that is not an end in the model's files.
+
+    Returns None otherwise; see `unnamed_turn_end_warning`.
+    """
     end_ids = named_end_ids(tokenizer, model_path)
     end_names = ", ".join(tokenizer.convert_ids_to_tokens(list(end_ids)))
     return unnamed_turn_end_warning(template_turn_end(tokenizer), end_ids, end_names, str(model_path))
@@ -201,7 +204,7 @@ def split_stop_texts(
 
 
 def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
-    """Return the id of a token that a rule on logits names; raises UserError if there is no such token."""
+    """Return the id of the token that a logit rule, such as a bias, names; raise UserError for none."""
     token = explicit_token_id(text)
     if token is not None:
         if token >= len(tokenizer):
@@ -293,7 +296,7 @@ def _sampling_parameters(
     setting: str,
     auto_limit: AutoLimitConfig,
 ) -> SamplingParameters:
-    """Convert the settings ``values`` to sampling parameters, with the last values of changing settings.
+    """Convert the settings ``values`` to sampling parameters, with the final values of scheduled settings.
 
     ``end_ids`` are the ids of the tokens that always end a response, and ``setting`` is the section of the
     values, for errors.

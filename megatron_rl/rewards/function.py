@@ -318,7 +318,7 @@ class FunctionReward:
             selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
     def _start_replacement(self) -> Worker | None:
-        """Start a worker in place of a lost one, with several attempts; None if all of them fail.
+        """Start a worker in place of a lost one, in several attempts; return None if all of them fail.
 
         The function was loaded before, so a failure is temporary: the process was killed, or the machine is
         out of memory.

@@ -314,7 +314,7 @@ def reject_generator(function: Callable[..., Any]) -> None:
 
 
 def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
-    """Convert the value that a reward function returned to one frame per sample.
+    """Convert the value that a reward function returned to one frame (JSON object) per sample.
 
     ``count`` is the number of samples of a group, or None in a call for one sample.
     """
@@ -341,7 +341,7 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
 
 
 def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return the frame with the text or messages that a function returned, such as a judge's template."""
+    """Return [frame] with the text or messages that a function returned, such as a judge's template."""
     if is_text_or_messages(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
@@ -349,7 +349,7 @@ def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
 
 
 def reward_frame(value: Any) -> dict[str, Any]:
-    """Return the frame for a reward with components, or a failure frame for any other value.
+    """Return the frame (JSON object) for a reward with components, or a failure frame for another value.
 
     Example:
         >>> reward_frame({"reward": 1, "length": 0.5})
@@ -374,7 +374,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
 
 
 def failure_frame(reason: str, message: str) -> dict[str, Any]:
-    """Return the frame for a failure; a message that is too long loses its beginning."""
+    """Return the frame (JSON object) for a failure; a message that is too long loses its beginning."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
@@ -586,7 +586,7 @@ def loading_errors(
     returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Load the configured function in a worker process, as a run does; return the error if it fails."""
+    """Load the configured function in a worker process, as a run does; return the error, or [] if none."""
     worker = Worker(config, key, returns_text, extra_arguments)
     try:
         worker.await_ready()

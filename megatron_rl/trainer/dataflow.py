@@ -46,7 +46,7 @@ from megatron_rl.trainer.loop import (
     check_mismatch,
     compute_log_probs,
     fresh_log_prob_difference,
-    require_tokens,
+    require_loss_tokens,
     step_seed,
 )
 from megatron_rl.trainer.rewards import ScoredBatch, compute_rewards, concatenate_batches
@@ -284,7 +284,7 @@ class Run:
         training = self._training
         with training.phases("estimate"):
             batch, metrics = build_train_batch(rollouts, scores, self.algorithm, training.state.algorithm)
-            require_tokens(batch, metrics)
+            require_loss_tokens(batch, metrics)
         self._metrics += metrics
         return batch
 

@@ -191,7 +191,7 @@ def train_step(
             # Every learner computes the same advantages: they are pure functions of the replicated batch.
             with phase("estimate"):
                 train_batch, batch_metrics = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
-                require_tokens(train_batch, batch_metrics)
+                require_loss_tokens(train_batch, batch_metrics)
 
             # Run the optimizer steps of critic and actor, with loss denominators over all ranks.
             with phase("learn"):
@@ -523,7 +523,7 @@ def step_seed(config: RunConfig, step: int) -> int:
     return (config.seed * 1_000_003 + step) * 1_000
 
 
-def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
+def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     """Raise UserError if a batch has responses with rewards, but no token with a loss.
 
     A batch without any valid reward is accepted here: `reward.max_invalid_fraction` limits failed rewards.
@@ -601,7 +601,7 @@ def fresh_log_prob_difference(
 
 
 class MismatchError(RuntimeError):
-    """Log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
+    """Error for log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:

@@ -59,7 +59,7 @@ same rounds, so their counters are equal.
 
 
 class StalenessError(RuntimeError):
-    """Rollouts that are too old to train on: by more updates than `asynchrony.max_staleness` allows."""
+    """Error for rollouts that are older than `asynchrony.max_staleness` allows, in weight updates."""
 
 
 @dataclass(frozen=True)
@@ -461,9 +461,9 @@ def _sample_rows(
     seed: int,
     members: ReplicaGroup,
 ) -> Rollouts:
-    """Sample a complete response to each prompt, with its seed of ``seeds``.
+    """Sample a complete response to each prompt.
 
-    Collective over the replica group.
+    ``seeds``: seed of each response. ``seed``: seed of the round. Collective over the replica group.
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version

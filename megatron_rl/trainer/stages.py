@@ -217,7 +217,7 @@ def make_stage(
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
-    """Compute `sft_objective` from a model's outputs, which are log-probs and entropy."""
+    """Compute the supervised loss from a model's outputs for ``rows``; the entropy is not used."""
     return sft_objective(rows, log_probs)
 
 
@@ -227,7 +227,7 @@ def preference_objective(
     log_probs: Any,
     entropy: Any,
 ) -> Any:
-    """Compute `dpo_objective` from a model's outputs, which are log-probs and entropy."""
+    """Compute the preference loss from a model's outputs for pairs of rows; the entropy is not used."""
     return dpo_objective(settings, rows, log_probs)
 
 

@@ -22,7 +22,12 @@ from megatron_rl.rewards.worker import Answer
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_log_prob_difference, require_tokens
+from megatron_rl.trainer.loop import (
+    MismatchError,
+    check_mismatch,
+    fresh_log_prob_difference,
+    require_loss_tokens,
+)
 from megatron_rl.trainer.sample import (
     RolloutSource,
     SampledBatch,
@@ -88,17 +93,17 @@ def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
             metrics += policy_objective(algorithm, mini, *policy(batch))[1]
         return made, metrics
 
-    require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 9.0}, "bypass": bypass}))
+    require_loss_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 9.0}, "bypass": bypass}))
     with pytest.raises(UserError, match="no token of this step's responses is left") as raised:
-        require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 1e-9}, "bypass": bypass}))
+        require_loss_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 1e-9}, "bypass": bypass}))
     assert raised.value.where == "algorithm.correction.rejection" and "100% of the tokens" in str(
         raised.value
     )
     if not bypass:
         with pytest.raises(UserError, match="100% of the responses cut off"):
-            require_tokens(*estimated(overlong={"filter": True}))
+            require_loss_tokens(*estimated(overlong={"filter": True}))
         scores = replace(scores, valid=torch.tensor([False, False]))
-        require_tokens(*estimated())  # another watch counts rewards that fail
+        require_loss_tokens(*estimated())  # another watch counts rewards that fail
 
 
 def test_prompts_in_flight():
