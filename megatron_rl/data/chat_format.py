@@ -360,7 +360,9 @@ class ConversationText:
         # then the content of the message.
         elif not further_fields:
             return cut_at_end(content, self._end_texts) or content
-        raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
+        raise _template_error(
+            "it does not render a turn between the texts that open and end one", [conversation]
+        )
 
     def _after_sentinel(
         self,
@@ -376,7 +378,7 @@ class ConversationText:
         (text,) = self._render(Rendering(messages, tools, add_generation_prompt))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
-            raise _template_error("it does not show a turn exactly once", [text])
+            raise _template_error("it does not render a turn exactly once", [text])
         return tail
 
     def _render(self, *renderings: Rendering) -> list[str]:

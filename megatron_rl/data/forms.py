@@ -752,7 +752,7 @@ def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _MessageError(
-                "has a call of a tool without a name",
+                "has a tool call without a name",
                 'calls such as {"type": "function", "function": {"name": "...", "arguments": {...}}}',
                 _excerpt(item),
             )
@@ -776,7 +776,7 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
         return
     raise _MessageError(
         "has no content",
-        "text in `content`, or calls of tools in `tool_calls`",
+        "text in `content`, or tool calls in `tool_calls`",
         f"keys {', '.join(name for name, value in original.items() if value is not None)}",
     )
 

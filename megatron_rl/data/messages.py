@@ -536,7 +536,7 @@ def mixed_templates_error(first: str, first_uses_template: bool, second: str) ->
     """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
-        "the sources of prompts have two forms, and their responses would end in two ways",
+        "the sources of prompts have different forms, so their responses would end differently",
         where=f"data.sources.{second}",
         expected=f"{forms[first_uses_template]}, as data.sources.{first}",
         got=forms[not first_uses_template],

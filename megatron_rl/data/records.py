@@ -112,7 +112,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
             where=setting,
             expected="each file once",
             got=", ".join(repeated[:3]),
-            fix="remove the repetition, or copy the file where its records are to count twice",
+            fix="remove the repetition, or copy the file if its records should count twice",
         )
     return tuple(files)
 
@@ -360,7 +360,7 @@ def _list_shards(folder: Path, setting: str) -> list[Path]:
         raise UserError(
             f"the folder {folder} lacks shards of its data set",
             where=setting,
-            expected="every shard that the names count",
+            expected="every shard, up to the count in the names",
             got=f"{len(shards)} files, without {', '.join(absent_names[:3])}",
             fix="download the missing shards, or list the files that are to be read",
         )

@@ -303,7 +303,7 @@ def _rows_by_teacher(
     # A script with its own step may score rows without their prompts.
     if len(batch.prompts) != len(batch.rollouts):
         raise UserError(
-            "teachers of tasks need the prompts of the rows",
+            "teachers with tasks need the prompt of each row",
             where="teachers",
             expected=f"{len(batch.rollouts)} prompts",
             got=f"{len(batch.prompts)}",
@@ -562,7 +562,7 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
         fix = "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false"
 
     return UserError(
-        "no token of this step's responses is left to learn from",
+        "no token of this step's responses is left to train on",
         where=setting,
         expected="responses that take part in the loss",
         got=f"{rejected_fraction:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "
