@@ -360,9 +360,7 @@ class ConversationText:
         # then the content of the message.
         elif not further_fields:
             return cut_at_end(content, self._end_texts) or content
-        raise _template_error(
-            "it does not render a turn between the texts that open and end one", [conversation]
-        )
+        raise _template_error("it does not enclose a turn in the texts that open and end one", [conversation])
 
     def _after_sentinel(
         self,

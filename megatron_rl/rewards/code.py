@@ -420,7 +420,9 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
 
 def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
     """Return the error for an assertion whose outcome the program itself could decide, with the reason."""
-    return ValueError(f"the program decides the outcome of a test, {reason}: {ast.unparse(statement)!r:.200}")
+    return ValueError(
+        f"the program decides the outcome of a test, since {reason}: {ast.unparse(statement)!r:.200}"
+    )
 
 
 def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
