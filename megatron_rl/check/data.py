@@ -577,7 +577,7 @@ class TokenCounter:
             if mismatch is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield mismatch
-            end_texts = self.conversation_renderer.ends
+            end_texts = self.conversation_renderer.end_texts
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:

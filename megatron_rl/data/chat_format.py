@@ -153,7 +153,7 @@ class ConversationText:
         self._renderer = renderer
         self._has_steady_tails = False
         # Longest first, since one end token may be a prefix of another.
-        self._end_texts = sorted(end_texts, key=len, reverse=True)
+        self.end_texts = sorted(end_texts, key=len, reverse=True)
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages as text, followed by the opening of the assistant's turn."""
@@ -261,7 +261,7 @@ class ConversationText:
 
         if text and not text[0].isspace():
             text = self.leading_whitespace + text
-        return cut_at_end(text, self._end_texts) or text + self._turn_end
+        return cut_at_end(text, self.end_texts) or text + self._turn_end
 
     def split_turns(
         self,
@@ -294,7 +294,7 @@ class ConversationText:
             turn = self._extract_turn(message, history, tools, opening, conversation)
 
             if number + 1 == len(turn_indices):
-                has_end = cut_at_end(turn, self._end_texts) is not None
+                has_end = cut_at_end(turn, self.end_texts) is not None
                 pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
@@ -310,8 +310,8 @@ class ConversationText:
                 turn = later_text[len(opening) : len(later_text) - len(tail)]
 
             # An end token before the next message is part of the turn: the policy samples it.
-            end = leading_end(tail, self._end_texts)
-            has_end = cut_at_end(turn, self._end_texts) is not None
+            end = leading_end(tail, self.end_texts)
+            has_end = cut_at_end(turn, self.end_texts) is not None
             pieces.append(turn if has_end else turn + end)
             pieces.append(tail[len(end) :])
 
@@ -323,7 +323,7 @@ class ConversationText:
     @cached_property
     def _turn_end(self) -> str:
         """Whitespace and end token that the template writes after a turn, or "" without an end token."""
-        return leading_end(self.after_turn or "", self._end_texts)
+        return leading_end(self.after_turn or "", self.end_texts)
 
     def _extract_turn(
         self,
@@ -350,7 +350,7 @@ class ConversationText:
         # The usual case: the turn is the text after its opening, up to an end token or to the turn's close.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
-            if cut := cut_at_end(turn, self._end_texts):
+            if cut := cut_at_end(turn, self.end_texts):
                 return cut
             close = self._after_sentinel([*history, _SENTINEL_TURN], tools, add_generation_prompt=False)
             if turn.endswith(close):
@@ -359,7 +359,7 @@ class ConversationText:
         # The opening may start thoughts with a tag that the template omits from a rendered turn. The turn is
         # then the content of the message.
         elif not further_fields:
-            return cut_at_end(content, self._end_texts) or content
+            return cut_at_end(content, self.end_texts) or content
         raise _template_error("it does not enclose a turn in the texts that open and end one", [conversation])
 
     def _after_sentinel(
