@@ -266,7 +266,7 @@ def test_turns_of_no_weight_are_read_and_not_learned(mark: dict[str, Any]) -> No
     ("message", "words"),
     [
         ({**ANSWERS, "weight": 0.5}, "is trained on completely or not"),
-        ({**ANSWERS, "train_detail": [{"begin_offset": 0, "end_offset": 1}]}, "as a whole or not at all"),
+        ({**ANSWERS, "train_detail": [{"begin_offset": 0, "end_offset": 1}]}, "completely or not at all"),
         ({**ASKS, "training": True}, "only the assistant's are trained on"),
     ],
 )
