@@ -215,12 +215,12 @@ class GroupAdvantage(Advantage):
     compares_samples: ClassVar[bool] = True
 
     @abstractmethod
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]. A subclass defines the comparison of a prompt's samples."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Compute one advantage per row, and assign it to all response tokens of the row."""
-        return outcome(inputs, self.rows(inputs))
+        return outcome(inputs, self.row_advantages(inputs))
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,9 @@ class Grpo(GroupAdvantage):
 
     Example:
         >>> inputs = advantage_inputs([1.0, 0.0, 0.0, 0.5], group=[0, 0, 0, 1])
-        >>> [round(a, 3) for a in Grpo().rows(inputs).tolist()]
+        >>> [round(a, 3) for a in Grpo().row_advantages(inputs).tolist()]
         [1.155, -0.577, -0.577, 0.5]
-        >>> [round(a, 3) for a in Grpo(scale_by_std=False).rows(inputs).tolist()]
+        >>> [round(a, 3) for a in Grpo(scale_by_std=False).row_advantages(inputs).tolist()]
         [0.667, -0.333, -0.333, 0.5]
     """
 
@@ -263,7 +263,7 @@ class Grpo(GroupAdvantage):
                 fix="leave scale_over out, or choose an algorithm that divides, such as grpo",
             )
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the reward minus its group's mean for each row: [B], scaled if set."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
@@ -293,14 +293,14 @@ class GrpoLeaveOneOut(GroupAdvantage):
 
     Example:
         >>> inputs = advantage_inputs([1.0, 0.0, 0.0], group=[0, 0, 0])
-        >>> [round(a, 3) for a in GrpoLeaveOneOut().rows(inputs).tolist()]
+        >>> [round(a, 3) for a in GrpoLeaveOneOut().row_advantages(inputs).tolist()]
         [1.0, -0.707, -0.707]
     """
 
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the reward minus the mean of the group's other samples for each row: [B], scaled if set."""
         other_count, other_mean, other_std = ragged.leave_one_out_statistics(
             inputs.rewards, inputs.group, inputs.valid
@@ -325,13 +325,13 @@ class GrpoPassAtK(GroupAdvantage):
 
     Example:
         >>> inputs = advantage_inputs([2.0, 1.0, 0.0], group=[0, 0, 0])
-        >>> [round(a, 3) for a in GrpoPassAtK().rows(inputs).tolist()]
+        >>> [round(a, 3) for a in GrpoPassAtK().row_advantages(inputs).tolist()]
         [1.0, 0.0, 0.0]
     """
 
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the scaled lead over the second best reward for each group's best row, else 0: [B]."""
         rewards_by_group = (inputs.rewards, inputs.group, inputs.valid)
         count, _, std = ragged.group_statistics(*rewards_by_group)
@@ -352,11 +352,11 @@ class Rloo(GroupAdvantage):
     Source: Back to Basics, arXiv:2402.14740, section 3; singleton rule from verl.
 
     Example:
-        >>> Rloo().rows(advantage_inputs([1.0, 0.0, 0.5], group=[0, 0, 0])).tolist()
+        >>> Rloo().row_advantages(advantage_inputs([1.0, 0.0, 0.5], group=[0, 0, 0])).tolist()
         [0.75, -0.75, 0.0]
     """
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the reward minus the mean of the other samples of its group for each row: [B]."""
         # The mean of no other samples is 0, so a singleton keeps its reward.
         statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
@@ -374,11 +374,11 @@ class Opo(GroupAdvantage):
     Source: OPO, arXiv:2505.23585; singleton rule from verl.
 
     Example:
-        >>> Opo().rows(advantage_inputs([1.0, 0.0], group=[0, 0], lengths=[1, 3])).tolist()
+        >>> Opo().row_advantages(advantage_inputs([1.0, 0.0], group=[0, 0], lengths=[1, 3])).tolist()
         [0.75, -0.25]
     """
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the reward minus its group's length-weighted mean for each row: [B]."""
         rewards = inputs.rewards
         group = inputs.group
@@ -407,17 +407,14 @@ class Gpg(GroupAdvantage):
     Source: GPG, arXiv:2504.02546, with verl's reading of alpha.
 
     Example:
-        >>> Gpg().rows(advantage_inputs([1.0, 0.0], group=[0, 0])).tolist()
+        >>> Gpg().row_advantages(advantage_inputs([1.0, 0.0], group=[0, 0])).tolist()
         [1.0, -1.0]
     """
 
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's mean for each row: [B].
-
-        It is scaled up to compensate for rows with reward 0.
-        """
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
+        """Compute the reward minus its group's mean for each row [B], scaled up for rows with reward 0."""
         rewards = inputs.rewards
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
@@ -449,10 +446,10 @@ class Gdpo(GroupAdvantage):
 
         >>> one, two = {"a": [0.0, 1.0], "b": [0.0, 0.0]}, {"a": [0.0, 1.0], "b": [0.0, 1.0]}
         >>> inputs = advantage_inputs([0.0, 1.0], group=[0, 0], components=one)
-        >>> [round(a, 3) for a in Gdpo().rows(inputs).tolist()]
+        >>> [round(a, 3) for a in Gdpo().row_advantages(inputs).tolist()]
         [-0.707, 0.707]
         >>> inputs = advantage_inputs([0.0, 2.0], group=[0, 0], components=two)
-        >>> [round(a, 3) for a in Gdpo().rows(inputs).tolist()]
+        >>> [round(a, 3) for a in Gdpo().row_advantages(inputs).tolist()]
         [-1.414, 1.414]
     """
 
@@ -463,7 +460,7 @@ class Gdpo(GroupAdvantage):
 
     reads_rewards: ClassVar[bool] = False
 
-    def rows(self, inputs: AdvantageInputs) -> Tensor:
+    def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the weighted sum of the GRPO advantages of all reward components for each row: [B]."""
         # `reward` is the total of the components: with them it would count twice.
         components = {name: value for name, value in inputs.components.items() if name != "reward"}
@@ -488,7 +485,7 @@ class Gdpo(GroupAdvantage):
             component = components[name]
             component_valid = inputs.valid & component.isfinite()
             component_inputs = replace(inputs, rewards=component, valid=component_valid)
-            advantages = advantages + weight * component_grpo.rows(component_inputs)
+            advantages = advantages + weight * component_grpo.row_advantages(component_inputs)
         return advantages
 
 

@@ -281,8 +281,8 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Kind of piece, which is one key of the ``algorithm`` section.
+class PieceKind:
+    """Kind of algorithm piece, such as advantage estimators or policy losses: one key of ``algorithm``.
 
     Example: ``KINDS["kl"].named["loss"]`` is `KlInLoss`; a user's subclass of `Kl` overrides its
     ``estimate(log_probs, ref_log_probs)``.
@@ -301,76 +301,76 @@ class Kind:
 
 
 _WEIGHT_ARGUMENTS = ("mask", "lengths", "counts")
-KINDS: dict[str, Kind] = {
-    "advantage": Kind(
+KINDS: dict[str, PieceKind] = {
+    "advantage": PieceKind(
         base=Advantage,
         named=ADVANTAGES,
         method="estimate",
         arguments=("inputs",),
         make_from_function=lambda function: FunctionAdvantage(function=function),
     ),
-    "policy_loss": Kind(
+    "policy_loss": PieceKind(
         base=PolicyLoss,
         named=POLICY_LOSSES,
         method="token_loss",
         arguments=("micro", "log_probs"),
         make_from_function=lambda function: FunctionLoss(function=function),
     ),
-    "aggregation": Kind(
+    "aggregation": PieceKind(
         base=Aggregation,
         named=AGGREGATIONS,
         method="weights",
         arguments=_WEIGHT_ARGUMENTS,
     ),
-    "value_loss": Kind(
+    "value_loss": PieceKind(
         base=ValueLoss,
         named={"clipped": ClippedValueLoss()},
         method="token_loss",
         arguments=("values", "old_values", "returns"),
     ),
-    "value_aggregation": Kind(
+    "value_aggregation": PieceKind(
         base=Aggregation,
         named=AGGREGATIONS,
         method="weights",
         arguments=_WEIGHT_ARGUMENTS,
     ),
-    "kl": Kind(
+    "kl": PieceKind(
         base=Kl,
         named={"none": NoKl(), "loss": KlInLoss(), "reward": KlInReward()},
         method="estimate",
         arguments=("log_probs", "ref_log_probs"),
     ),
-    "correction": Kind(
+    "correction": PieceKind(
         base=Correction,
         named=CORRECTIONS,
         method="correct",
         arguments=("log_probs", "rollout_log_probs", "mask", "lengths"),
     ),
-    "reward_shaping": Kind(
+    "reward_shaping": PieceKind(
         base=RewardShaping,
         named={"standard": RewardShaping()},
         method="shape",
         arguments=("values", "rewards", "valid", "moments"),
     ),
-    "overlong": Kind(
+    "overlong": PieceKind(
         base=Overlong,
         named={"soft": Overlong()},
         method="punish",
         arguments=("rewards", "valid", "response_lengths", "limits"),
     ),
-    "imitation": Kind(
+    "imitation": PieceKind(
         base=Imitation,
         named={"good_responses": Imitation()},
         method="marks",
         arguments=("rewards", "valid", "mask", "lengths"),
     ),
-    "distillation": Kind(
+    "distillation": PieceKind(
         base=Distillation,
         named={"none": NoDistillation(), "reverse_kl": ReverseKl(), "top_k": TopKDivergence()},
         method="estimate",
         arguments=("log_probs", "teacher_log_probs"),
     ),
-    "dynamic_sampling": Kind(
+    "dynamic_sampling": PieceKind(
         base=DynamicSampling,
         named={"none": KeepEveryGroup(), "refill": RefillGroups()},
         method="further_rounds",

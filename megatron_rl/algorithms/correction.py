@@ -76,7 +76,7 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection are computed before the loss, whose denominator depends on them."""
+        """Whether the actor's log-probs are needed before the loss: for weights and rejected tokens."""
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -110,7 +110,7 @@ class Correction(Piece):
             )
 
         for measure, limit in self.rejection.items():
-            yield from _measure_errors(measure, limit, f"{path}.rejection.{measure}")
+            yield from _rejection_measure_errors(measure, limit, f"{path}.rejection.{measure}")
 
         # In bypass mode the weights are computed in the loss, one micro-batch at a time.
         if self.bypass and self.batch_normalize:
@@ -144,7 +144,7 @@ class Correction(Piece):
         if self.level != "none":
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
-            token_weights, is_counted = _values_to_count(weights.double(), mask)
+            token_weights, is_counted = _select_counted_values(weights.double(), mask)
             # A weight is limited at the threshold, or outside the band, which sets it to 0.
             is_limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
@@ -332,7 +332,7 @@ def _reduce_divergence(
     return ragged.broadcast_rows(row_values, lengths, len(mask))
 
 
-def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
+def _rejection_measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
     """Yield the error for an unknown rejection measure, or for its threshold."""
     if measure not in REJECTION_MEASURES:
         suggestion = nearest(measure, REJECTION_MEASURES)
@@ -414,11 +414,11 @@ def mismatch_metrics(
     # Mean difference of each row with a response token, for the perplexity ratio.
     has_tokens = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
     row_means = ragged.masked_row_means(difference, mask, lengths)
-    row_means, is_row_counted = _values_to_count(row_means, has_tokens)
+    row_means, is_row_counted = _select_counted_values(row_means, has_tokens)
     ppl_ratio = (-row_means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
     # Outside the mask d is 0, which adds nothing to a sum of d; rho is 1 there and needs the mask.
-    d, is_counted = _values_to_count(difference, mask)
+    d, is_counted = _select_counted_values(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
 
@@ -440,11 +440,12 @@ def mismatch_metrics(
     return Metrics.of_tensors(named_sums, {"mismatch/max_diff": d.abs().max()})
 
 
-def _values_to_count(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values that a statistic reads, with a bool mask of those that count.
+def _select_counted_values(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values from which to compute a statistic, and a bool mask of those that count in it.
 
-    On the host only the masked-in values are returned. On a device all values are, with ``mask``: a boolean
-    index has a result of unknown size, which the host would wait for.
+    On the host these are only the values inside ``mask``, and all of them count. On a device they are all
+    values, with ``mask`` itself: the result of a boolean index has an unknown size, for which the host would
+    wait.
     """
     if mask.is_cpu:
         return values[mask], torch.ones_like(mask[mask])

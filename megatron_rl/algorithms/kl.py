@@ -49,7 +49,7 @@ class Kl(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the rewards, which precede the loss, depend on the actor's log-probs."""
+        """Whether the actor's log-probs are needed before the loss: for rewards that contain the penalty."""
         return self.in_reward
 
     @property
@@ -63,7 +63,7 @@ class Kl(Piece):
         return False
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Estimate the KL divergence per token [N]; see `kl_estimate`."""
+        """Estimate the KL divergence to the reference policy per token [N] by k3; see `kl_estimate`."""
         return kl_estimate(log_probs, ref_log_probs, "k3")
 
     @property
@@ -144,7 +144,7 @@ class KlPenalty(Kl):
             )
 
     def next_coef(self, coef: float, mean_kl: float, rows: int) -> float:
-        """Return the next step's coefficient; see `adapt_kl_coef`."""
+        """Return the next step's coefficient by `adapt_kl_coef`, from the mean KL over ``rows`` sequences."""
         return adapt_kl_coef(
             coef,
             mean_kl,
@@ -193,9 +193,10 @@ class KlInReward(KlPenalty):
 
 @dataclass(frozen=True)
 class Distillation(Piece, ABC):
-    """Term of a teacher in the advantage of each token, or a loss over the teacher's most likely tokens.
+    """Distillation from a teacher: a term added to each token's advantage, or a loss of each token.
 
-    The term is added after whitening and clipping.
+    The term is added after the advantages are whitened and clipped. The loss is over the teacher's most
+    likely tokens.
     """
 
     @property
@@ -210,7 +211,7 @@ class Distillation(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the advantages, which precede the loss, depend on the actor's log-probs."""
+        """Whether the actor's log-probs are needed before the loss: for the teacher's term in advantages."""
         return self.needs_teacher and not self.top_tokens
 
     @abstractmethod
@@ -238,7 +239,7 @@ class NoDistillation(Distillation):
         return False
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term 0 for the advantage of each token: [N]."""
+        """Return a term of 0 for each token's advantage: [N], for a run without a teacher."""
         return torch.zeros_like(log_probs)
 
 
@@ -324,13 +325,14 @@ class TopKDivergence(Distillation):
         return self.k
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return the term 0 for the advantage of each token [N]: this teacher only enters the loss."""
+        """Return a term of 0 for each token's advantage: [N], since this divergence enters only the loss."""
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Compute the divergence of each token [N]; both arguments are log-probs [N, k + 1] of the buckets.
+        """Compute the divergence of teacher and actor at each token: [N].
 
-        ``log_probs`` of the actor carries the gradient.
+        Both arguments are log-probs [N, k + 1]: of the teacher's k most likely tokens, and of all other
+        tokens together. ``log_probs`` are the actor's and carry the gradient.
         """
         # An impossible token has a log-prob of -1e30, whose product with a probability would hide the rest.
         log_q = log_probs.clamp(min=MIN_LOG_PROB)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
+from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, PieceKind
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.config.load import to_plain
 from megatron_rl.config.other_names import UnknownName
@@ -62,7 +62,7 @@ def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, di
     return replace(config, algorithm=replace(section, **changes)), reasons
 
 
-def _to_config_value(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any] | None:
+def _to_config_value(piece: Piece, kind: PieceKind, explicit: Any) -> str | dict[str, Any] | None:
     """Convert a piece to its form in a configuration: its name, or a mapping of its name and settings.
 
     ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
@@ -83,7 +83,9 @@ def _to_config_value(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str,
 
 
 def piece_text(value: Any) -> str:
-    """Return a piece of a resolved configuration as one line of text.
+    """Format one piece of an algorithm, such as its policy loss, as a line of text.
+
+    ``value`` is the piece in a resolved configuration: a name, a mapping of settings, or None.
 
     Example:
         >>> piece_text({"name": "ppo_clip", "clip_low": 0.2, "dual_clip": None})
@@ -102,7 +104,7 @@ def piece_text(value: Any) -> str:
     return f"{name}: {text}"
 
 
-def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
+def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
     """Return the name or path that the user wrote for a piece, else a name of its class in ``kind.named``.
 
     ``explicit`` is the value that the user wrote, or None. Returns None for a piece of a user's `Algorithm`
@@ -237,7 +239,7 @@ def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
     """Construct the piece that replaces one of an algorithm's pieces, such as its policy loss.
 
     ``kind_name`` is a key of `KINDS`, and ``value`` is what the user configured for it. ``current`` is the
-    algorithm's own piece: a mapping without a name changes only settings of it.
+    algorithm's own piece: a mapping without a name changes only its settings.
     """
     key = f"algorithm.{kind_name}"
     if kind_name not in KINDS or current is None:
@@ -262,7 +264,7 @@ def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
 
 def _load_piece(
     piece_name: Any,
-    kind: Kind,
+    kind: PieceKind,
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
@@ -282,7 +284,7 @@ def _load_piece(
 def _change_settings(
     piece: Piece | type[Piece],
     settings: dict[str, Any],
-    kind: Kind,
+    kind: PieceKind,
     key: str,
 ) -> Piece:
     """Return a copy of an algorithm's piece, such as its policy loss, with the given settings changed.
@@ -315,7 +317,7 @@ def _change_settings(
         ) from error
 
 
-def _misplaced_setting_error(error: UserError, piece_name: str, kind: Kind) -> UserError:
+def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind) -> UserError:
     """Replace the error for an unknown setting by one that names the pieces which have this setting.
 
     ``piece_name`` is the piece for which the user wrote the setting. Every other error is returned unchanged.
@@ -365,7 +367,7 @@ def _unknown_name_error(
     )
 
 
-def convert_user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piece]:
+def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piece | type[Piece]:
     """Convert a user's piece, class or function to a piece or a class of pieces; raise UserError otherwise.
 
     A piece is a part of an algorithm, such as its policy loss, and ``kind`` is the required kind of piece.
@@ -385,21 +387,21 @@ def convert_user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | t
         raise UserError(
             f"{path} cannot be used here",
             where=key,
-            expected=f"a class derived from {_base_name(kind)}{or_function}",
+            expected=f"a class derived from {_base_class_path(kind)}{or_function}",
             got=f"{path}, of type {type(value).__name__}",
-            fix=f"derive a class from {_base_name(kind)} with a method {_format_method_call(kind)}",
+            fix=f"derive a class from {_base_class_path(kind)} with a method {_format_method_call(kind)}",
         )
 
     _check_arguments(value, kind.arguments, f"{path}({arguments})", key)
     return kind.make_from_function(value)
 
 
-def _check_piece_class(user_class: type, kind: Kind, path: str, key: str) -> None:
+def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -> None:
     """Raise UserError unless a user's class can be a piece of this kind, such as a policy loss.
 
     It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
     """
-    expected = f"a class derived from {_base_name(kind)} with a method {_format_method_call(kind)}"
+    expected = f"a class derived from {_base_class_path(kind)} with a method {_format_method_call(kind)}"
     bases = ", ".join(base.__name__ for base in user_class.__bases__)
     got = f"class {user_class.__name__}({bases})"
 
@@ -419,7 +421,7 @@ def _check_piece_class(user_class: type, kind: Kind, path: str, key: str) -> Non
             where=key,
             expected=expected,
             got=got,
-            fix=f"derive it from {_base_name(kind)}",
+            fix=f"derive it from {_base_class_path(kind)}",
         )
 
     # A subclass of a dataclass is a dataclass, too, but without the decorator its new annotations are plain
@@ -462,11 +464,11 @@ def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: 
         ) from error
 
 
-def _format_method_call(kind: Kind) -> str:
+def _format_method_call(kind: PieceKind) -> str:
     """Format a call of the method that pieces of this kind define, for errors: ``estimate(inputs)``."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
-def _base_name(kind: Kind) -> str:
+def _base_class_path(kind: PieceKind) -> str:
     """Return the import path of the base class from which pieces of this kind are derived, for errors."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

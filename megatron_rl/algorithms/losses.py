@@ -89,7 +89,7 @@ class PolicyLoss(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether tokens are chosen by the old policy's log-probs or entropy, before the first loss."""
+        """Whether the old policy's log-probs or entropy are needed before the loss: to select tokens."""
         return type(self).select is not PolicyLoss.select or self.top_entropy is not None
 
     @abstractmethod
@@ -345,7 +345,7 @@ class Dppo(PolicyLoss):
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N], 0 for a step further out of the trust region."""
+        """Compute the loss of every token [N], 0 if it would move further out of the trust region."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -577,7 +577,10 @@ class Vespo(PolicyLoss):
 
 
 def _log_ratio_to_rollout(micro: TrainBatch, log_probs: Tensor) -> Tensor:
-    """Return each response's log ratio to its sampling policy, at its tokens: [N] in +-20, detached."""
+    """Compute each response's log ratio to its sampling policy, repeated on its tokens: [N], detached.
+
+    It is the sum over the response's tokens, clamped to +-20.
+    """
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     # Prompts must not enter the sum.
     difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
@@ -615,7 +618,7 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Mask out the tokens with A < 0 of responses that drifted by more than ``delta``: [N] bool.
+    """Mark all tokens except those with A < 0 of responses that drifted by more than ``delta``: [N] bool.
 
     Drift is ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new):
     the updates since the response was sampled plus the difference between the two engines. Bad responses that
@@ -676,7 +679,7 @@ class ClipCov(PolicyLoss):
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Return which tokens [N] get no loss, as booleans; all False for an empty mask."""
+        """Select the tokens without a loss: [N] bool, no token for an empty mask."""
         mask = minibatch.response_mask
         covariance = _log_prob_covariance(minibatch)
         in_range = (covariance > self.covariance_low) & (covariance < self.covariance_high)
@@ -765,7 +768,7 @@ def _log_prob_covariance(minibatch: TrainBatch) -> Tensor:
 
 
 def _selected_tokens(micro: TrainBatch) -> Tensor:
-    """Return the selected tokens [N] bool; raise ValueError for a batch without selection."""
+    """Return the tokens [N] bool that `PolicyLoss.select` selected; raise ValueError for a batch without."""
     if micro.selected is None:
         raise ValueError("the batch has no selected tokens; take mini-batches from `minibatches`")
     return micro.selected

@@ -182,7 +182,7 @@ def _corrected_loss(
     micro: TrainBatch,
     log_probs: Tensor,
 ) -> tuple[TokenLoss, Metrics]:
-    """Compute the policy loss per token with mismatch correction and off-policy sequence masking."""
+    """Compute the policy loss per token, with mismatch correction and sequence masking, and its metrics."""
     policy_loss = algorithm.policy_loss
     token_loss = policy_loss.token_loss(micro, log_probs)
     loss, indicators = validate_token_loss(policy_loss, token_loss, log_probs)
@@ -222,7 +222,7 @@ def _bypass_correction(
     micro: TrainBatch,
     log_probs: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
-    """Compute loss weights [N] that correct the current policy against the rollout's, and mismatch metrics.
+    """Compute loss weights [N] for the current policy's difference from the rollout's, and mismatch metrics.
 
     Bypass mode has no recomputed old policy: the old policy is the rollout. A loss with a ratio already
     includes the importance weight, so only a loss without ratio is weighted. Rejection applies to every loss,
@@ -256,14 +256,14 @@ def _policy_shift_metrics(
     log_probs: Tensor,
     token_count: Tensor,
 ) -> Metrics:
-    """Compute the distance of the policy from the old policy: mean KL and largest ratio."""
+    """Compute metrics of the policy's distance from the old policy: mean KL and largest ratio."""
     if micro.old_log_probs is None or not len(log_probs):
         return Metrics()
 
     # The ratio is clamped as in the losses, so that its metric stays finite.
-    log_ratio = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
-    max_ratio = log_ratio.max().clamp(max=MAX_LOG_RATIO).exp()
-    sums = {"policy/kl": (-log_ratio.sum(), token_count)}
+    log_ratios = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
+    max_ratio = log_ratios.max().clamp(max=MAX_LOG_RATIO).exp()
+    sums = {"policy/kl": (-log_ratios.sum(), token_count)}
     return Metrics.of_tensors(sums, {"policy/ratio_max": max_ratio})
 
 

@@ -91,7 +91,7 @@ def wrong_result_error(piece: Piece, method: str, expected: str, got: Any) -> Us
         result_text = f"a tensor {list(shape)}"
 
     return UserError(
-        f"{function.__qualname__}, a piece of the algorithm, returned a value of the wrong form",
+        f"{function.__qualname__}, a piece of the algorithm, returned a wrong type or shape",
         where=location,
         expected=expected,
         got=result_text,

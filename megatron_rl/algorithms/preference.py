@@ -230,7 +230,7 @@ def _call_user_loss(function: Callable[[PreferencePairs], Tensor], pairs: Prefer
     if getattr(loss, "shape", None) != pairs.chosen.shape:
         got = f"{type(loss).__name__} of shape {list(getattr(loss, 'shape', ()))}"
         raise UserError(
-            "the preference loss returned a value of the wrong form",
+            "the preference loss returned a wrong type or shape",
             where="preference.loss",
             expected=f"a tensor with one number per pair, [{len(pairs.chosen)}]",
             got=got,

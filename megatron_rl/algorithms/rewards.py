@@ -98,7 +98,7 @@ class RewardShaping(Piece):
         return replace(self, ema_decay=0.99) != RewardShaping()
 
     def scale_and_clip(self, rewards: Tensor, valid: Tensor) -> Tensor:
-        """Apply scale, shift and clip: [B] float64, 0 on invalid rows."""
+        """Scale, shift and clip the rewards: [B] float64, 0 on invalid rows."""
         values = rewards.double() * self.scale + self.shift
         if self.clip_low is not None or self.clip_high is not None:
             values = values.clamp(self.clip_low, self.clip_high)
@@ -124,8 +124,8 @@ class RewardShaping(Piece):
         """Shape the rewards ``values`` [B]: float64, 0 on invalid rows.
 
         ``values`` are the samples' ``rewards`` [B], or the rewards of responses that are compared with them,
-        such as greedy ones. ``moments`` include this step's rewards.
-        Batch statistics are computed from ``rewards``.
+        such as greedy ones. Batch statistics are computed from ``rewards``. ``moments`` are the running
+        moments, which include this step's rewards.
         """
         shaped = self.scale_and_clip(values, valid)
         samples = self.scale_and_clip(rewards, valid)[valid]
@@ -170,7 +170,7 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether old-policy metrics include rows that the filter removes from the train step."""
+        """Whether the actor's log-probs are needed before the loss: for metrics of filtered rows."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -280,8 +280,8 @@ def update_moments(
 
     step_moments = (1.0, float(samples.mean()), float((samples**2).mean()))
     new_moments = [
-        decay * running + (1 - decay) * of_step
-        for running, of_step in zip(moments, step_moments, strict=True)
+        decay * old_moment + (1 - decay) * step_moment
+        for old_moment, step_moment in zip(moments, step_moments, strict=True)
     ]
     return RunningMoments(*new_moments)
 
@@ -334,7 +334,7 @@ def overlong_penalty(
 
 @dataclass(frozen=True)
 class DynamicSampling(Piece):
-    """Handling of groups without a gradient (equal rewards): kept, or replaced in further sampling rounds."""
+    """Handling of prompts whose samples have equal rewards, and so no gradient: kept, or sampled again."""
 
     @property
     def further_rounds(self) -> int:

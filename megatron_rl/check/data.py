@@ -51,7 +51,7 @@ from megatron_rl.data.records import (
     empty_data_error,
     missing_data_error,
     parse_line,
-    partial_warning,
+    partial_shards_warning,
     read_table,
     unreadable_data_error,
 )
@@ -250,7 +250,7 @@ def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> Da
             if path.is_file() and path.suffix == ".parquet":
                 _require_parquet(path, data_set.key)
 
-        warning = partial_warning(data_set.source, paths, data_set.key)
+        warning = partial_shards_warning(data_set.source, paths, data_set.key)
         if warning is not None:
             files.warnings.append(warning)
 
@@ -588,7 +588,7 @@ class TokenCounter:
             if mismatch is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield mismatch
-            end_texts = self.conversation_renderer.ends
+            end_texts = self.conversation_renderer.end_texts
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.response_fields and uses_template and self.thoughts_end_tag is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import PUBLIC
-from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
+from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, PieceKind
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.cli.main import COMMANDS
 from megatron_rl.config.field_types import entry_class, field_hints, section_class, type_text, union_members
@@ -188,7 +188,7 @@ def _section_table(section_type: type, paths: list[str]) -> str:
     return "\n".join([f"## {title}", "", meaning, "", *paths_line, *_table_lines(_COLUMNS, rows), ""])
 
 
-def _piece_table(key: str, kind: Kind) -> str:
+def _piece_table(key: str, kind: PieceKind) -> str:
     """Return the table of the named pieces of one kind, with the settings of each and their bounds."""
     rows = []
     for name, piece in kind.named.items():

@@ -134,7 +134,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Set by how many processes contained code may exceed its limit: ``count``, at most ``own_processes``."""
+    """Let contained code exceed its limit of processes by ``count``, at most by ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -156,7 +156,10 @@ def describe_exceeded_limit(
     limits: Mapping[str, Any],
     key: str,
 ) -> str | None:
-    """Return the limit below ``key`` that a process with the exit ``status`` exceeded, or None."""
+    """Describe the limit that a process with the exit ``status`` exceeded; return None if it exceeded none.
+
+    ``key``: configuration key of the section of ``limits``.
+    """
     if status == TOO_MANY_PROCESSES:
         return f"started more than {limits['processes']} processes ({key}.processes)"
     if status == TOO_MUCH_MEMORY:
@@ -211,14 +214,15 @@ def _create_temporary_folder() -> str:
 
 
 def _task_limit(limits: Mapping[str, Any]) -> int:
-    """Return the limit of the number of threads and processes of contained code together."""
+    """Return the limit of the total number of threads and processes of contained code."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
 def _create_namespaces(namespaces: int) -> Owner:
-    """Create namespaces, in a user namespace if that is needed; return the owner of contained code.
+    """Create namespaces; return the user and group (`Owner`) that contained code will run as.
 
-    ``namespaces`` are the flags of `kernel.unshare`.
+    Without root's privileges they are created in a new user namespace. ``namespaces``: flags of
+    `kernel.unshare`.
     """
     user = os.getuid()
     group = os.getgid()
@@ -243,7 +247,7 @@ def _create_namespaces(namespaces: int) -> Owner:
 
 
 def _find_unprivileged_owner() -> Owner | None:
-    """Return an owner that no other process has, or None if this user namespace has no unused numbers."""
+    """Return a user and group that no other process has, or None if this user namespace has none left."""
     user = _find_unused_number(Path("/proc/self/uid_map"))
     group = _find_unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
@@ -278,7 +282,7 @@ def _find_unused_number(file: Path) -> int | None:
 
 
 def _open_mapped_namespace(user: int, group: int) -> int:
-    """Return the descriptor of a user namespace that maps this process's user to ``user``.
+    """Return the descriptor of a user namespace that maps this process's user and group to the given ones.
 
     A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
     this process opens it.
@@ -400,13 +404,13 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
 
 def _run_as_own_user(isolation: Isolation) -> None:
-    """Record that contained code will run as this process's own user, instead of as a separate one."""
+    """Change ``isolation``, so that contained code will run as this process's user, not as a separate one."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
 
 def _switch_user(owner: Owner) -> None:
-    """Switch this process irreversibly to the owner's user, without capabilities."""
+    """Switch this process irreversibly to the owner's user and group, without capabilities."""
     kernel.drop_bounding_set()
     if owner.user != os.getuid():
         os.setgroups([])
@@ -437,7 +441,7 @@ def _restrict_with_landlock(
     Returns whether abstract sockets and signals are restricted.
     """
     if has_root:
-        return filters.restrict_scope()
+        return filters.restrict_sockets_and_signals()
 
     # Allow the same paths that a new root would contain.
     visible = isolation.visible

@@ -215,8 +215,11 @@ def landlock_version() -> int:
         return 0
 
 
-def restrict_scope() -> bool:
-    """Deny abstract sockets of other processes, and signals to them; return whether Landlock supports it."""
+def restrict_sockets_and_signals() -> bool:
+    """Deny access to abstract sockets of other processes, and signals to them, if Landlock supports it.
+
+    Returns whether it does.
+    """
     if landlock_version() < SCOPES_SINCE:
         return False
     _apply_landlock_rules(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
@@ -224,9 +227,10 @@ def restrict_scope() -> bool:
 
 
 def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny this process all files outside the paths, with Landlock; raise OSError if the kernel has none.
+    """Deny this process all files except those at ``readable`` and ``writable`` paths, with Landlock.
 
-    From version `SCOPES_SINCE` on, abstract sockets of other processes and signals to them are denied too.
+    Raises OSError if the kernel has no Landlock. From version `SCOPES_SINCE` on, abstract sockets of other
+    processes and signals to them are denied, too.
     """
     version = landlock_version()
     if not version:

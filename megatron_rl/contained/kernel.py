@@ -66,7 +66,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> int:
-    """Make a system call by its number, or by a name in `_BY_MACHINE`; names fail on other machines."""
+    """Make a system call by its number, or by a name in `_BY_MACHINE`; raise OSError if it fails.
+
+    A name fails, too, on a machine for which its number is not listed.
+    """
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
     c_arguments = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
@@ -74,7 +77,7 @@ def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> in
 
 
 def process_control(option: int, value: int) -> int:
-    """Set an option of this process with prctl, which gets one ``value``; raises OSError as all here do."""
+    """Set an option of this process with prctl; raise OSError if the kernel refuses."""
     return _raise_if_failed(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 

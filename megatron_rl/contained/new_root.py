@@ -250,7 +250,10 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
 
 
 def _write_users(owner: Owner) -> None:
-    """Write /etc/passwd and /etc/group with only root and the owner, since programs look up their user."""
+    """Write /etc/passwd and /etc/group of the new root, in which programs look up their user.
+
+    They contain only root and the owner.
+    """
     os.mkdir(f"{_STAGE}/etc")
     values = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
     for name, template in (("passwd", _PASSWD), ("group", _GROUP)):

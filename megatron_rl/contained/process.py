@@ -267,16 +267,17 @@ class ContainedProcess:
 
 
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
-    """Return the protections that this kernel does not enforce for ``limits``; raise LoadFailed.
+    """Return the protections that this kernel does not enforce for ``limits``.
 
-    A contained process is started to test them. The result is cached, since the kernel does not change.
+    A contained process is started to test them; raises LoadFailed if it does not start. The result is cached,
+    since the kernel does not change.
     """
     return list(_unenforced_protections(json.dumps(limits, sort_keys=True)))
 
 
 @cache
 def _unenforced_protections(limits_json: str) -> tuple[str, ...]:
-    """Return the protections that this kernel does not enforce, for limits as JSON text."""
+    """Return the protections that this kernel does not enforce for limits, which are given as JSON text."""
     process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
     try:
         return tuple(str(protection) for protection in process.load("").get("missing", ()))
@@ -408,7 +409,7 @@ class Requests:
 
 
 def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
-    """Import modules in this process from the same files as in the trainer.
+    """Make this process import modules from the same files as the trainer.
 
     ``sources``: the trainer's search path, and the copies of the user's code in the run folder (path ->
     content), which are executed in place of the files.

@@ -89,11 +89,11 @@ def _has_thoughts(message: Message) -> bool:
     return bool(message.get("reasoning_content")) or "</think>" in str(message.get("content") or "")
 
 
-def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
+def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
     """Return ``text`` up to and including the first of its trailing end tokens, or None if it has none.
 
-    ``ends`` are the texts of the tokens that end responses. Whitespace after and between these tokens is not
-    part of the response.
+    ``end_texts`` are the texts of the tokens that end responses. Whitespace after and between these tokens is
+    not part of the response.
 
     Example:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
@@ -102,7 +102,7 @@ def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
     # Remove end tokens from the back. The last length is that of the text with only its first end token.
     remainder = text.rstrip()
     length = None
-    while end := next((end for end in ends if remainder.endswith(end)), None):
+    while end := next((end for end in end_texts if remainder.endswith(end)), None):
         length = len(remainder)
         remainder = remainder[: -len(end)].rstrip()
 
@@ -111,10 +111,13 @@ def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
     return text[:length]
 
 
-def leading_end(text: str, ends: Sequence[str]) -> str:
-    """Return the whitespace and the end token at the start of ``text``, or "" without an end token."""
+def leading_end(text: str, end_texts: Sequence[str]) -> str:
+    """Return the whitespace and the end token at the start of ``text``, or "" without an end token.
+
+    ``end_texts`` are the texts of the tokens that end responses.
+    """
     stripped = text.lstrip()
-    end = next((end for end in ends if stripped.startswith(end)), None)
+    end = next((end for end in end_texts if stripped.startswith(end)), None)
     if end is None:
         return ""
     return text[: len(text) - len(stripped) + len(end)]
@@ -143,15 +146,15 @@ class TrainedConversation:
 class ConversationText:
     """Texts of conversations under a chat template.
 
-    ``ends`` are the texts of the tokens that end responses. Methods raise UserError if the template raises an
-    error for messages or omits their content.
+    ``end_texts`` are the texts of the tokens that end responses. Methods raise UserError if the template
+    raises an error for messages or omits their content.
     """
 
-    def __init__(self, renderer: TemplateRenderer, ends: Sequence[str] = ()) -> None:
+    def __init__(self, renderer: TemplateRenderer, end_texts: Sequence[str] = ()) -> None:
         self._renderer = renderer
         self._has_steady_tails = False
         # Longest first, since one end token may be a prefix of another.
-        self.ends = sorted(ends, key=len, reverse=True)
+        self.end_texts = sorted(end_texts, key=len, reverse=True)
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages as text, followed by the opening of the assistant's turn."""
@@ -259,7 +262,7 @@ class ConversationText:
 
         if text and not text[0].isspace():
             text = self.leading_whitespace + text
-        return cut_at_end(text, self.ends) or text + self._turn_end
+        return cut_at_end(text, self.end_texts) or text + self._turn_end
 
     def split_turns(
         self,
@@ -292,7 +295,7 @@ class ConversationText:
             turn = self._extract_turn(message, history, tools, opening, conversation)
 
             if number + 1 == len(turn_indices):
-                has_end = cut_at_end(turn, self.ends) is not None
+                has_end = cut_at_end(turn, self.end_texts) is not None
                 pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
@@ -308,8 +311,8 @@ class ConversationText:
                 turn = later_text[len(opening) : len(later_text) - len(tail)]
 
             # An end token before the next message is part of the turn: the policy samples it.
-            end = leading_end(tail, self.ends)
-            has_end = cut_at_end(turn, self.ends) is not None
+            end = leading_end(tail, self.end_texts)
+            has_end = cut_at_end(turn, self.end_texts) is not None
             pieces.append(turn if has_end else turn + end)
             pieces.append(tail[len(end) :])
 
@@ -321,7 +324,7 @@ class ConversationText:
     @cached_property
     def _turn_end(self) -> str:
         """Whitespace and end token that the template writes after a turn, or "" without an end token."""
-        return leading_end(self.after_turn or "", self.ends)
+        return leading_end(self.after_turn or "", self.end_texts)
 
     def _extract_turn(
         self,
@@ -348,7 +351,7 @@ class ConversationText:
         # The usual case: the turn is the text after its opening, up to an end token or to the turn's close.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
-            if cut := cut_at_end(turn, self.ends):
+            if cut := cut_at_end(turn, self.end_texts):
                 return cut
             close = self._after_sentinel([*history, _SENTINEL_TURN], tools, add_generation_prompt=False)
             if turn.endswith(close):
@@ -357,8 +360,8 @@ class ConversationText:
         # The opening may start thoughts with a tag that the template omits from a rendered turn. The turn is
         # then the content of the message.
         elif not further_fields:
-            return cut_at_end(content, self.ends) or content
-        raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
+            return cut_at_end(content, self.end_texts) or content
+        raise _template_error("it does not enclose a turn in the texts that open and end one", [conversation])
 
     def _after_sentinel(
         self,
@@ -374,7 +377,7 @@ class ConversationText:
         (text,) = self._render(Rendering(messages, tools, add_generation_prompt))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
-            raise _template_error("it does not show a turn exactly once", [text])
+            raise _template_error("it does not render a turn exactly once", [text])
         return tail
 
     def _render(self, *renderings: Rendering) -> list[str]:
@@ -393,7 +396,7 @@ class ConversationText:
 def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
     """Return the error for a template that cannot render conversations turn by turn."""
     return UserError(
-        f"conversations cannot be made with this chat template: {reason}",
+        f"this chat template cannot render conversations turn by turn: {reason}",
         where="the chat template of model.path",
         expected="a template that renders each message after the previous ones",
         got=" and ".join(repr(text[:80]) for text in excerpts[:2]),
@@ -602,7 +605,7 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Prepend a prefix to tokens, or only its part that the tokens do not already start with.
+    """Prepend the part of a prefix with which the tokens do not already start.
 
     Prompts that are stored as rendered text already start with the BOS.
     """
@@ -653,7 +656,7 @@ class PlainText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int], with_special_tokens: bool = False) -> str:
-        """See `ChatFormat.decode`."""
+        """Decode a response to its visible text, or to all its text if ``with_special_tokens``."""
         if with_special_tokens:
             return self._tokenizer.decode(list(tokens))
         return self._visible.decode(tokens)

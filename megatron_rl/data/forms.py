@@ -86,7 +86,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 
 @dataclass(frozen=True)
 class Consumers:
-    """Configuration keys that consume the fields of a record other than its prompt.
+    """Settings whose code reads the fields of a record other than its prompt.
 
     Example:
         >>> Consumers("reward.function", "reward.function").ground_truth
@@ -104,16 +104,16 @@ REWARDED = Consumers("reward", "reward")
 
 
 def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Consumers:
-    """Return the consumers of the records of ``data.train``, or of the named evaluation set.
+    """Find the settings whose code reads the records of ``data.train``, or of the named evaluation set.
 
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
     """
-    readers = dict(_find_readers(config, evaluation_set))
+    readers = dict(_find_field_readers(config, evaluation_set))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
-def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
+def _find_field_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
     """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
 
     ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
@@ -121,41 +121,41 @@ def _find_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tup
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
         for name, function in set_config.user_functions().items():
-            yield from _read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
+            yield from _fields_read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
     # An evaluation set without a separate reward uses the run's.
     if set_config is None or set_config.reward is None:
-        yield from _read_by_rewards(config)
+        yield from _fields_read_by_rewards(config)
     if config.rollout.environment is not None:
-        yield from _read_by_code(config.rollout.environment.name, "rollout.environment.name")
+        yield from _fields_read_by_code(config.rollout.environment.name, "rollout.environment.name")
 
 
-def _read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _fields_read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record each reward of the run reads: pairs (field, setting)."""
     reward = config.reward
     if reward.function is not None:
-        yield from _read_by_code(reward.function, "reward.function")
+        yield from _fields_read_by_code(reward.function, "reward.function")
     if reward.code is not None:
         yield _GROUND_TRUTH, "reward.code"
     if reward.http is not None:
         for name in {_GROUND_TRUTH, _METADATA}.intersection(reward.http.sends):
             yield name, "reward.http.sends"
     if reward.judge is not None:
-        yield from _read_by_judge(reward.judge)
+        yield from _fields_read_by_judge(reward.judge)
 
 
-def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
+def _fields_read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record a judge's template and parser read: pairs (field, setting)."""
     key = "reward.judge.template"
     if "{" not in judge.template:
-        yield from _read_by_code(judge.template, key)
+        yield from _fields_read_by_code(judge.template, key)
     elif "{ground_truth}" in judge.template:
         yield _GROUND_TRUTH, key
     if judge.parser != _DEFAULT_PARSER:
-        yield from _read_by_code(judge.parser, "reward.judge.parser")
+        yield from _fields_read_by_code(judge.parser, "reward.judge.parser")
 
 
-def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
+def _fields_read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
     """Yield which fields of a record a user's function or class may read: pairs (field, setting).
 
     ``spec`` is the path of the code, ``file.py:name`` or ``module:name``, and ``key`` its setting. The file
@@ -228,10 +228,10 @@ class RecordReader:
         # First require the fields, then validate their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
-        self._require_one_kind(record)
+        self._require_same_prompt_form(record)
         require_prompt(record, data, self.setting)
         require_template_for(record, responses, data, self.setting)
-        self._require_question(record)
+        self._reject_final_answer(record)
         if not isinstance(record.values[data.prompt_field], str):
             # Messages parsed from JSON text in a field may contain invalid escapes that the record's parser
             # could not detect.
@@ -299,8 +299,8 @@ class RecordReader:
             alternative = f"without one, make {reader} not read `ground_truth`"
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
-    def _require_one_kind(self, record: Record) -> None:
-        """Raise UserError for a prompt of messages if the first prompt is text that bypasses the template."""
+    def _require_same_prompt_form(self, record: Record) -> None:
+        """Raise UserError for a prompt that is messages if the data set's first prompt is plain text."""
         prompt = record.values[self.data.prompt_field]
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
@@ -317,8 +317,8 @@ class RecordReader:
             "or convert the records",
         )
 
-    def _require_question(self, record: Record) -> None:
-        """Raise UserError for a prompt that ends with the assistant's turn, as a response would follow it."""
+    def _reject_final_answer(self, record: Record) -> None:
+        """Raise UserError for a prompt that ends with an answer of the assistant, not with a question."""
         prompt = record.values[self.data.prompt_field]
         if isinstance(prompt, str) or prompt[-1]["role"] != "assistant":
             return
@@ -373,7 +373,7 @@ class RecordReader:
         """Raise UserError for a prompt that begins like a list of messages but is not JSON."""
         if _BEGINS_AS_MESSAGES.match(text):
             raise UserError(
-                "a prompt begins as a list of messages does, and is not JSON",
+                "a prompt begins like a list of messages, but is not JSON",
                 where=f"{record.where} ({self.setting})",
                 expected="a list of messages, JSON text of one, or a text that is the prompt itself",
                 got=repr(text[:80]),
@@ -494,8 +494,8 @@ class RecordReader:
         is_table = record.from_table and not isinstance(tools, str)
         cleaned_schemas = []
         for schema, value in zip(schemas, values, strict=True):
-            of_arrow = is_table and not isinstance(value, str)
-            cleaned_schemas.append(remove_schema_nulls(schema, of_arrow=of_arrow))
+            from_arrow = is_table and not isinstance(value, str)
+            cleaned_schemas.append(remove_schema_nulls(schema, from_arrow=from_arrow))
         return cleaned_schemas or None
 
     # Fields and keys that nothing reads
@@ -652,10 +652,10 @@ def remove_nulls(value: Any) -> Any:
     return value
 
 
-def remove_schema_nulls(value: Any, of_arrow: bool) -> Any:
+def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
     """Remove the keys with value null from the description of a function.
 
-    A null that JSON Schema allows is retained, unless Arrow added it (``of_arrow``). Arrow gives every
+    A null that JSON Schema allows is retained, unless Arrow added it (``from_arrow``). Arrow gives every
     function in a column the properties of all other functions; such a property has only nulls and is removed.
 
     Example:
@@ -663,15 +663,15 @@ def remove_schema_nulls(value: Any, of_arrow: bool) -> Any:
         {'properties': {'m': {'default': None}}}
     """
     if isinstance(value, list):
-        return [remove_schema_nulls(inner, of_arrow) for inner in value]
+        return [remove_schema_nulls(inner, from_arrow) for inner in value]
     if not isinstance(value, Mapping):
         return value
 
     result = {}
     for name, inner in value.items():
-        if inner is None and (of_arrow or name not in _SCHEMA_VALUES):
+        if inner is None and (from_arrow or name not in _SCHEMA_VALUES):
             continue
-        result[name] = remove_schema_nulls(inner, of_arrow)
+        result[name] = remove_schema_nulls(inner, from_arrow)
         if name == "properties" and isinstance(inner, Mapping):
             # Remove properties that consisted of nulls. Keep a schema that is empty ({}) in the original.
             properties = {}
@@ -752,7 +752,7 @@ def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _MessageError(
-                "has a call of a tool without a name",
+                "has a tool call without a name",
                 'calls such as {"type": "function", "function": {"name": "...", "arguments": {...}}}',
                 _excerpt(item),
             )
@@ -776,7 +776,7 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
         return
     raise _MessageError(
         "has no content",
-        "text in `content`, or calls of tools in `tool_calls`",
+        "text in `content`, or tool calls in `tool_calls`",
         f"keys {', '.join(name for name, value in original.items() if value is not None)}",
     )
 
@@ -795,7 +795,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
         value = message.pop(name)
         if value not in (0, 1):
             raise _MessageError(
-                f"has `{name}` {value!r}, and a turn is learned or not",
+                f"has `{name}` {value!r}, and a turn is trained on completely or not at all",
                 "0 or 1, true or false",
                 repr(value),
                 f"set `{name}` to 0 or 1",
@@ -806,7 +806,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
     span_key = next((name for name in _SPAN_WEIGHTS if message.get(name)), None)
     if span_key is not None:
         raise _MessageError(
-            f"has `{span_key}`, and a turn is learned as a whole or not at all",
+            f"has `{span_key}`, and a turn is trained on completely or not at all",
             "`weight` of the message",
             _excerpt(message[span_key]),
             f"remove `{span_key}`, or split the turn",
@@ -825,7 +825,8 @@ def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
         is_trained = name in _TRAINED_IF_TRUE and value not in (None, 0)
         if is_trained and has_responses:
             raise _MessageError(
-                f"of the role {message['role']} has `{name}` {value!r}, and only the assistant's are learned",
+                f"of the role {message['role']} has `{name}` {value!r}, "
+                "and only the assistant's are trained on",
                 "a weight of 0, or none",
                 repr(value),
                 f"remove `{name}`",

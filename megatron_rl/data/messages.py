@@ -103,7 +103,7 @@ def _absent_field_fix(
     nested_fields: Sequence[str],
     occupied_fields: Collection[str | None],
 ) -> str:
-    """Return the fix for an absent field ``name``, for which another field of the record may be meant.
+    """Return the advice for an absent field ``name``: another field to name in its setting, if one fits.
 
     The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
     public data sets use, the only field without another meaning. ``name_setting`` is the setting that defines
@@ -154,7 +154,7 @@ def require_last_answer(
     raise UserError(
         "the messages of a record do not end with an answer of the assistant",
         where=f"{record.where} ({setting})",
-        expected=f"the assistant's message, which is learned, as the last in `{prompt_field}`",
+        expected=f"the assistant's message, which is trained on, as the last in `{prompt_field}`",
         got=f"{role or 'no role'} in the last of {len(messages)} messages",
         fix="remove the messages after the last answer, or the record if it has none",
     )
@@ -202,7 +202,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
 
     # Templates expect one system message: with two they raise, or write a text that no model was trained on.
     system_prompt = data.prompt_template.system_prompt
-    if system_prompt is not None and _is_messages(prompt) and prompt[0]["role"] in ("system", "developer"):
+    if system_prompt is not None and _are_messages(prompt) and prompt[0]["role"] in ("system", "developer"):
         raise UserError(
             "a prompt already has a system message",
             where=location,
@@ -212,7 +212,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
     # Messages need the template.
-    if data.chat_template is False and _is_messages(prompt):
+    if data.chat_template is False and _are_messages(prompt):
         raise UserError(
             "prompts are lists of messages, and the chat template is switched off",
             where=f"{location}: {template}",
@@ -222,7 +222,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
     # Neither text nor messages: usually the wrong field.
-    if not isinstance(prompt, str) and not _is_messages(prompt):
+    if not isinstance(prompt, str) and not _are_messages(prompt):
         expected = "a string"
         if data.chat_template is not False:
             expected += " or a list of messages with role and content"
@@ -278,7 +278,7 @@ def no_tokens_error(prompt: str, location: str) -> UserError:
     )
 
 
-def _is_messages(prompt: Any) -> bool:
+def _are_messages(prompt: Any) -> bool:
     """Return whether a value is a non-empty sequence of messages with a role and a content or calls."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
         return False
@@ -392,7 +392,7 @@ def _cut_after_last_trained(messages: list[Any], field: str, record: Record, set
     ]
     if not trained_turns:
         raise UserError(
-            "a record has no turn that is learned: each has the weight 0",
+            "a record has no turn to train on: each has the weight 0",
             where=f"{record.where} ({setting})",
             expected="at least one message of the assistant with a weight other than 0",
             got=f"{len(messages)} messages in `{field}`",
@@ -463,8 +463,8 @@ def is_uninformative(response: object, *alternatives: object) -> bool:
 def uninformative_warning(locations: Sequence[str], total: int, are_pairs: bool) -> str:
     """Return the warning about records that teach nothing.
 
-    ``locations`` are those of the uninformative ones among ``total`` records. ``are_pairs`` tells preference
-    pairs from single responses.
+    ``locations`` are those of the uninformative ones among ``total`` records. ``are_pairs``: whether the
+    records are preference pairs, not single responses.
     """
     count = f"{len(locations)} of {total}"
     first = f"first: {', '.join(locations[:3])}"
@@ -536,7 +536,7 @@ def mixed_templates_error(first: str, first_uses_template: bool, second: str) ->
     """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
-        "the sources of prompts have two forms, and their responses would end in two ways",
+        "the sources of prompts have different forms, so their responses would end differently",
         where=f"data.sources.{second}",
         expected=f"{forms[first_uses_template]}, as data.sources.{first}",
         got=forms[not first_uses_template],

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class ShareOrder:
     """Order of sources in which each source has its share of the prompts.
 
-    Scale the weights to the smallest integers: the order repeats after as many prompts as their sum, and
-    every window of that length has exactly the shares. Of two sources that are equally far behind, the first
-    comes next. This is smooth weighted round robin, as nginx balances servers.
+    With the weights scaled to the smallest integers, the order repeats after as many prompts as their sum,
+    and every window of that length has exactly the shares. Of two sources that are equally far behind, the
+    first comes next. This is smooth weighted round robin, as nginx balances servers.
 
     Example:
         >>> ShareOrder().next_sources(4, {"math": 3.0, "code": 1.0})
@@ -43,7 +43,7 @@ class ShareOrder:
         """Prompts of each source since the weights changed."""
 
     def next_sources(self, count: int, weights: Mapping[str, float]) -> list[str]:
-        """Return the sources of the next ``count`` prompts; other ``weights`` start a new order."""
+        """Return the sources of the next ``count`` prompts; changed ``weights`` start a new order."""
         if dict(weights) != self.weights:
             self.weights = dict(weights)
             self.counts = dict.fromkeys(weights, 0)
@@ -108,7 +108,7 @@ class MixedPrompts:
             source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
-        """Return source -> weight for the sources with a positive weight in the current step."""
+        """Return the weight of each source that has a positive weight in the current step, by name."""
         weights = self._weights
         for steps, later_weights in self._schedule.items():
             if steps < self._step:
@@ -141,7 +141,10 @@ class MixedPrompts:
         source.record_group(prompt_id - first_id, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return `PromptSource.uniform_fractions` of every source; the suffixes are ``/SOURCE``."""
+        """Return metric suffix ``/SOURCE`` -> fractions of the source's prompts, for every source.
+
+        They are the fraction of prompts with equal rewards, and the fraction that this epoch skips.
+        """
         fractions: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
             for shares in source.uniform_fractions().values():
@@ -154,7 +157,7 @@ class MixedPrompts:
         return [names[bisect_right(self._id_ends, prompt_id)] for prompt_id in prompt_ids.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each source, the weights, and the prompts per source since they changed."""
+        """Return the sources' states, the weights, and the number of prompts per source at these weights."""
         return {
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
             "weights": dict(self._order.weights),

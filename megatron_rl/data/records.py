@@ -112,7 +112,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
             where=setting,
             expected="each file once",
             got=", ".join(repeated[:3]),
-            fix="remove the repetition, or copy the file where its records are to count twice",
+            fix="remove the repetition, or copy the file if its records should count twice",
         )
     return tuple(files)
 
@@ -153,7 +153,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
     return names
 
 
-def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
+def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
     """Return the warning about a setting that names only some shards of a set, or None for complete sets."""
     names = missing_shards(files)
     if not names:
@@ -360,7 +360,7 @@ def _list_shards(folder: Path, setting: str) -> list[Path]:
         raise UserError(
             f"the folder {folder} lacks shards of its data set",
             where=setting,
-            expected="every shard that the names count",
+            expected="every shard, up to the count in the names",
             got=f"{len(shards)} files, without {', '.join(absent_names[:3])}",
             fix="download the missing shards, or list the files that are to be read",
         )
@@ -511,7 +511,7 @@ def parse_line(line: bytes, location: str) -> dict[str, Any]:
 
 
 class _RepeatedKey(Exception):
-    """Second occurrence of a key in a JSON object; the argument is the key."""
+    """Error for a JSON object in which a key occurs twice; the argument is the key."""
 
 
 def _make_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

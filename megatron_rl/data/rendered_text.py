@@ -82,19 +82,19 @@ def response_pieces(
     data: DataConfig,
     setting: str,
     chat: ConversationText | None,
-    ends: Sequence[str],
+    end_texts: Sequence[str],
     alternative_fix: str | None = None,
 ) -> list[str]:
     """Return the text of a response in pieces: turns at even indices, the text between turns at odd indices.
 
-    ``chat`` is None for a model without a chat template. ``ends`` are the texts of the tokens that end
+    ``chat`` is None for a model without a chat template. ``end_texts`` are the texts of the tokens that end
     responses to prompts of plain text. ``alternative_fix`` is added to the UserError for a template that
     cannot render conversations turn by turn.
     """
     response: Any = record.values[field]
     if chat is None or not uses_chat_template(record, data):
         text = str(response)
-        return [cut_at_end(text, ends) or text]
+        return [cut_at_end(text, end_texts) or text]
 
     try:
         if isinstance(response, str):
@@ -117,20 +117,20 @@ def prompt_warnings(
     texts: Sequence[str],
     data: DataConfig,
     setting: str,
-    ends: Sequence[str],
+    end_texts: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
     """Yield the warnings about prompts that do not open a turn, and about prompts that were rendered twice.
 
-    ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
-    added tokens that the chat template writes around messages.
+    ``texts`` are the rendered prompts, ``end_texts`` the texts of the tokens that end responses, and
+    ``marks`` the added tokens that the chat template writes around messages.
     """
     examined_prompts = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
     # The policy would continue after the end of a turn, which no model was trained for.
     closed_records: list[Record] = []
     for record, text in examined_prompts:
-        if text and cut_at_end(text, ends) is not None:
+        if text and cut_at_end(text, end_texts) is not None:
             closed_records.append(record)
 
     if closed_records:
@@ -176,7 +176,7 @@ def response_warnings(
     data: DataConfig,
     setting: str,
     chat: ConversationText | None,
-    ends: Sequence[str],
+    end_texts: Sequence[str],
 ) -> Iterator[UserError]:
     """Yield warnings about responses with text after their end, and turns that the template rewrites."""
     # A response may have text after its end, such as a rendered conversation of several turns.
@@ -184,11 +184,11 @@ def response_warnings(
     continued_records = [
         record
         for record in first_records
-        if any(_continues_after_end(record.values[field], ends) for field in fields)
+        if any(_continues_after_end(record.values[field], end_texts) for field in fields)
     ]
     if continued_records:
         yield _records_warning(
-            "responses continue behind an end of responses: that text is trained on, and never sampled",
+            "responses continue after an end token: that text is trained on, but never sampled",
             continued_records,
             len(first_records),
             setting,
@@ -213,15 +213,15 @@ def response_warnings(
         )
 
 
-def _continues_after_end(response: Any, ends: Sequence[str]) -> bool:
+def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
     """Return whether a response of text has an end token before the one at its end.
 
-    ``ends`` are the texts of the tokens that end responses.
+    ``end_texts`` are the texts of the tokens that end responses.
     """
     if not isinstance(response, str):
         return False
-    text = cut_at_end(response, ends) or response
-    return any(end in text[: -len(end)] for end in ends)
+    text = cut_at_end(response, end_texts) or response
+    return any(end in text[: -len(end)] for end in end_texts)
 
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:

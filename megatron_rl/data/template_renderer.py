@@ -100,7 +100,7 @@ class TemplateRenderer:
         self.now = now or datetime.now()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
-        self._exhausted: str | None = None
+        self._end_reason: str | None = None
         """Reason why a single rendering ended the process, or None. After that no rendering is sent alone."""
         self._lock = threading.Lock()
 
@@ -143,7 +143,7 @@ class TemplateRenderer:
         if answers is not None:
             return answers
         if len(batch) == 1:
-            return [RenderRefused(self._exhausted or "")]
+            return [RenderRefused(self._end_reason or "")]
 
         # The end of the process lost the whole batch: repeat its renderings one by one to find the cause.
         results: list[str | RenderRefused] = []
@@ -153,8 +153,8 @@ class TemplateRenderer:
 
     def _request_texts(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
         """Send a batch to the process; return a text or a refusal for each, or None if the process ended."""
-        if self._exhausted is not None and len(batch) == 1:
-            return [RenderRefused(self._exhausted)]
+        if self._end_reason is not None and len(batch) == 1:
+            return [RenderRefused(self._end_reason)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._ensure_process()
@@ -173,7 +173,7 @@ class TemplateRenderer:
         status = process.wait()
         self.close()
         if len(batch) == 1:
-            self._exhausted = _exit_reason(status)
+            self._end_reason = _exit_reason(status)
         return None
 
     def _ensure_process(self) -> subprocess.Popen[str]:
@@ -209,6 +209,7 @@ class TemplateRenderer:
 
 def _to_json_values(rendering: Rendering) -> tuple[Any, ...]:
     """Return the fields of a rendering as values that JSON can encode."""
+    # The last field, `kwargs`, may be a read-only mapping, which JSON cannot encode.
     return (*rendering[:-1], dict(rendering.kwargs))
 
 
@@ -223,7 +224,7 @@ def _end_process(process: subprocess.Popen[str]) -> None:
 
 
 def _exit_reason(status: int) -> str:
-    """Describe why a template's process ended; ``status`` is the return code of Popen."""
+    """Describe why the rendering process ended; ``status`` is the return code of Popen."""
     if -status == signal.SIGXCPU:
         return f"it takes more than {CPU_SECONDS} s of processor time"
     if status < 0:
@@ -355,12 +356,12 @@ def _render_request(
     return [text, None]
 
 
-def _lower_limit(kind: int, limit: int) -> None:
+def _lower_limit(resource_kind: int, limit: int) -> None:
     """Lower a soft limit of this process to ``limit``, or to the hard limit if that is lower."""
-    hard_limit = resource.getrlimit(kind)[1]
+    hard_limit = resource.getrlimit(resource_kind)[1]
     if hard_limit != resource.RLIM_INFINITY:
         limit = min(limit, hard_limit)
-    resource.setrlimit(kind, (limit, hard_limit))
+    resource.setrlimit(resource_kind, (limit, hard_limit))
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class _LazyRows(Sequence[Any]):
 
 
 class _CannotStore(Exception):
-    """Reason why a data set cannot be stored in a file."""
+    """Error for a data set that cannot be stored in a file; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def _host_prefix(file: Path) -> str:
 
 
 def _remove_abandoned_files(file: Path) -> None:
-    """Remove the temporary_file files that killed processes of this host left behind."""
+    """Remove temporary files of a token file that killed processes of this host left behind."""
     prefix = _host_prefix(file)
     for temporary_file in file.parent.glob(f"{prefix}[0-9]*"):
         process_id = temporary_file.name.removeprefix(prefix).partition(".")[0]

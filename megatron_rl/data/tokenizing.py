@@ -110,7 +110,7 @@ def end_token_ids(
 
     if not ids:
         raise UserError(
-            "the model names no token that ends a response",
+            "the model's files define no token that ends a response",
             where="model.path",
             expected="eos_token in the tokenizer's files, or eos_token_id in generation_config.json or "
             "config.json",
@@ -120,15 +120,15 @@ def end_token_ids(
     return ids
 
 
-def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
+def conversation_text(tokenizer: Any, end_ids: Sequence[int] = ()) -> ConversationText | None:
     """Build a renderer for the tokenizer's chat template, or return None if it has no template.
 
-    ``ends`` are the ids of the tokens that end responses.
+    ``end_ids`` are the ids of the tokens that end responses.
     """
     renderer = get_renderer(tokenizer)
     if renderer is None:
         return None
-    return ConversationText(renderer, [tokenizer.convert_ids_to_tokens(token) for token in ends])
+    return ConversationText(renderer, [tokenizer.convert_ids_to_tokens(token) for token in end_ids])
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
@@ -141,10 +141,13 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of `unnamed_turn_end_warning` for a tokenizer and its model, or None."""
-    ends = named_end_ids(tokenizer, model_path)
-    texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
-    return unnamed_turn_end_warning(template_turn_end(tokenizer), ends, texts, str(model_path))
+    """Return a warning if the chat template ends turns with a token that is not an end in the model's files.
+
+    Returns None otherwise; see `unnamed_turn_end_warning`.
+    """
+    end_ids = named_end_ids(tokenizer, model_path)
+    end_names = ", ".join(tokenizer.convert_ids_to_tokens(list(end_ids)))
+    return unnamed_turn_end_warning(template_turn_end(tokenizer), end_ids, end_names, str(model_path))
 
 
 def template_marks(tokenizer: Any) -> set[str]:
@@ -163,7 +166,7 @@ def format_warning(warning: UserError) -> str:
 # Sampling parameters
 
 
-def stop_tokens_and_texts(
+def split_stop_texts(
     tokenizer: PreTrainedTokenizerBase,
     stop: Sequence[str],
     setting: str,
@@ -201,7 +204,7 @@ def stop_tokens_and_texts(
 
 
 def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
-    """Return the id of a token that a rule on logits names; raises UserError if there is no such token."""
+    """Return the id of the token that a logit rule, such as a bias, names; raise UserError for none."""
     token = explicit_token_id(text)
     if token is not None:
         if token >= len(tokenizer):
@@ -234,12 +237,12 @@ def logit_biases(
 def sampling_by_task(
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
+    end_ids: Sequence[int],
 ) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
-    A profile overrides fields of the rollout settings, including ``stop``. The tokens ``ends`` always end a
-    response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature or
+    A profile overrides fields of the rollout settings, including ``stop``. The tokens ``end_ids`` always end
+    a response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature or
     top-p that changes over steps has its last value. Raises UserError for a field that does not exist or is
     out of range.
     """
@@ -249,13 +252,15 @@ def sampling_by_task(
 
     # Every field of a profile is a field of the rollout settings, too.
     defaults = {name: getattr(rollout, name) for name in profile_fields()}
-    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout", rollout.auto_limit)
+    default_parameters = _sampling_parameters(defaults, tokenizer, end_ids, "rollout", rollout.auto_limit)
 
     parameters_by_task: dict[str, SamplingParameters] = {}
     for task, profile in rollout.sampling_profiles.items():
         setting = f"rollout.sampling_profiles.{task}"
         values = {**defaults, **profile}
-        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting, rollout.auto_limit)
+        parameters_by_task[task] = _sampling_parameters(
+            values, tokenizer, end_ids, setting, rollout.auto_limit
+        )
     return default_parameters, parameters_by_task
 
 
@@ -287,19 +292,19 @@ def apply_schedules(
 def _sampling_parameters(
     values: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    ends: Sequence[int],
+    end_ids: Sequence[int],
     setting: str,
     auto_limit: AutoLimitConfig,
 ) -> SamplingParameters:
-    """Convert the settings ``values`` to sampling parameters, with the last values of changing settings.
+    """Convert the settings ``values`` to sampling parameters, with the final values of scheduled settings.
 
-    ``ends`` are the ids of the tokens that always end a response, and ``setting`` is the section of the
+    ``end_ids`` are the ids of the tokens that always end a response, and ``setting`` is the section of the
     values, for errors.
     """
-    stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
+    stop_ids, stop_texts = split_stop_texts(tokenizer, values["stop"], f"{setting}.stop")
 
     # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
-    stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
+    stop_token_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
     parameters = SamplingParameters(
         top_k=int(values["top_k"]),
         max_response_tokens=largest_limit(values["max_response_tokens"], auto_limit),

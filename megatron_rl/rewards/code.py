@@ -420,7 +420,9 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
 
 def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
     """Return the error for an assertion whose outcome the program itself could decide, with the reason."""
-    return ValueError(f"a test that the program decides, {reason}: {ast.unparse(statement)!r:.200}")
+    return ValueError(
+        f"the program decides the outcome of a test, since {reason}: {ast.unparse(statement)!r:.200}"
+    )
 
 
 def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
@@ -574,12 +576,12 @@ def _open_pipe(cleanup: contextlib.ExitStack) -> tuple[int, int]:
 
 def _read_until(descriptor: int, deadline: float) -> bytes:
     """Read a pipe until its other end is closed; return no bytes if the deadline passes first."""
-    text = b""
+    content = b""
     while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
         data = os.read(descriptor, 1 << 16)
         if not data:
-            return text
-        text += data
+            return content
+        content += data
     return b""
 
 

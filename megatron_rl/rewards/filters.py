@@ -50,14 +50,14 @@ class FilteredRows:
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return row -> answer of rows that no scorer needs: failed filters, rewards of removed rows."""
+        """Return the answers, by row, for rows that no scorer rewards: failed filters, and removed rows."""
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return row -> the filters' answer for all ``rows``, so that a later round need not filter again.
+        """Return the filters' answer for each of ``rows``, by row, so that they need not be filtered again.
 
         Rows that no filter removed have the answer to keep the response.
         """

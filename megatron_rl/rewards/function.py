@@ -284,7 +284,7 @@ class FunctionReward:
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Make the samples of all calls in the queue invalid: no process could be started."""
+        """Make the samples of all queued calls invalid, since no worker process could be started."""
         message = f"no process of {self._key} could be started again: {self._start_failure}"
         for call in queue:
             for row in call.rows:
@@ -318,7 +318,7 @@ class FunctionReward:
             selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
     def _start_replacement(self) -> Worker | None:
-        """Start a worker in place of a lost one, with several attempts; None if all of them fail.
+        """Start a worker in place of a lost one, in several attempts; return None if all of them fail.
 
         The function was loaded before, so a failure is temporary: the process was killed, or the machine is
         out of memory.
@@ -376,9 +376,9 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Combine the samples of a group to the arguments of one call.
+    """Combine the samples of a group into the arguments of one call.
 
-    Values that all samples share stay single, others become lists.
+    Prompt, ground truth and metadata are those of the first sample; the other arguments are lists.
     """
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):

@@ -66,7 +66,7 @@ class Remote:
     """Proxy of an object in the other process, usually an object of the program in the test's process.
 
     ``number``: the object's number in the other process.
-    ``kind``: name of the object's class.
+    ``class_name``: name of the object's class.
     ``is_program_class``: whether the program defines this class.
     ``defines_equality``: whether the class defines ``==``.
     """
@@ -75,7 +75,7 @@ class Remote:
         self,
         peer: Peer,
         number: int,
-        kind: str,
+        class_name: str,
         is_program_class: bool,
         defines_equality: bool,
     ) -> None:
@@ -83,7 +83,7 @@ class Remote:
         self.__dict__.update(
             _peer=peer,
             _number=number,
-            _kind=kind,
+            _class_name=class_name,
             _is_program_class=is_program_class,
             _defines_equality=defines_equality,
         )
@@ -105,7 +105,9 @@ class Remote:
         # Equality that the program defines cannot be trusted, and its objects never equal a plain value.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
-        raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be sent to the test's process")
+        raise self._peer.cannot_compare(
+            f"a value of type {self._class_name} cannot be sent to the test's process"
+        )
 
     def __hash__(self) -> int:
         return self._number
@@ -139,7 +141,8 @@ def _make_operator(name: str) -> Callable[..., Any]:
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
             raise self._peer.cannot_compare(
-                f"a test applies `{name}` to a {self._kind} of the program, which could imitate any value"
+                f"a test applies `{name}` to a {self._class_name} of the program, "
+                "which could imitate any value"
             )
         return self._peer.request("operator", name, self, *operands)
 
@@ -376,7 +379,7 @@ class Peer:
             raise ProgramEnded from None
 
     def _receive(self) -> list[Any]:
-        """Return the next message of the other process.
+        """Wait for the next message of the other process and return it.
 
         Raises ProgramEnded for the end of the pipe and for malformed bytes.
         """
@@ -491,7 +494,10 @@ def _to_exception(class_name: str, message: str) -> BaseException:
 
 
 def main() -> None:
-    """Run the program whose path is the first argument, then answer its test on the other two, pipes."""
+    """Run the program at the path in the first argument, then answer the requests of its test.
+
+    The other two arguments are the descriptors of the pipes from and to the test.
+    """
     source = sys.argv[1]
     read_end = int(sys.argv[2])
     write_end = int(sys.argv[3])

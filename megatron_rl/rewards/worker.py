@@ -314,7 +314,7 @@ def reject_generator(function: Callable[..., Any]) -> None:
 
 
 def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
-    """Convert the value that a reward function returned to one frame per sample.
+    """Convert the value that a reward function returned to one frame (JSON object) per sample.
 
     ``count`` is the number of samples of a group, or None in a call for one sample.
     """
@@ -341,7 +341,7 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
 
 
 def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return the frame with the text or messages that a function returned, such as a judge's template."""
+    """Return [frame] with the text or messages that a function returned, such as a judge's template."""
     if is_text_or_messages(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
@@ -349,7 +349,7 @@ def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
 
 
 def reward_frame(value: Any) -> dict[str, Any]:
-    """Return the frame for a reward with components, or a failure frame for any other value.
+    """Return the frame (JSON object) for a reward with components, or a failure frame for another value.
 
     Example:
         >>> reward_frame({"reward": 1, "length": 0.5})
@@ -374,7 +374,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
 
 
 def failure_frame(reason: str, message: str) -> dict[str, Any]:
-    """Return the frame for a failure; a message that is too long loses its beginning."""
+    """Return the frame (JSON object) for a failure; a message that is too long loses its beginning."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
@@ -586,7 +586,7 @@ def loading_errors(
     returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Load the configured function in a worker process, as a run does; return the error if it fails."""
+    """Load the configured function in a worker process, as a run does; return the error, or [] if none."""
     worker = Worker(config, key, returns_text, extra_arguments)
     try:
         worker.await_ready()
@@ -623,8 +623,8 @@ def serve(
 
     signature = CallSignature.from_function(function)
     function = accept_keywords(function)
-    frames_of = text_frames if returns_text else reward_frames
-    calls = _CallLoop(requests, limits, function, signature, arguments, frames_of, timeout)
+    make_frames = text_frames if returns_text else reward_frames
+    calls = _CallLoop(requests, limits, function, signature, arguments, make_frames, timeout)
     requests.reply({"kind": READY, "missing": unenforced_limits, **signature.to_frame()})
     if signature.concurrent:
         asyncio.run(calls.serve_concurrently())
@@ -633,7 +633,12 @@ def serve(
 
 
 class _CallLoop:
-    """Loop that makes the calls of one function, one after another or concurrently."""
+    """Loop that makes the calls of one function, one after another or concurrently.
+
+    ``arguments``: configured arguments, which every call gets. ``make_frames``: converts a value that the
+    function returned, and the size of its group or None, to a frame per sample. ``timeout``: seconds after
+    which the call of a coroutine function is cancelled.
+    """
 
     def __init__(
         self,
@@ -642,7 +647,7 @@ class _CallLoop:
         function: Callable[..., Any],
         signature: CallSignature,
         arguments: Mapping[str, Any],
-        frames_of: Callable[[Any, int | None], list[dict[str, Any]]],
+        make_frames: Callable[[Any, int | None], list[dict[str, Any]]],
         timeout: float,
     ) -> None:
         self._requests = requests
@@ -650,7 +655,7 @@ class _CallLoop:
         self._function = function
         self._signature = signature
         self._arguments = arguments
-        self._frames_of = frames_of
+        self._make_frames = make_frames
         self._timeout = timeout
         self._process_id = os.getpid()
 
@@ -667,7 +672,7 @@ class _CallLoop:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
                     value = self._function(**self._select_arguments(call_values))
-                    frames = self._frames_of(value, _group_size(call_values))
+                    frames = self._make_frames(value, _group_size(call_values))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
                     frames = _failure_frames(call_values, EXCEPTION, format_error(error))
                 self._reply(number, frames)
@@ -721,7 +726,7 @@ class _CallLoop:
         """Call the coroutine function, await it, and return the frames for its value or its error."""
         try:
             value = await self._function(**self._select_arguments(call_values))
-            return self._frames_of(value, _group_size(call_values))
+            return self._make_frames(value, _group_size(call_values))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the event loop, and every call with it
@@ -732,7 +737,7 @@ class _CallLoop:
         return self._signature.accepted_arguments({**call_values, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
-        """Send the answers (``frames``, one per sample) to the call with this number."""
+        """Send the answers of the call with this number to the trainer; ``frames`` has one per sample."""
         if os.getpid() != self._process_id:
             os._exit(0)  # this is a child that the function forked and that returned into the loop
         self._requests.reply({"call": number, "answers": frames})
@@ -750,5 +755,5 @@ def _failure_frames(
     reason: str,
     message: str,
 ) -> list[dict[str, Any]]:
-    """Return the failure with this reason and message once for each sample of a call."""
+    """Return a failure frame with this reason and message for each sample of a call."""
     return [failure_frame(reason, message)] * (_group_size(call_values) or 1)

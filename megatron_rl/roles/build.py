@@ -215,11 +215,11 @@ def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeac
     """Build the client of a teacher's server; return None for a run without one."""
     if config.teacher_server is None or not algorithm.needs_teacher:
         return None
-    top = _top_tokens(config, algorithm.distillation.top_tokens)
-    return ServedTeacher(config.teacher_server, top, longest_row(config))
+    top_tokens = _request_top_tokens(config, algorithm.distillation.top_tokens)
+    return ServedTeacher(config.teacher_server, top_tokens, longest_row(config))
 
 
-def _top_tokens(config: RunConfig, count: int) -> TopTokens | None:
+def _request_top_tokens(config: RunConfig, count: int) -> TopTokens | None:
     """Return the request for a teacher's ``count`` most likely tokens, or None for a count of 0."""
     if not count:
         return None
@@ -409,7 +409,7 @@ def build_model_role(
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=outputs,
-        top_tokens=_top_tokens(config, top_tokens),
+        top_tokens=_request_top_tokens(config, top_tokens),
         top_outputs=spec.top_outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,

@@ -42,7 +42,7 @@ class ModelRole:
     ``model``: this rank's shard of the model, or None on ranks outside the layout.
     ``tokens_per_microbatch``: maximum number of tokens in a packed micro-batch.
     ``outputs``: names of the model's outputs per token, such as ``log_probs``, in the order of the model's
-    head.
+        head.
     ``top_tokens``: request for the most likely tokens of each distribution, or None for no such outputs.
     ``top_outputs``: names of the outputs for the ids and log-probs of these tokens.
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.

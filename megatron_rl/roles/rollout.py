@@ -184,7 +184,10 @@ class RolloutRole:
         engine: Generator,
         queue: ReplicaQueue,
     ) -> ReplicaScheduler:
-        """Return the scheduler of this rank's replica: a `MultiTurnScheduler` on ranks with environments."""
+        """Return the scheduler of this rank's replica: a `MultiTurnScheduler` on ranks with environments.
+
+        ``is_led``: whether only the first rank of the replica computes the schedule and broadcasts it.
+        """
         # In the open order the rendezvous ends the round; otherwise the round ends with its last group.
         replica = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[replica.data]

@@ -77,9 +77,12 @@ class ServedTeacher:
         )
         self._thread = ThreadPoolExecutor(1, "teacher")
 
-    def start_requests(self, rollouts: Rollouts, sends: bool) -> Future[TeacherResults]:
-        """Start the requests for all rows in a thread, on the rank that ``sends``; others return no rows."""
-        if sends:
+    def start_requests(self, rollouts: Rollouts, is_sender: bool) -> Future[TeacherResults]:
+        """Start the requests for all rows in a thread, and return the future of their results.
+
+        ``is_sender``: whether this rank sends the requests. On the other ranks the results have no rows.
+        """
+        if is_sender:
             return self._thread.submit(self._request_all, rollouts)
         no_rows: Future[TeacherResults] = Future()
         no_rows.set_result(TeacherResults(self._make_shard(torch.zeros(0, dtype=torch.long), [])))

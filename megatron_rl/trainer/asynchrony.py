@@ -45,9 +45,9 @@ class AheadBatches:
     with too few informative groups uses all groups.
 
     ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
-    ``sets``: evaluation sets to sample during the next step, with the weights that sample the step's new
-    batch.
-    ``answers``: the responses to ``sets`` after that step.
+    ``sets``: evaluation sets whose prompts the next step samples, too, with the same weights as its new
+        batch.
+    ``answers``: after that step, the responses to the prompts of ``sets``, one entry per set.
 
     Construction is collective over the world.
     """
@@ -126,7 +126,7 @@ class AheadBatches:
             self.source.informative = next(counts for counts in gathered_counts if counts is not None)
 
     def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
-        """Sample the scheduled evaluation sets on the rollout's ranks; return immediately on learners."""
+        """Sample answers to the evaluation sets on the rollout's ranks; return immediately on learners."""
         timer = nullcontext()
         if self.sets and not self._is_learner:
             timer = phase("evaluate")
@@ -143,7 +143,7 @@ class AheadBatches:
             return self.source.start_round(self._count_prompts_to_sample(), seed)
 
     def _count_prompts_to_sample(self) -> int:
-        """Return the number of prompts to sample for the next batch."""
+        """Return the number of prompts to sample for the next batch, more if few groups are informative."""
         prompts_per_step = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling.further_rounds:
             return prompts_per_step

@@ -80,7 +80,7 @@ class ComparedRun:
     """Last start of the run, or None if no start is recorded."""
 
     @property
-    def explicit(self) -> frozenset[str]:
+    def explicit_keys(self) -> frozenset[str]:
         """Return the configuration keys that the user has set, or all keys if they were not recorded."""
         if self.start is None or not self.start.explicit:
             return frozenset(self.settings)
@@ -119,7 +119,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
-    explicit_keys = frozenset[str]().union(*(run.explicit for run in runs))
+    explicit_keys = frozenset[str]().union(*(run.explicit_keys for run in runs))
     rows = _settings_rows(groups, keys)
     settings = [row for row in rows if _is_explicit(row[0], explicit_keys)]
     derived = [row for row in rows if not _is_explicit(row[0], explicit_keys)]
@@ -211,7 +211,7 @@ def _result_rows(
         cells: list[str] = []
         for group_results in results_by_group:
             results = [run_results[label] for run_results in group_results if label in run_results]
-            cells.append(_mean_and_deviation(results))
+            cells.append(_format_mean_and_deviation(results))
         rows.append([label, *cells])
     return rows
 
@@ -260,10 +260,10 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     notes = [*comparison.notes, MEANING]
 
     # The page for browsers; the Markdown below has the same tables.
-    numeric = range(1, len(names) + 1)
+    result_columns = range(1, len(names) + 1)
     sections = [
         page.heading("Results"),
-        page.table(("", *names), comparison.results, numeric=numeric),
+        page.table(("", *names), comparison.results, numeric_columns=result_columns),
         *map(page.paragraph, notes),
         page.heading("Settings that differ"),
     ]
@@ -273,7 +273,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         sections.append(page.paragraph("none"))
     if comparison.derived:
         title = f"{len(comparison.derived)} derived values and defaults that differ"
-        sections.append(page.collapsible(title, page.table(("", *names), comparison.derived)))
+        sections.append(page.collapsible_section(title, page.table(("", *names), comparison.derived)))
 
     # One chart per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
@@ -327,7 +327,7 @@ def _setting_text(run: ComparedRun, key: str) -> str:
 
 
 def _run_results(run: RunMetrics) -> dict[str, Result]:
-    """Return the results of a run by their labels, in the order of the table."""
+    """Compute the results of a run: label -> (number, format), in the order of the table."""
     results: dict[str, Result] = {}
     for stage_name, stage_lines in run.stages.items():
         for metric, label in STAGE_METRICS:
@@ -354,7 +354,7 @@ def _run_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _time_results(run: RunMetrics) -> dict[str, Result]:
-    """Return the numbers of steps, tokens and seconds of a run by their labels."""
+    """Compute the numbers of steps, tokens and seconds of a run: label -> (number, format)."""
     results: dict[str, Result] = {}
     if run.lines:
         results["steps"] = (
@@ -380,7 +380,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
     return results
 
 
-def _mean_and_deviation(results: Sequence[Result]) -> str:
+def _format_mean_and_deviation(results: Sequence[Result]) -> str:
     """Format the mean of a result over runs, with its standard deviation if there are at least two runs."""
     if not results:
         return "-"

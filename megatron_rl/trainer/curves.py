@@ -84,7 +84,7 @@ class RunMetrics:
 
 @dataclass(frozen=True)
 class Panel:
-    """Picture of one metric over the steps.
+    """One picture of a metric over the steps: title, axis and drawing style.
 
     Example: ``Panel("kl/ref", "KL to the reference (nats per token)")``.
     """
@@ -243,7 +243,7 @@ def make_overlay_charts(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Char
 
 
 def _make_overlay_chart(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Chart:
-    """Return the chart of one metric over the steps, with a curve for each run and each group's mean.
+    """Return the data of one metric's chart, with a curve for each run and for each group's mean.
 
     ``groups``: name of a group -> its runs.
     """

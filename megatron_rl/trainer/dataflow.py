@@ -46,7 +46,7 @@ from megatron_rl.trainer.loop import (
     check_mismatch,
     compute_log_probs,
     fresh_log_prob_difference,
-    require_tokens,
+    require_loss_tokens,
     step_seed,
 )
 from megatron_rl.trainer.rewards import ScoredBatch, compute_rewards, concatenate_batches
@@ -90,7 +90,7 @@ class Run:
         _reject_unsupported(self.config)
 
         self._stack = ExitStack()
-        self._entered: Training | None = None
+        self._entered_training: Training | None = None
         self._steps: Generator[RunStep] | None = None
         self._step: RunStep | None = None
         self._is_complete = False
@@ -105,7 +105,7 @@ class Run:
         """Build the roles, and restore the newest checkpoint if there is one."""
         self._job: Job = self._stack.enter_context(open_job(self.config, self._explicit_keys))
         try:
-            self._entered = Training(self._job)
+            self._entered_training = Training(self._job)
             self._world = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
             # As for an error in the block: report it and end this process, and thereby the job.
@@ -130,9 +130,9 @@ class Run:
     @property
     def _training(self) -> Training:
         """Return the training state; raise RuntimeError outside the ``with`` block."""
-        if self._entered is None:
+        if self._entered_training is None:
             raise RuntimeError("a Run is used inside its `with` block")
-        return self._entered
+        return self._entered_training
 
     @property
     def algorithm(self) -> Algorithm:
@@ -245,7 +245,7 @@ class Run:
         """
         training = self._training
         had_valid_rows = bool(scores.valid.any())
-        batch = ScoredBatch(_no_prompts(), rollouts, scores, ())
+        batch = ScoredBatch(_make_empty_prompts(), rollouts, scores, ())
         with training.phases("score"):
             batch = compute_log_probs(
                 batch,
@@ -284,7 +284,7 @@ class Run:
         training = self._training
         with training.phases("estimate"):
             batch, metrics = build_train_batch(rollouts, scores, self.algorithm, training.state.algorithm)
-            require_tokens(batch, metrics)
+            require_loss_tokens(batch, metrics)
         self._metrics += metrics
         return batch
 
@@ -459,8 +459,8 @@ class LearningRole:
         self._run._update(self._role, batch, objective, optimizer_steps, epochs)
 
 
-def _no_prompts() -> PromptBatch:
-    """Return an empty batch of prompts, for computations that do not use prompts."""
+def _make_empty_prompts() -> PromptBatch:
+    """Return a batch without prompts, for computations on rows that do not use their prompts."""
     empty = torch.zeros(0, dtype=torch.long)
     return PromptBatch(empty, empty, empty, (), (), (), (), ())
 
@@ -480,7 +480,7 @@ def _reject_unsupported(config: RunConfig) -> None:
 
     errors = [
         UserError(
-            f"the steps of a script are carried out without {key}",
+            f"a script that runs the steps cannot use {key}",
             where=key,
             expected="its default",
             got="another value",

@@ -183,7 +183,7 @@ def _unsupported_error(key: str) -> UserError:
     expected = "every rank of the script" if key == "actor.layout.ranks" else "its default"
     change = "choose an algorithm without a critic" if key == "critic" else f"remove {key}"
     return UserError(
-        f"a training script's own model is trained without {key}",
+        f"training a script's own model does not support {key}",
         where=key,
         expected=expected,
         got="another value",

@@ -142,7 +142,7 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     if mean_difference <= max_difference:
         return
     raise UserError(
-        "the rollout engine computes other log-probs than the trainer from the same weights",
+        "rollout engine and trainer compute different log-probs from the same weights",
         where="rollout.engine",
         expected=f"a mean difference of at most {max_difference:.0e} nats per token, by mismatch.stop and "
         "model.dtype",

@@ -148,7 +148,7 @@ def evaluate(
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[PendingRound]:
-    """Start to sample answers to each set with the engine's weights; return the rounds to finish.
+    """Start to sample answers to each set with the engine's weights; return a pending round per set.
 
     Returns immediately on ranks outside the rollout. Collective over the rollout's ranks.
     """
@@ -254,8 +254,8 @@ def _answer_statistics(
     # Estimates for each prompt ([P] per statistic), since the bootstrap resamples prompts.
     estimates = {"accuracy": correct_by_prompt.mean(axis=1)}
     for draw_count in evaluation_set.settings.sample_counts():
-        estimates[f"pass_at_{draw_count}"] = pass_at(correct_by_prompt, draw_count)
-        estimates[f"majority_at_{draw_count}"] = majority_at(correct_by_prompt, votes_by_prompt, draw_count)
+        estimates[f"pass_at_{draw_count}"] = pass_at_k(correct_by_prompt, draw_count)
+        estimates[f"majority_at_{draw_count}"] = majority_at_k(correct_by_prompt, votes_by_prompt, draw_count)
 
     statistics = {key: float(values.mean()) for key, values in estimates.items() if key != "accuracy"}
     for key, (low, high) in bootstrap_intervals(estimates).items():
@@ -303,14 +303,14 @@ def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[st
 # Estimators over several answers to the same prompt.
 
 
-def pass_at(correct: ndarray, count: int) -> ndarray:
+def pass_at_k(correct: ndarray, count: int) -> ndarray:
     """Estimate pass@k: the probability that at least one of ``count`` answers to a prompt is correct, [P].
 
     ``correct``: [P, n], 1 for a correct answer. With c correct answers of n, the unbiased estimate is
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
 
     Example:
-        >>> pass_at(numpy.array([[1, 0, 0, 0]]), 2)
+        >>> pass_at_k(numpy.array([[1, 0, 0, 0]]), 2)
         array([0.5])
     """
     samples = correct.shape[1]
@@ -323,7 +323,7 @@ def pass_at(correct: ndarray, count: int) -> ndarray:
     return 1.0 - all_incorrect
 
 
-def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) -> ndarray:
+def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) -> ndarray:
     """Estimate majority@k: the probability that the most frequent of k answers to a prompt is correct, [P].
 
     ``correct``: [P, n], 1 for a correct answer. ``votes``: the n answers to each prompt as text. ``count``:

@@ -162,11 +162,11 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
 
 
 def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return a text with a rule's newest measurements, the steps of all of them, and its healthy band.
+    """Format a rule's last three measurements, the steps of all of them, and its healthy band as text.
 
     ``measurements``: (step, value) pairs.
     """
-    # Only the last values, since a rule can require hundreds of steps.
+    # Not all values, since a rule can require hundreds of steps.
     last = ", ".join(_format_value(value) for _, value in measurements[-3:])
     steps = format_step_ranges([step for step, _ in measurements])
     return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band_text()} is healthy"
@@ -324,7 +324,10 @@ MEASURES: Mapping[str, Measure] = {
 
 
 def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
-    """Return name of a rule -> steps in which it fired, from the lines of a metrics file."""
+    """Return the steps in which each health rule fired: rule name -> steps.
+
+    ``lines``: lines of a metrics file.
+    """
     steps: dict[str, list[int]] = {}
     for line in lines:
         for name, value in line.items():
@@ -334,7 +337,7 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def find_rule(name: str) -> HealthRule:
-    """Return the built-in rule ``name``, or a rule with a generic description if a user has defined it."""
+    """Return the built-in health rule ``name``, or a rule with a generic description for a user's own."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 

@@ -349,7 +349,7 @@ def _user_error(config: RunConfig, phases: Phases, error: BaseException) -> User
 def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:
     """Return a UserError if the run folder was removed or moved during the run, otherwise None.
 
-    ``error`` comes from the first failed access to the folder, and does not tell that the folder is missing.
+    ``error``: exception of the first failed access to the folder, whose text may not mention the folder.
     """
     missing_folders = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
     if not missing_folders:
@@ -374,7 +374,7 @@ def _end_process(code: int) -> None:
 
 
 class Stopped(BaseException):
-    """Signal that ends this rank after a stop request, when the job's state has been saved.
+    """Exception that ends this rank after a stop request, once the job's state has been saved.
 
     ``code``: exit code. ``error``: this rank's error that requested the stop, or None.
     """
@@ -543,7 +543,7 @@ def contained_functions(config: RunConfig) -> Iterator[str]:
 
 
 def _load_code_files(job: Job) -> dict[str, bytes]:
-    """Return the user's code files (path -> content), from the copy in use or from a new copy."""
+    """Return the content of the user's code files by path, from the copy in use or from a new copy."""
     folder = job.folder.code
     try:
         used_copy = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()

@@ -64,9 +64,9 @@ def accuracy_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_health(values: Mapping[str, float]) -> list[str]:
-    """Return [text] with the first health rule that fires and the number of others; [] if none fires.
+    """Return the column of a step's console line about health rules that fire; no column if none fires.
 
-    ``values``: metrics of a step.
+    Its text has the first such rule and the number of the others. ``values``: metrics of the step.
     """
     prefix = "health/"
     firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]

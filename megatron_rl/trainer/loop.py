@@ -69,7 +69,7 @@ _SCORE_FIELDS = frozenset(item.name for item in fields(Scores))
 class StepResult:
     """Result of one step on a rank that trained.
 
-    Example: ``metrics`` has ``reward/mean`` and ``kl/rollout`` of the batch, and ``local_metrics`` has
+    Example: ``metrics`` has ``reward/mean`` and ``kl/ref`` of the batch, and ``local_metrics`` has
     ``policy/loss`` of this rank's micro-batches.
     """
 
@@ -191,7 +191,7 @@ def train_step(
             # Every learner computes the same advantages: they are pure functions of the replicated batch.
             with phase("estimate"):
                 train_batch, batch_metrics = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
-                require_tokens(train_batch, batch_metrics)
+                require_loss_tokens(train_batch, batch_metrics)
 
             # Run the optimizer steps of critic and actor, with loss denominators over all ranks.
             with phase("learn"):
@@ -248,7 +248,8 @@ def compute_log_probs(
     if served_teacher is not None:
         served_rows = rows_by_role.get(served_teacher.name)
         rollouts = batch.rollouts if served_rows is None else batch.rollouts.rows(served_rows)
-        pending_results = served_teacher.start_requests(rollouts, learners.rank == learners.ranks[0])
+        is_sender = learners.rank == learners.ranks[0]
+        pending_results = served_teacher.start_requests(rollouts, is_sender)
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
     shards: list[tuple[list[int] | None, RowShard]] = []
@@ -302,7 +303,7 @@ def _rows_by_teacher(
     # A script with its own step may score rows without their prompts.
     if len(batch.prompts) != len(batch.rollouts):
         raise UserError(
-            "teachers of tasks need the prompts of the rows",
+            "teachers with tasks need the prompt of each row",
             where="teachers",
             expected=f"{len(batch.rollouts)} prompts",
             got=f"{len(batch.prompts)}",
@@ -522,7 +523,7 @@ def step_seed(config: RunConfig, step: int) -> int:
     return (config.seed * 1_000_003 + step) * 1_000
 
 
-def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
+def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
     """Raise UserError if a batch has responses with rewards, but no token with a loss.
 
     A batch without any valid reward is accepted here: `reward.max_invalid_fraction` limits failed rewards.
@@ -561,7 +562,7 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
         fix = "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false"
 
     return UserError(
-        "no token of this step's responses is left to learn from",
+        "no token of this step's responses is left to train on",
         where=setting,
         expected="responses that take part in the loss",
         got=f"{rejected_fraction:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "
@@ -600,7 +601,7 @@ def fresh_log_prob_difference(
 
 
 class MismatchError(RuntimeError):
-    """Log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
+    """Error for log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:

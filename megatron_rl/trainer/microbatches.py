@@ -19,7 +19,7 @@ _SMALLER_DEVICE = 0.95
 
 
 class MicroBatchControl:
-    """Sets the tokens per micro-batch of all roles from the memory budget in the run's state.
+    """Controller of the tokens per micro-batch of all roles, by the memory budget in the run's state.
 
     Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
     """
@@ -34,11 +34,9 @@ class MicroBatchControl:
             return
         device_memory = device.read_memory()
         configured_gib = job.config.gpu_memory_gib or 0.0
-        job.say(
-            f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens by the estimate of check"
-        )
+        job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as `check` estimates")
         if device_memory is None:
-            job.say("batch.memory_target: a host measures no passes, so they stay as large")
+            job.say("batch.memory_target: a CPU measures no memory, so the micro-batches keep this size")
         elif device_memory.total < _SMALLER_DEVICE * configured_gib * _GIB:
             raise UserError(
                 "the GPU has less memory than the configuration states",

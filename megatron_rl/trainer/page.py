@@ -57,26 +57,26 @@ def paragraph(text: str) -> Markup:
 def table(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
-    numeric: Sequence[int] = (),
+    numeric_columns: Sequence[int] = (),
 ) -> Markup:
-    """Return a table as HTML; ``numeric`` are the indices of columns to align to the right."""
-    return _render("table.html", headings=headings, rows=rows, numeric=numeric)
+    """Return a table as HTML; ``numeric_columns`` are the indices of columns to align to the right."""
+    return _render("table.html", headings=headings, rows=rows, numeric=numeric_columns)
 
 
-def facts(rows: Sequence[tuple[str, str]]) -> Markup:
+def fact_list(rows: Sequence[tuple[str, str]]) -> Markup:
     """Return a list of facts about a page's subject as HTML; ``rows`` are pairs of name and value."""
     return _render("about.html", rows=rows)
 
 
-def collapsible(title: str, content: Markup) -> Markup:
+def collapsible_section(title: str, content: Markup) -> Markup:
     """Return HTML that shows ``title``, and ``content`` only after a click on it."""
     return Markup("<details><summary>{}</summary>{}</details>").format(title, content)
 
 
 def chart_grid(charts: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return the HTML of charts, side by side if there is room; a page can have it only once.
+    """Return the HTML of charts, side by side if there is room; use it at most once on a page.
 
-    ``charts``: values that `curves.charts` returns.
+    ``charts``: data of the charts, as `curves.make_charts` returns it.
     """
     return _render("charts.html", charts=charts)
 

@@ -198,9 +198,9 @@ def _page_sections(
 ) -> list[Markup]:
     """Return the sections of the page, from the run's start to its configuration."""
     sections = [
-        page.facts(about_rows(folder, run)),
+        page.fact_list(about_rows(folder, run)),
         page.heading("Result"),
-        page.table(("", "value", ""), rows, numeric=(1,)),
+        page.table(("", "value", ""), rows, numeric_columns=(1,)),
         page.heading("Learning curves"),
         page.chart_grid(make_charts(run.lines, run.stages)),
     ]
@@ -211,7 +211,7 @@ def _page_sections(
         sections += [page.heading("Algorithm"), page.table(("", "settings"), components)]
     if phases:
         sections.append(page.heading("Time by phase"))
-        sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric_columns=(1, 2, 3)))
         sections.append(page.paragraph(PHASES_NOTE))
 
     # Files that cannot be read are named even if no sample is left to show.
@@ -297,7 +297,7 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
         samples = _health_samples(folder, rules[name], steps[0])
         if samples:
             text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
-            sections += [page.paragraph(text), page.table(HEALTH_COLUMNS, samples, numeric=(2, 3))]
+            sections += [page.paragraph(text), page.table(HEALTH_COLUMNS, samples, numeric_columns=(2, 3))]
     return sections
 
 

@@ -98,7 +98,7 @@ class ScoredBatch:
             where=f"rollout.filters (step {step})",
             expected="responses that are kept",
             got=", ".join(f"{count} {reason}" for reason, count in counts.most_common()),
-            fix="loosen the filters, or set rollout.filters.on_filtered=reward to learn what is removed",
+            fix="loosen the filters, or set rollout.filters.on_filtered=reward to train on them",
         )
 
     def rows(self, row_indices: Sequence[int]) -> ScoredBatch:

@@ -82,8 +82,8 @@ from megatron_rl.trainer.state import (
     Checkpoints,
     DeferredEvaluation,
     TrainerState,
-    complete_for_megatron,
     save_for_megatron,
+    save_missing_for_megatron,
 )
 from megatron_rl.types import Rollouts
 
@@ -356,7 +356,7 @@ class Training:
         if warning is not None:
             self.job.say(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
-        complete_for_megatron(self.config, self.roles.actor, self.state.step)
+        save_missing_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
         """Run the stages before reinforcement learning that are not completed. Collective over the world."""

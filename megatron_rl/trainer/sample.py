@@ -59,7 +59,7 @@ same rounds, so their counters are equal.
 
 
 class StalenessError(RuntimeError):
-    """Rollouts that are too old to train on: by more updates than `asynchrony.max_staleness` allows."""
+    """Error for rollouts that are older than `asynchrony.max_staleness` allows, in weight updates."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RolloutSource:
     In the open order there are no token rounds: the replicas sample until the learners wait for them and
     enough groups are finished. The next step continues the remaining groups.
 
-    ``draw``: returns the next n prompts of the training data.
+    ``draw_prompts``: returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; checkpoints contain them.
     ``informative``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
         last batch; checkpoints contain them.
@@ -120,12 +120,12 @@ class RolloutSource:
         config: RunConfig,
         roles: Roles,
         algorithm: Algorithm,
-        draw: Callable[[int], PromptBatch],
+        draw_prompts: Callable[[int], PromptBatch],
     ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
-        self.draw = draw
+        self._draw_prompts = draw_prompts
         self.buffer = RolloutBuffer()
         self.limits = AutoLimits(config.rollout)
         self.informative = (0, 0)
@@ -196,7 +196,7 @@ class RolloutSource:
 
         # With oversampling, some groups were not selected.
         metrics += self._round_metrics(generation_round, new_tokens)
-        metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
+        metrics += Metrics.of({"rollout/partial_fraction": mixed_version_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
         if self.config.rollout.partial or self.config.hybrid_engine.every != 1:
@@ -297,7 +297,7 @@ class RolloutSource:
         """Return ``count`` waiting groups: first those of the buffer, then new ones from the data."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
-            groups += waiting_groups(self.draw(count - len(groups)))
+            groups += waiting_groups(self._draw_prompts(count - len(groups)))
         return groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -461,9 +461,9 @@ def _sample_rows(
     seed: int,
     members: ReplicaGroup,
 ) -> Rollouts:
-    """Sample a complete response to each prompt, with its seed of ``seeds``.
+    """Sample a complete response to each prompt.
 
-    Collective over the replica group.
+    ``seeds``: seed of each response. ``seed``: seed of the round. Collective over the replica group.
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
@@ -516,7 +516,7 @@ def drop_token_versions(rollouts: Rollouts) -> Rollouts:
     return replace(rollouts, token_versions=None)
 
 
-def partial_fraction(rollouts: Rollouts) -> float:
+def mixed_version_fraction(rollouts: Rollouts) -> float:
     """Return the fraction of rows with tokens of more than one policy version."""
     if rollouts.token_versions is None or not len(rollouts):
         return 0.0

@@ -68,7 +68,8 @@ class SampleWriter:
     def store_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
         """Store the step's samples with their rewards, and print examples of failed rewards.
 
-        Returns reason -> number of failed rewards of all ranks, and the examples. Collective over the world.
+        Returns the number of failed rewards of all ranks by reason, and the examples. Collective over the
+        world.
         """
         # Each rank only has the failures of the rows that it rewarded.
         failures: Sequence[Failure] = ()

@@ -80,19 +80,20 @@ class StageData:
     """Training records."""
     held_out: ResponseSource | None
     """Records on which the loss is only evaluated, or None."""
-    per_step: int
+    records_per_step: int
     """Number of records per step."""
-    records: int
+    total_records: int
     """Number of records of the whole stage: several epochs of ``train``, or a part of one."""
 
     @property
     def steps(self) -> int:
         """Return the number of steps in which the stage uses all its records."""
-        return -(-self.records // self.per_step)
+        return -(-self.total_records // self.records_per_step)
 
-    def record_count(self, step: int) -> int:
+    def count_records(self, step: int) -> int:
         """Return the number of records in a step; steps are counted from 1."""
-        return min(self.per_step, self.records - (step - 1) * self.per_step)
+        earlier_records = (step - 1) * self.records_per_step
+        return min(self.records_per_step, self.total_records - earlier_records)
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
         held_out = load_source(settings.held_out, "held_out")
 
     # The length of a stage is configured in steps or in epochs.
-    records = (settings.steps or 0) * settings.records_per_step
+    total_records = (settings.steps or 0) * settings.records_per_step
     if settings.epochs is not None:
-        records = max(1, round(settings.epochs * len(train)))
-    return StageData(train, held_out, settings.records_per_step, records)
+        total_records = max(1, round(settings.epochs * len(train)))
+    return StageData(train, held_out, settings.records_per_step, total_records)
 
 
 def make_stage(
@@ -216,7 +217,7 @@ def make_stage(
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
-    """Compute `sft_objective` from a model's outputs, which are log-probs and entropy."""
+    """Compute the supervised loss from a model's outputs for ``rows``; the entropy is not used."""
     return sft_objective(rows, log_probs)
 
 
@@ -226,7 +227,7 @@ def preference_objective(
     log_probs: Any,
     entropy: Any,
 ) -> Any:
-    """Compute `dpo_objective` from a model's outputs, which are log-probs and entropy."""
+    """Compute the preference loss from a model's outputs for pairs of rows; the entropy is not used."""
     return dpo_objective(settings, rows, log_probs)
 
 
@@ -531,12 +532,12 @@ def _require_target_loss(stage: Stage, loss: float | None) -> None:
     )
 
 
-def _is_scheduled(step: int, every: int | None, last_step: int) -> bool:
-    """Return whether an action is scheduled after ``step``: every ``every`` steps, and after the last step.
+def _is_scheduled(step: int, interval: int | None, last_step: int) -> bool:
+    """Return whether an action is scheduled after ``step``: every ``interval`` steps, and after the last.
 
-    ``every``: None for an action only after the last step.
+    ``interval``: None for an action only after the last step.
     """
-    return step == last_step or (every is not None and step % every == 0)
+    return step == last_step or (interval is not None and step % interval == 0)
 
 
 def _prepare_batches(
@@ -552,7 +553,7 @@ def _prepare_batches(
     def draw_batches() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
         """Yield the batch of each remaining step, and the data's state after it."""
         for step in range(completed_steps + 1, data.steps + 1):
-            batch = data.train.next_batch(data.record_count(step))
+            batch = data.train.next_batch(data.count_records(step))
             yield batch, data.train.state_dict()
 
     def add_reference_log_probs(batch: TrainBatch) -> TrainBatch:

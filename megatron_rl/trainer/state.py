@@ -235,7 +235,7 @@ class TrainerState:
 
 
 def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
-    """Return name -> model and optimizer of the roles that checkpoints of the run contain."""
+    """Return the model and optimizer of each role that checkpoints of the run contain, by role name."""
     return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
 
 
@@ -245,7 +245,7 @@ def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
 
 
 class Checkpoints:
-    """Saves checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
+    """Writer of the checkpoints of a run or a stage into ``folder``; it writes at most one at a time.
 
     ``write(path, layout, in_background)`` must call `checkpoint.save` with the current state. With
     ``in_background``, training continues while the tensors are written.
@@ -358,7 +358,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
         )
 
 
-def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     """Save the Megatron-LM checkpoint of a restored step if it is missing.
 
     It is missing if the run was killed after the step's checkpoint and before the one for Megatron-LM. If

@@ -123,9 +123,9 @@ class Trackers:
         """Open the trackers, then execute queued calls until `close`."""
         # Opened in this thread, since importing a client takes seconds.
         for name in self._config.trackers:
-            self._attempt(name, partial(self._open_tracker, name))
+            self._call_or_disable(name, partial(self._open_tracker, name))
         if self._config.prometheus is not None:
-            self._attempt(
+            self._call_or_disable(
                 "prometheus",
                 partial(self._open_prometheus, self._config.prometheus),
             )
@@ -135,9 +135,9 @@ class Trackers:
         while method != "close":
             method, arguments = self._queue.get()
             for name, tracker in list(self._trackers.items()):
-                self._attempt(name, partial(getattr(tracker, method), *arguments))
+                self._call_or_disable(name, partial(getattr(tracker, method), *arguments))
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> None:
+    def _call_or_disable(self, name: str, action: Callable[[], Any]) -> None:
         """Call ``action``, which uses the tracker ``name``; disable the tracker after any exception."""
         try:
             action()
@@ -165,7 +165,7 @@ class Trackers:
         self._trackers["prometheus"] = Prometheus(address)
 
     def _read_ids(self, ids_file: Path) -> dict[str, Any]:
-        """Return tracker -> id of this run in it; {} if the file does not exist or is damaged."""
+        """Return the id of this run in each tracker, by name; {} for an absent or damaged file."""
         if not ids_file.is_file():
             return {}
         try:
@@ -187,7 +187,7 @@ class TensorBoard:
         _silence_writer_threads()
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin_phase`; a run that does not resume renames the event files of an earlier run."""
+        """Open an event file for a phase; unless the run resumes, rename the files of an earlier run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events = self._folder / phase
@@ -200,13 +200,13 @@ class TensorBoard:
         self._writers[phase] = SummaryWriter(str(events), purge_step=purge_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Write the metrics of a step as scalars of the phase's event file."""
         for name, value in values.items():
             self._writers[phase].add_scalar(name, value, step)
         self._writers[phase].flush()
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.write_samples`."""
+        """Write the samples as a text, one line of JSON per sample."""
         lines = [
             json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in _to_rows(columns)
         ]
@@ -215,7 +215,7 @@ class TensorBoard:
         self._writers["train"].add_text(f"samples/{kind}", text, step)
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Close the event files."""
         for writer in self._writers.values():
             writer.close()
 
@@ -236,8 +236,8 @@ def _silence_writer_threads() -> None:
     threading.excepthook = report_other_failures
 
 
-class Client:
-    """Base class of trackers with servers.
+class ServerTracker:
+    """Base class of trackers that send to a server, or write files for one while offline.
 
     ``id``: id of the run in the tracker; ``resumed_id`` if a run is continued, otherwise a new one.
     ``name``: name of the run in the tracker.
@@ -255,10 +255,10 @@ class Client:
         self.run_info = run_info
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin_phase`; after a resume, repeated steps are logged a second time."""
+        """Do nothing: after a resume, the repeated steps are logged a second time."""
 
 
-class Wandb(Client):
+class Wandb(ServerTracker):
     """Tracker for Weights & Biases; offline it writes ``wandb/`` of the run folder, for ``wandb sync``."""
 
     def __init__(
@@ -287,29 +287,29 @@ class Wandb(Client):
         self._run.define_metric("*", step_metric="step")
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin_phase`; each stage has a separate axis of steps."""
+        """Give the metrics of a stage an axis of steps of their own."""
         if phase != "train":
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Log the metrics of a step to the run; a stage has a step metric of its own."""
         if phase == "train":
             self._run.log({**values, "step": step})
         else:
             self._run.log({**values, f"{phase}/step": step})
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.write_samples`."""
+        """Log the samples as a table of the step."""
         rows: Any = _to_rows(columns)
         table = self._wandb.Table(columns=list(columns), data=rows, allow_mixed_types=True)
         self._run.log({f"samples/{kind}": table, "step": step})
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Send all queued data and finish the run."""
         self._run.finish()
 
 
-class Mlflow(Client):
+class Mlflow(ServerTracker):
     """Tracker for MLflow; offline it writes ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
 
     def __init__(
@@ -352,7 +352,7 @@ class Mlflow(Client):
         return self._client.create_experiment(project, artifact_location=artifacts)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Log the metrics of a step as one batch."""
         from mlflow.entities import Metric
 
         milliseconds = int(time.time() * 1000)
@@ -360,16 +360,16 @@ class Mlflow(Client):
         self._client.log_batch(self.id, metrics)
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.write_samples`."""
+        """Log the samples as a JSON file of the run's artifacts."""
         table = {name: list(values) for name, values in columns.items()}
         self._client.log_table(self.id, table, f"samples/{kind}_{step}.json")
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Mark the run as terminated."""
         self._client.set_terminated(self.id)
 
 
-class Swanlab(Client):
+class Swanlab(ServerTracker):
     """Tracker for SwanLab; offline it writes below ``swanlab/`` of the run folder, for ``swanlab sync``."""
 
     def __init__(
@@ -395,17 +395,17 @@ class Swanlab(Client):
         )
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Log the metrics of a step to the process's run."""
         self._swanlab.log(dict(values), step=step)
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.write_samples`."""
+        """Log the samples as a table of the step."""
         table = self._swanlab.echarts.Table()
         table.add(list(columns), _to_rows(columns))
         self._swanlab.log({f"samples/{kind}": table}, step=step)
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Send all queued data and finish the run."""
         self._swanlab.finish()
 
 
@@ -439,10 +439,10 @@ class Prometheus:
         self._server, _ = start_http_server(int(port), interface, registry)
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin_phase`."""
+        """Do nothing: the endpoint serves the newest values of any phase."""
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """See `Tracker.write`."""
+        """Replace the served values by the metrics of a step, and serve its number as ``PHASE/at_step``."""
         for name, value in {
             **values,
             f"{phase}/at_step": float(step),
@@ -453,7 +453,7 @@ class Prometheus:
         """Ignore samples: Prometheus stores numbers only."""
 
     def close(self) -> None:
-        """See `Tracker.close`."""
+        """Shut down the endpoint."""
         self._server.shutdown()
 
 

@@ -23,7 +23,7 @@ PATIENCE = 420.0
 """Seconds that a command may take on a busy machine."""
 ASKED_TO_STOP = "was asked to stop (SIGTERM)"
 CLEAR_ENDS = {
-    "no token of this step's responses is left to learn from": "models answer at random, and filters",
+    "no token of this step's responses is left to train on": "models answer at random, and filters",
     "are longer than the limit": "`check` does not tokenise data",
     "on a host without accelerator": "`check` may run on another machine",
 }

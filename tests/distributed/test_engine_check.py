@@ -10,7 +10,7 @@ import pytest
 from test_family_commands import workspace
 
 STALE = Path(__file__).parent / "workers/stale_copy_train.py"
-REFUSAL = "the rollout engine computes other log-probs than the trainer from the same weights"
+REFUSAL = "rollout engine and trainer compute different log-probs from the same weights"
 
 
 @pytest.mark.parametrize(

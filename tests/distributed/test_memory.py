@@ -68,7 +68,7 @@ def test_budgets_follow_the_peaks_of_all_ranks_also_after_a_resume(fork, materia
     # 8 rows of up to 14 tokens on each rank fit by the estimate; then each step measures too much.
     tokens = [line["memory/tokens_per_microbatch"] for line in lines]
     assert tokens[0] == 112 and tokens[1] < tokens[0] and tokens[-1] >= 14, tokens
-    assert "batch.memory_target: micro-batches of up to 112 tokens by the estimate of check" in console
+    assert "batch.memory_target: micro-batches of up to 112 tokens, as `check` estimates" in console
     assert f"the next micro-batches have up to {int(tokens[1])} tokens, 112 before: 7.2 GiB" in console
 
     # A resumed run packs as the uninterrupted one, to the last bit of each metric.

@@ -170,7 +170,7 @@ def test_a_batch_with_nothing_left_to_learn_from_ends_the_run_in_either_order(
     file = run(tmp_path / "cut", material, actor=LEARNING, asynchrony={"steps_ahead": ahead})
     done = fork("megatron_rl", 2, "train", file, *settings, *few, module=True, check=False)
     assert done.returncode != 0
-    assert "no token of this step's responses is left to learn from" in done.output
+    assert "no token of this step's responses is left to train on" in done.output
     assert "algorithm.overlong.filter" in done.output
 
 

@@ -36,7 +36,7 @@ def per_row(batch: Batch, function) -> list[float]:
 def rows_of(estimator, rewards, groups, valid, **fields) -> torch.Tensor:
     """Return an estimator's advantage of every row [B]."""
     plain = {name: value.tolist() for name, value in (("group", groups), ("valid", valid))}
-    return estimator.rows(advantage_inputs(rewards.tolist(), **plain, **fields))
+    return estimator.row_advantages(advantage_inputs(rewards.tolist(), **plain, **fields))
 
 
 def spread(values: list[float]) -> float:
@@ -186,7 +186,7 @@ def test_gdpo_adds_up_components_each_with_its_own_failures(batch):
 def test_gdpo_names_missing_components():
     with pytest.raises(UserError, match=r"component format(?s:.*)advantage.weights(?s:.*)components answer"):
         inputs = advantage_inputs([0.0], group=[0], components={"answer": [0.0]})
-        Gdpo(weights={"format": 1.0}).rows(inputs)
+        Gdpo(weights={"format": 1.0}).row_advantages(inputs)
 
 
 def test_published_example_of_gdpo():

@@ -122,5 +122,5 @@ def test_the_scale_of_the_batch_is_one_for_all_groups():
     inputs = advantage_inputs(rewards, group=[0, 0, 1, 1, 1])
     inputs = replace(inputs, valid=torch.tensor([True, True, True, True, False]))
     scale = torch.tensor(rewards[:4], dtype=torch.float64).std() + 1e-6
-    found = Grpo(scale_over="batch", epsilon=1e-6).rows(inputs)
+    found = Grpo(scale_over="batch", epsilon=1e-6).row_advantages(inputs)
     close(found, [0.5 / scale, -0.5 / scale, 0.01 / scale, -0.01 / scale, 0.0], 1e-9)

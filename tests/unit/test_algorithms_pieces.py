@@ -67,7 +67,7 @@ def expected_rows(name: str, rewards: torch.Tensor) -> torch.Tensor:
     components = {"answer": rewards.tolist(), "format": rewards.flip(0).tolist()}
     lengths = [sum(mask) for mask in BATCH.masks]
     inputs = advantage_inputs(rewards.tolist(), BATCH.group, lengths=lengths, components=components)
-    return estimator.rows(inputs)
+    return estimator.row_advantages(inputs)
 
 
 def optimal_token_baseline(scores, rewards, lone_tail: str = "zero") -> tuple[list[float], list[float]]:

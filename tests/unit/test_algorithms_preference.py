@@ -201,7 +201,7 @@ def test_a_users_own_loss_by_path(tmp_path):
         wanted -= 0.4 * log_sigmoid(odds) / 3
     close(result("own", "orpo")[0], wanted, 1e-6)
 
-    with pytest.raises(UserError, match="wrong form"):
+    with pytest.raises(UserError, match="wrong type or shape"):
         result("own", "mean")
     for name, message in (("two", "does not accept"), ("value", "is not a function"), ("none", "none")):
         with pytest.raises(UserError, match=message) as raised:

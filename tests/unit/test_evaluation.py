@@ -23,10 +23,10 @@ VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
 def test_pass_at_k_is_the_mean_over_all_subsets(count: int) -> None:
     subsets = list(combinations(range(6), count))
     expected = [numpy.mean([row[list(subset)].any() for subset in subsets]) for row in RIGHT]
-    assert evaluation.pass_at(RIGHT, count) == pytest.approx(expected)
+    assert evaluation.pass_at_k(RIGHT, count) == pytest.approx(expected)
     many = numpy.zeros((1, 4000))
     many[0, 0] = 1
-    assert evaluation.pass_at(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
+    assert evaluation.pass_at_k(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
@@ -45,9 +45,9 @@ def test_majority_at_k_is_near_the_mean_over_all_subsets(count: int) -> None:
         numpy.mean([vote(texts, right, subset) for subset in subsets])
         for texts, right in zip(VOTES, RIGHT, strict=True)
     ]
-    estimated = evaluation.majority_at(RIGHT, VOTES, count)
+    estimated = evaluation.majority_at_k(RIGHT, VOTES, count)
     assert estimated == pytest.approx(expected, abs=0 if count == 6 else 0.07)
-    assert (estimated == evaluation.majority_at(RIGHT, VOTES, count)).all(), "the same in every call"
+    assert (estimated == evaluation.majority_at_k(RIGHT, VOTES, count)).all(), "the same in every call"
 
 
 def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:

@@ -372,5 +372,5 @@ def test_a_chat_template_closes_the_turn_and_opens_the_next():
     with pytest.raises(UserError, match="the text after a turn depends"):
         ChatTemplate(tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(UserError, match="does not show a turn exactly once"):
+    with pytest.raises(UserError, match="does not render a turn exactly once"):
         ChatTemplate(tokenizer)

@@ -259,15 +259,15 @@ def test_turns_of_no_weight_are_read_and_not_learned(mark: dict[str, Any]) -> No
     last = {"messages": [ASKS, ANSWERS, ASKS, wrong]}
     assert read(last, RESPONSE, prompt_field="messages", every_turn=False)["response"] == [ANSWERS]
     error = refused({"messages": [ASKS, wrong]}, RESPONSE, prompt_field="messages")
-    assert "no turn that is learned" in error.message
+    assert "no turn to train on" in error.message
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({**ANSWERS, "weight": 0.5}, "is learned or not"),
-        ({**ANSWERS, "train_detail": [{"begin_offset": 0, "end_offset": 1}]}, "as a whole or not at all"),
-        ({**ASKS, "training": True}, "only the assistant's are learned"),
+        ({**ANSWERS, "weight": 0.5}, "is trained on completely or not"),
+        ({**ANSWERS, "train_detail": [{"begin_offset": 0, "end_offset": 1}]}, "completely or not at all"),
+        ({**ASKS, "training": True}, "only the assistant's are trained on"),
     ],
 )
 def test_weights_that_cannot_be_honoured_are_refused(message: dict[str, Any], words: str) -> None:

@@ -107,7 +107,7 @@ def test_responses_that_go_on_behind_their_end_are_told_with_the_record() -> Non
     model(QWEN_2)
     write("sft.jsonl", {"prompt": ASKED, "response": "2<|im_end|>\n<|im_start|>user\n3"})
     section = "sft={data: sft.jsonl, steps: 1, max_row_tokens: 64}"
-    (warning,) = found(check(section), "continue behind an end of responses")
+    (warning,) = found(check(section), "continue after an end token")
     assert "sft.jsonl:1" in str(warning.got)
     thought = {"role": "assistant", "content": "2", "reasoning_content": "hm"}
     write("sft.jsonl", {"prompt": [*ASKED, thought, *ASKED, thought]})

@@ -8,7 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.data.records import data_files, load_records, partial_warning
+from megatron_rl.data.records import data_files, load_records, partial_shards_warning
 from megatron_rl.errors import UserError
 
 
@@ -63,7 +63,7 @@ def test_shards_that_are_missing_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"without train-00001-of-00003\.parquet"):
         data_files(tmp_path, "data.train")
     alone = tmp_path / "train-00000-of-00003.parquet"
-    warning = partial_warning(alone, data_files(alone, "data.train"), "data.train")
+    warning = partial_shards_warning(alone, data_files(alone, "data.train"), "data.train")
     assert warning is not None
     assert "train-00001-of-00003.parquet, train-00002-of-00003.parquet" in (warning.got or "")
     write(tmp_path / "from_one", "a-00001-of-00002.parquet", "a-00002-of-00002.parquet")

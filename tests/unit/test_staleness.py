@@ -22,12 +22,17 @@ from megatron_rl.rewards.worker import Answer
 from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.trainer.loop import MismatchError, check_mismatch, fresh_log_prob_difference, require_tokens
+from megatron_rl.trainer.loop import (
+    MismatchError,
+    check_mismatch,
+    fresh_log_prob_difference,
+    require_loss_tokens,
+)
 from megatron_rl.trainer.sample import (
     RolloutSource,
     SampledBatch,
     StalenessError,
-    partial_fraction,
+    mixed_version_fraction,
     staleness_metrics,
 )
 from megatron_rl.types import FINISH_LENGTH, Rollouts, SamplingParameters, Scores
@@ -49,12 +54,12 @@ MIXED = Rollouts(
 def test_a_row_is_as_old_as_its_oldest_token():
     values = staleness_metrics(5, MIXED, max_updates=2).values()
     assert values == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/token_mean": pytest.approx(0.6)}
-    assert partial_fraction(MIXED) == 0.5
+    assert mixed_version_fraction(MIXED) == 0.5
     with pytest.raises(StalenessError, match=r"version 3 .* version 5; asynchrony.max_staleness allows 1"):
         staleness_metrics(5, MIXED, max_updates=1)
     whole = replace(MIXED, token_versions=None)
     values = staleness_metrics(5, whole, 2).values()
-    assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in values
+    assert mixed_version_fraction(whole) == 0.0 and "staleness/token_mean" not in values
 
 
 def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights():
@@ -88,17 +93,17 @@ def test_a_step_without_a_token_to_learn_from_stops_the_run(bypass):
             metrics += policy_objective(algorithm, mini, *policy(batch))[1]
         return made, metrics
 
-    require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 9.0}, "bypass": bypass}))
+    require_loss_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 9.0}, "bypass": bypass}))
     with pytest.raises(UserError, match="no token of this step's responses is left") as raised:
-        require_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 1e-9}, "bypass": bypass}))
+        require_loss_tokens(*estimated(correction={"rejection": {"seq_mean_k3": 1e-9}, "bypass": bypass}))
     assert raised.value.where == "algorithm.correction.rejection" and "100% of the tokens" in str(
         raised.value
     )
     if not bypass:
         with pytest.raises(UserError, match="100% of the responses cut off"):
-            require_tokens(*estimated(overlong={"filter": True}))
+            require_loss_tokens(*estimated(overlong={"filter": True}))
         scores = replace(scores, valid=torch.tensor([False, False]))
-        require_tokens(*estimated())  # another watch counts rewards that fail
+        require_loss_tokens(*estimated())  # another watch counts rewards that fail
 
 
 def test_prompts_in_flight():
