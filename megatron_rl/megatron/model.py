@@ -311,7 +311,7 @@ class ParallelModel:
             weight = chunk.shared_embedding_or_output_weight()
         shard = VocabularyShard(
             start=self.groups.coordinates.tensor * len(weight),
-            size=shape.vocab,
+            vocabulary_size=shape.vocab,
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
@@ -331,7 +331,7 @@ class ParallelModel:
             targets,
             temperature,
             shard,
-            chunk=tile_tokens,
+            chunk_tokens=tile_tokens,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
@@ -346,7 +346,7 @@ class ParallelModel:
                 targets,
                 temperature / 2,
                 shard,
-                chunk=tile_tokens,
+                chunk_tokens=tile_tokens,
                 support=support,
                 rules=rules,
             )
