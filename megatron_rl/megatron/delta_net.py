@@ -79,7 +79,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, 1, h] of hidden states [T, 1, h], and no bias.
 
-        T is a shard under sequence parallelism. Collective over the tensor-parallel group.
+        Under sequence parallelism T is the number of this rank's tokens. Collective over the tensor-parallel
+        group.
         """
         assert packed_seq_params is not None, "packed rows are the only input format"
         packed = packed_seq_params

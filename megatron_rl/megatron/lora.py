@@ -33,7 +33,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
+from megatron_rl.megatron.model import ChunkedModel, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
@@ -516,7 +516,7 @@ def _require_gradient(
     return output
 
 
-def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
+def _adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
     """Yield (storage name, adapter) for every adapter on this rank."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
@@ -530,7 +530,7 @@ def _adapted_weight_name(adapter_name: str) -> str:
     return f"{layer}.weight{expert.removeprefix('.')}"
 
 
-def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
+def adapter_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
     parameters: dict[str, Tensor] = {}
     for name, adapter in _adapters(model):
@@ -588,7 +588,7 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     )
 
 
-def policy_weights(model: Chunked) -> dict[str, Tensor]:
+def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
     for name, adapter in _adapters(model):
@@ -597,7 +597,7 @@ def policy_weights(model: Chunked) -> dict[str, Tensor]:
     return weights
 
 
-def engine_adapters(model: Chunked) -> dict[str, Tensor]:
+def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `adapter_parameters` with the scale multiplied into new Bs, for an engine that adds B A x."""
     parameters = adapter_parameters(model)
     for name, adapter in _adapters(model):
@@ -664,7 +664,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 
 @contextmanager
-def use_initial_policy(model: Chunked) -> Iterator[None]:
+def use_initial_policy(model: ChunkedModel) -> Iterator[None]:
     """Compute with the initial policy inside the block: the base with the adapters from before training."""
     for _, adapter in _adapters(model):
         adapter.state = "initial"

@@ -55,7 +55,7 @@ from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
-class Chunked(Protocol):
+class ChunkedModel(Protocol):
     """Interface of a Megatron model: its bare GPTModel chunks and its transformers config."""
 
     @property
@@ -65,7 +65,7 @@ class Chunked(Protocol):
     def hf_config(self) -> Any: ...
 
 
-def live_parameters(model: Chunked) -> dict[str, Tensor]:
+def live_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
     Some weights are buffers (`is_buffer`), such as the biases that balance the load of experts.

@@ -43,12 +43,12 @@ def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
     return [sorted(items) for items in assignment]
 
 
-def row_work(lengths: Sequence[int], tokens_per_quadratic: float) -> list[float]:
+def row_work(lengths: Sequence[int], attention_crossover_length: float) -> list[float]:
     """Return each row's work, linear layers plus causal attention, in units of one token's linear layers.
 
-    ``tokens_per_quadratic`` is the row length at which attention costs as much as the linear layers.
+    ``attention_crossover_length`` is the row length at which attention costs as much as the linear layers.
     """
-    return [length * (1.0 + length / tokens_per_quadratic) for length in lengths]
+    return [length * (1.0 + length / attention_crossover_length) for length in lengths]
 
 
 def partition_rows(
@@ -56,23 +56,23 @@ def partition_rows(
     data_parallel: int,
     tokens_per_microbatch: int,
     multiple: int = 1,
-    tokens_per_quadratic: float = 1e9,
+    attention_crossover_length: float = 1e9,
 ) -> list[list[list[int]]]:
     """Return the indices of rows by data-parallel rank, then by micro-batch.
 
     Every rank gets equally many micro-batches. Rows are first distributed over ranks by `row_work`. The
     number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
-    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. ``tokens_per_quadratic`` is
-    the row length at which attention costs as much as the linear layers. If the ranks' shares need
+    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. If the ranks' shares need
     more micro-batches than all rows packed together, the packed micro-batches are distributed instead. With
-    few rows some micro-batches are empty.
+    few rows some micro-batches are empty. ``attention_crossover_length`` is the row length at which attention
+    costs as much as the linear layers.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
     min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
     count = -(-max(1, min_count) // multiple) * multiple
 
     # Balance rows over ranks, then pack each rank's share separately.
-    shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
+    shares = balance_work(row_work(lengths, attention_crossover_length), data_parallel)
     microbatches = []
     for share in shares:
         bins = _fit_into_bins([lengths[row] for row in share], tokens_per_microbatch, count)
@@ -82,7 +82,7 @@ def partition_rows(
                 data_parallel,
                 tokens_per_microbatch,
                 count,
-                tokens_per_quadratic,
+                attention_crossover_length,
             )
 
         # The bins have indices into the share: replace them by the indices of rows.
@@ -96,7 +96,7 @@ def _pack_all_rows(
     rank_count: int,
     budget: int,
     count: int,
-    tokens_per_quadratic: float,
+    attention_crossover_length: float,
 ) -> list[list[list[int]]]:
     """Pack all rows into micro-batches, ``count`` per rank, and balance the work of the ranks.
 
@@ -105,7 +105,7 @@ def _pack_all_rows(
     bins = _fit_into_bins(lengths, budget, rank_count * count)
     assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
-    work = row_work(lengths, tokens_per_quadratic)
+    work = row_work(lengths, attention_crossover_length)
     loads = [sum(work[row] for row in rows) for rows in bins]
     shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
     totals = [0.0] * rank_count

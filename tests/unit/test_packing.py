@@ -91,7 +91,7 @@ def test_realistic_rows_are_hardly_padded_few_and_balanced(kind, ranks, tensor):
     for seed in range(3):
         lengths = responses(kind, rows, longest, seed)
         budget = max(2 * (longest + 300), -(-sum(lengths) // (ranks * 4)))
-        shares = partition_rows(lengths, ranks, budget, tokens_per_quadratic=12.0 * 4096)
+        shares = partition_rows(lengths, ranks, budget, attention_crossover_length=12.0 * 4096)
         micros = [sum(lengths[row] for row in micro) for share in shares for micro in share]
         # Sequence parallelism cuts a micro-batch into equal parts.
         padding = sum(-tokens % tensor or (0 if tokens else tensor) for tokens in micros)
