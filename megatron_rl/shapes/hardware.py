@@ -69,9 +69,9 @@ class Gpu:
         `relative_efficiency`.
         """
         # A product of efficiencies above 1 would exceed the peak.
-        return self.peak(precision) * min(1.0, reference_efficiency * self.relative_efficiency)
+        return self.peak_flops(precision) * min(1.0, reference_efficiency * self.relative_efficiency)
 
-    def peak(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """Return the dense peak of a precision in FLOP/s."""
         if precision == "fp8":
             return self.fp8_flops
@@ -166,7 +166,7 @@ class Machine:
         return self.cluster.gpu
 
     @property
-    def weight_bytes(self) -> int:
+    def bytes_per_weight(self) -> int:
         """Return how many bytes one model weight occupies at the machine's precision."""
         return PRECISION_BYTES.get(self.precision, 2)
 

@@ -39,11 +39,11 @@ at once."""
 def stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
 ) -> tuple[int, int]:
-    """Count the parameters (outside, in) routed experts on one rank of a pipeline stage with these layers.
+    """Count the parameters outside and inside routed experts on one rank of a pipeline stage.
 
-    ``first``, ``last``: whether the stage is the first or the last of the pipeline. A tied embedding has a
-    copy on the last stage of a pipeline. Latent attention's down projections count as replicated, as in
-    Transformer Engine; Megatron's own layers shard them.
+    ``layers``: layers of the stage. ``first``, ``last``: whether it is the first or the last of the pipeline.
+    A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
+    replicated, as in Transformer Engine; Megatron's own layers shard them.
     """
     # Layers with equal blocks have equally many parameters.
     dense = 0
@@ -428,8 +428,8 @@ def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) ->
     return sorted({*earliest.values(), len(stages) - 1})
 
 
-def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Count the parameters (outside, in) routed experts on a rank of the stage that has the most."""
+def max_stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
+    """Count the parameters outside and inside routed experts on a rank of the stage with the most of them."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [

@@ -174,7 +174,7 @@ class ModelShape:
         """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
 
-    def best_tensor(self, limit: int) -> int:
+    def largest_tensor_size(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         mixer_heads: list[int] = []
         for mixer in self.mixers:
@@ -412,10 +412,10 @@ class ModelShape:
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Return, for each mixer, what `attention_flops` needs of it.
+        """Return the numbers that `attention_flops` sums over, for each kind of mixer.
 
-        These are the numbers of its layers and of its layers with a sliding window, and the FLOPs of a layer
-        per key and per token.
+        They are the number of its layers, the number of these with a sliding window, and the FLOPs of one
+        layer per key and per token.
         """
         sliding_counts = Counter(
             self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers

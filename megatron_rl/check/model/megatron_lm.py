@@ -26,7 +26,7 @@ from megatron_rl.interop.megatron_lm.arguments import contradiction_errors, deri
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
-    is_megatron,
+    is_megatron_checkpoint,
     read_checkpoint,
     read_pointer,
 )
@@ -163,7 +163,7 @@ def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     if config.model.megatron is not None:
         checkpoints["model"] = config.model.megatron
     for section, path in explicit_model_paths(config).items():
-        if path is not None and is_megatron(path):
+        if path is not None and is_megatron_checkpoint(path):
             checkpoints[section] = path
     return checkpoints
 
@@ -187,7 +187,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
 
     # For a resumed run, the folder may contain its earlier checkpoints.
     is_resumed = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
-    if is_megatron(export_folder) and not is_resumed:
+    if is_megatron_checkpoint(export_folder) and not is_resumed:
         return UserError(
             "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",

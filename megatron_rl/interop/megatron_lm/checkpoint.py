@@ -352,7 +352,7 @@ def read_pointer(path: str | Path) -> dict[str, Any] | None:
     return read_json(file)
 
 
-def is_megatron(path: str | Path) -> bool:
+def is_megatron_checkpoint(path: str | Path) -> bool:
     """Return whether a folder is a checkpoint of Megatron-LM: it has a tracker, or is one iteration."""
     folder = Path(path)
     if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):

@@ -96,7 +96,7 @@ class _LocalParameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Model:
+class _WriterModel:
     """Model whose distributed optimizer wrote the flat buffers."""
 
     shape: ModelShape
@@ -171,7 +171,7 @@ def arrange_parameters(
         raise mismatched_buffers_error(f"{error.message}: {error.expected}", str(error.got)) from error
 
     # Lay out the buffers of each group of ranks with the same parameters.
-    model = _Model(shape, vocabulary_rows, layout, implementation)
+    model = _WriterModel(shape, vocabulary_rows, layout, implementation)
     arrangement: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
     has_separate_experts = any(bucket.part for bucket in bucket_sizes)
@@ -193,7 +193,7 @@ def arrange_parameters(
 
 
 def _iterate_rank_groups(
-    model: _Model, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
+    model: _WriterModel, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield each group of ranks with equal parameters, as (optimizer, group, shard, parameters by chunk).
 
@@ -232,7 +232,7 @@ def _iterate_rank_groups(
 
 
 def _chunk_parameters(
-    model: _Model,
+    model: _WriterModel,
     layers: Sequence[int],
     shard: tuple[int, int, int],
     is_first_chunk: bool,
@@ -269,7 +269,7 @@ def _chunk_parameters(
 
 
 def _layer_parameters(
-    model: _Model,
+    model: _WriterModel,
     layer: int,
     weight: Weight,
     shard: tuple[int, int, int],
@@ -319,7 +319,7 @@ def _module_name(name: str) -> str:
 
 
 def _shard_parameter(
-    model: _Model,
+    model: _WriterModel,
     name: str,
     weight: Weight,
     shard_index: int,

@@ -32,7 +32,7 @@ from megatron_rl.shapes.memory import (
     LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
-    fullest_parameters,
+    max_stage_parameters,
     representative_stages,
     scoring_memory,
     training_memory,
@@ -144,7 +144,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
     efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
-    return gpu.peak(precision) * efficiency
+    return gpu.peak_flops(precision) * efficiency
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
@@ -164,7 +164,7 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     efficiency = gpu.gemm_efficiency * row_fill * width_fill
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
-    return gpu.peak(precision) * efficiency
+    return gpu.peak_flops(precision) * efficiency
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
@@ -528,7 +528,7 @@ def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
     layout = choice.layout
     lora = choice.lora
     if lora is None:
-        return fullest_parameters(model, layout)
+        return max_stage_parameters(model, layout)
 
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     return max((adapter_parameter_count(model, layout, layers, lora) for layers in stages), key=sum)

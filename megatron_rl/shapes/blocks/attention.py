@@ -106,7 +106,10 @@ class Attention(Mixer):
         return self._count_plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of the projections, and of copies with contiguous rows."""
+        """Count the elements per token of the projections, and of copies with contiguous rows.
+
+        At the peak seven tensors with all query heads and three with all key-value heads are alive.
+        """
         shape = layer.shape
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
@@ -175,7 +178,7 @@ class Attention(Mixer):
             where=f"{layout.path}.tensor",
             expected=f"at most {self.key_value_heads(shape)}, the key-value heads of {shape.name}",
             got=str(layout.tensor),
-            fix=f"set {layout.path}.tensor to {shape.best_tensor(layout.tensor)} and use pipeline or "
+            fix=f"set {layout.path}.tensor to {shape.largest_tensor_size(layout.tensor)} and use pipeline or "
             "data parallelism for the other ranks",
         )
 
@@ -242,7 +245,9 @@ class Attention(Mixer):
             if not saves_views:
                 core += projection
         output = heads * head_dim
-        return core + output + 4 * head_dim + norms
+        # cos and sin of the rotary angles, for queries and for keys.
+        rotary = 4 * head_dim
+        return core + output + rotary + norms
 
 
 KIND = Attention

@@ -111,11 +111,11 @@ class Mixer(ABC):
         return 0
 
     def key_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's query and key; 0 for a mixer without keys of each token."""
+        """Return the size of one head's query and key; 0 if the mixer has no keys per token."""
         return 0
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value; 0 for a mixer without values of each token."""
+        """Return the size of one head's value; 0 if the mixer has no values per token."""
         return 0
 
     def query_width(self, shape: ModelShape) -> int:
@@ -127,7 +127,7 @@ class Mixer(ABC):
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token that do not grow with its keys, without projections."""
+        """Return the forward FLOPs of one token apart from `flops_per_key`, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
@@ -147,13 +147,13 @@ class Mixer(ABC):
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of heads that a trained tensor-parallel size must divide; 0 for no limit."""
+        """Return the number that the tensor-parallel size of a trained model must divide; 0 for no limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the kinds of heads, besides query and key-value heads, that tensor parallelism divides.
 
-        The result is plural noun of the heads -> their number.
+        Keys are plural nouns for errors, values are numbers of heads.
         """
         return {}
 
@@ -172,7 +172,7 @@ class Mixer(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the mixer in the layout of a role, with Megatron's ``settings`` of the user."""
+        """Yield the errors of the mixer in a role's layout; ``settings`` are the user's for Megatron."""
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
@@ -234,7 +234,7 @@ class FeedForward(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the feed-forward in the layout of a role, with Megatron's ``settings``."""
+        """Yield the errors of the feed-forward in a role's layout, as `Mixer.problems` does."""
         yield from ()
 
 
