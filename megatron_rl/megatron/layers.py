@@ -440,7 +440,7 @@ class PackedAttention(nn.Module, RowAttention):
             mask[:, :sink_count] |= distance[:, :sink_count] >= 0
 
         if self.cap is not None:
-            output = _capped_attention(
+            output = _compute_capped_attention(
                 query_rows,
                 key_rows,
                 value_rows,
@@ -500,7 +500,7 @@ def _attend_between_boundaries(
     return output[..., :size]
 
 
-def _capped_attention(
+def _compute_capped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

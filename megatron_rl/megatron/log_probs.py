@@ -399,7 +399,7 @@ class GradientInputs(NamedTuple):
     """Inputs of the backward pass over one tile, besides its logits [n, rows]."""
 
     targets: Tensor
-    """[n] columns of the tile; a column outside it has no target's term."""
+    """[n] column of each target in the tile; any other number if the target is in another tile."""
     temperature: Tensor
     """[n] divisor of the logits."""
     log_normaliser: Tensor

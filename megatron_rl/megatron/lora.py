@@ -294,7 +294,7 @@ def attach_adapters(
     # Freeze the base. A scalar head is trained together with the adapters.
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-        head = _scalar_head(model, chunk)
+        head = _find_scalar_head(model, chunk)
         if head is not None:
             head.requires_grad_(trainable)
 
@@ -317,7 +317,7 @@ def attach_adapters(
             adapter.set_sharding(by_columns, groups.tensor, settings.sequence_parallel)
         return adapter.requires_grad_(trainable)
 
-    for layer_name, linear in _linear_layers(model, model.adapters.targets):
+    for layer_name, linear in _iterate_target_layers(model, model.adapters.targets):
         name = f"{layer_name}.{ADAPTER}"
         expert_count = getattr(linear, "num_gemms", None)
         if expert_count is None:
@@ -356,7 +356,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
                 parameter.data = base_parameter.data
 
 
-def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
+def _find_scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
     """Return the weight of a chunk's scalar head, which is trained with the adapters, or None without one."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
@@ -394,7 +394,7 @@ def initialise_adapters(
             ranges = zip(box.start, box.size, strict=True)
             view.copy_(complete_tensor[tuple(slice(start, start + size) for start, size in ranges)])
 
-    for _, adapter in _adapters(model):
+    for _, adapter in _iterate_adapters(model):
         adapter.initial_A = None
         adapter.initial_B = None
         if initial is not None:
@@ -414,22 +414,22 @@ def _draw_initial_values(
     return torch.rand(shape, generator=generator) * 2 * bound - bound
 
 
-def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _iterate_target_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield (name over the whole model, linear layer) for each layer that gets an adapter."""
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
-            for path, block, linear_names in _adaptable_modules(layer):
+            for path, block, linear_names in _iterate_adaptable_modules(layer):
                 for name in targets:
                     if name not in linear_names:
                         continue
                     linear = getattr(block, name, None)
                     if linear is None:
-                        raise _missing_layer(f"{path}.{name}", name, targets)
+                        raise _missing_layer_error(f"{path}.{name}", name, targets)
                     storage = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
                     yield global_name(model, storage), linear
 
 
-def _adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _iterate_adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield (path in the layer, module, names of its linear layers) for attention, MLP and experts."""
     yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
 
@@ -452,7 +452,7 @@ def _adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]
         yield f"mlp.experts.local_experts.{number}", expert, MLP
 
 
-def _missing_layer(
+def _missing_layer_error(
     path: str,
     target: str,
     targets: Iterable[str],
@@ -516,7 +516,7 @@ def _require_gradient(
     return output
 
 
-def _adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
+def _iterate_adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
     """Yield (storage name, adapter) for every adapter on this rank."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
@@ -533,7 +533,7 @@ def _adapted_weight_name(adapter_name: str) -> str:
 def adapter_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
     parameters: dict[str, Tensor] = {}
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         for factor, parameter in adapter.named_parameters():
             parameters[f"{name}.{factor}"] = parameter.data
     return parameters
@@ -591,7 +591,7 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
 def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         weight = _adapted_weight_name(name)
         weights[weight] = adapter.merged_weight(weights[weight])
     return weights
@@ -600,7 +600,7 @@ def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
 def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `adapter_parameters` with the scale multiplied into new Bs, for an engine that adds B A x."""
     parameters = adapter_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         if adapter.scale != 1:
             parameters[f"{name}.B"] = parameters[f"{name}.B"] * adapter.scale
     return parameters
@@ -610,7 +610,7 @@ def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
 def merge_adapters(model: ParallelModel, seed: int) -> None:
     """Merge a model's adapters into its base weights, in place, and initialise new adapters."""
     weights = live_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         weight = weights[_adapted_weight_name(name)]
         weight.copy_(adapter.merged_weight(weight))
     initialise_adapters(model, seed)
@@ -646,7 +646,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     # The base weights stay in memory, to replace the merged copies at the end.
     description = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
         parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
         base_weights.append((parameter, parameter.data))
@@ -666,12 +666,12 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 @contextmanager
 def use_initial_policy(model: ChunkedModel) -> Iterator[None]:
     """Compute with the initial policy inside the block: the base with the adapters from before training."""
-    for _, adapter in _adapters(model):
+    for _, adapter in _iterate_adapters(model):
         adapter.state = "initial"
     try:
         yield
     finally:
-        for _, adapter in _adapters(model):
+        for _, adapter in _iterate_adapters(model):
             adapter.state = "trained"
 
 
@@ -685,12 +685,12 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
 
     # The scalar head is replicated over tensor-parallel ranks.
-    head = _scalar_head(model, chunk)
+    head = _find_scalar_head(model, chunk)
     if head is not None:
         head_replica = (0, groups.coordinates.tensor, groups.data_context.rank())
         tensors[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=head_replica)
 
-    for adapter_name, adapter in _adapters(model):
+    for adapter_name, adapter in _iterate_adapters(model):
         if not adapter_name.startswith(f"{chunk_index}."):
             continue
         tensor_rank = adapter.group.rank()
@@ -748,7 +748,7 @@ def load_adapters(
 ) -> None:
     """Copy the loaded ``tensors`` of `build_sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
-    head = _scalar_head(model, chunk)
+    head = _find_scalar_head(model, chunk)
     if head is not None:
         head.copy_(tensors[_HEAD])
     for storage, parameter in adapter_parameters(model).items():

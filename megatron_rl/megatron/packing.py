@@ -367,7 +367,7 @@ def pack_rows(
 
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context),
+        positions=_token_positions(lengths, context_rank, context),
         buckets=tuple(buckets),
         restore=restore,
     )
@@ -395,12 +395,12 @@ def pack_whole_rows(
     """
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context),
+        positions=_token_positions(lengths, context_rank, context),
         boundaries=pack_for_transformer_engine(lengths),
     )
 
 
-def _positions(
+def _token_positions(
     lengths: Sequence[int],
     context_rank: int,
     context: int,

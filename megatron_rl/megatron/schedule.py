@@ -266,12 +266,12 @@ def _pack_microbatch(
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),
-        routed=_routed_tokens(model, batch, rows, positions, padding),
+        routed=_select_routed_tokens(model, batch, rows, positions, padding),
         batch=loss_batch,
     )
 
 
-def _routed_tokens(
+def _select_routed_tokens(
     model: ParallelModel,
     batch: Any,
     rows: list[int],

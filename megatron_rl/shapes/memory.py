@@ -74,7 +74,7 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     """
     # With fewer key-value heads than ranks, each head has equally many copies.
     replicated = shape.replicated_parameters
-    sharded = shape.layer_dense_total - replicated
+    sharded = shape.nonexpert_layer_parameters - replicated
     for (heads, engine_copies), parameters in shape.key_value_parameters.items():
         copies = engine_copies * max(1, tensor // heads)
         sharded += parameters * (copies - 1)

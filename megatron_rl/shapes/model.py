@@ -333,7 +333,7 @@ class ModelShape:
         return self.experts * self._count_elements(True)
 
     @cached_property
-    def layer_dense_total(self) -> int:
+    def nonexpert_layer_parameters(self) -> int:
         """Count the parameters of all layers outside routed experts."""
         return self._count_elements(False)
 
@@ -367,7 +367,12 @@ class ModelShape:
         """Count all parameters of the model: embeddings, layers, final norm and output layer."""
         # Embedding and output layer are at the ends of the pipeline.
         ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
-        return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
+        return (
+            ends
+            + self.final_norm_parameters
+            + self.nonexpert_layer_parameters
+            + self.routed_expert_parameters
+        )
 
     @cached_property
     def active_expert_parameters(self) -> int:
@@ -428,7 +433,7 @@ class ModelShape:
     @cached_property
     def layer_flops(self) -> float:
         """Return the FLOPs per token of the layers in a forward pass, two per active parameter."""
-        return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
+        return 2.0 * (self.nonexpert_layer_parameters + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:

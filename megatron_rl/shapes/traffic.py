@@ -72,7 +72,7 @@ def _interleaved_slices(
     group_size = sum(group_rows)
 
     # The shard is a range of fused rows: count each tensor's rows before both of its ends.
-    def rows_before(end: int, offset: int, size: int) -> int:
+    def count_rows_before(end: int, offset: int, size: int) -> int:
         """Count one tensor's rows among the first ``end`` rows of the fused weight.
 
         The tensor (query, key or value) has ``size`` rows in each group, from row ``offset`` of the group.
@@ -85,7 +85,7 @@ def _interleaved_slices(
     slices = []
     offset = 0
     for size in group_rows:
-        slices.append(Slice(0, rows_before(low, offset, size), rows_before(high, offset, size)))
+        slices.append(Slice(0, count_rows_before(low, offset, size), count_rows_before(high, offset, size)))
         offset += size
     return tuple(slices)
 

@@ -110,7 +110,7 @@ def test_kernels_of_attention(
     if heads[0] != heads[1]:
         shape = dataclasses.replace(LATENT, qk_nope=heads[0] - 64, qk_rope=64, v_head_dim=heads[1])
     subject = role(shape, capability=capability, deterministic=deterministic)
-    assert subject.kernel == kernel
+    assert subject.attention_kernel == kernel
     layer = accelerator_defaults(subject, LAYERS).get("core_attention")
     assert layer == ("torch" if kernel == "torch" else None)
 

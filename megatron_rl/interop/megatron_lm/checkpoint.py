@@ -111,7 +111,7 @@ class MegatronCheckpoint:
         return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the reasons why Adam cannot resume from the checkpoint's optimizer state, as errors.
+        """Return errors that tell why Adam cannot resume from the checkpoint's optimizer state.
 
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """

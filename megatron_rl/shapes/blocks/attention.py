@@ -156,7 +156,7 @@ class Attention(Mixer):
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the fields of a gate on the output, and of layers with different heads."""
+        """Return the TransformerConfig fields for a gate on the output and for layers with different heads."""
         settings: dict[str, Any] = {}
         if shape.output_gate:
             settings["attention_output_gate"] = True
@@ -168,7 +168,7 @@ class Attention(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse a gate on the output with more tensor-parallel ranks than key-value heads."""
+        """Yield an error for a gate on the output with more tensor-parallel ranks than key-value heads."""
         if not shape.output_gate or layout.tensor <= self.key_value_heads(shape):
             return
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A layer on one rank, as far as the memory of its activations depends on it.
+    """Properties of a layer on one rank that determine the memory of its activations.
 
     Activations are counted in elements of ``dtype_bytes`` bytes, per token of a micro-batch. A float32 number
     counts as `float32_elements` of them, which are 2 for bfloat16.

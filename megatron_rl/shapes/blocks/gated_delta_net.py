@@ -135,7 +135,7 @@ class GatedDeltaNet(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse context parallelism: it divides the tokens of a row, whose states depend on one another."""
+        """Yield an error for context parallelism: a row's state needs all tokens of the row in order."""
         if layout.context == 1:
             return
         yield UserError(

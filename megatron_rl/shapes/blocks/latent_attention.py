@@ -141,7 +141,7 @@ class LatentAttention(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse Megatron's fused rotary embedding, which cannot compute latent attention on packed rows."""
+        """Yield an error for Megatron's fused rotary embedding, which does not support packed rows here."""
         if not settings.get("apply_rope_fusion"):
             return
 
@@ -155,7 +155,7 @@ class LatentAttention(Mixer):
         )
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Refuse the projection of queries, keys and values, which latent attention does not have."""
+        """Return the reason against an adapter of ``linear_qkv``, which latent attention does not have."""
         if target == "linear_qkv":
             return "latent attention has no such layer: it projects through latents"
         return None
