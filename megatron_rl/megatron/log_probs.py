@@ -589,9 +589,9 @@ def choose_reductions(dtype: torch.dtype) -> Reductions:
 
 @functools.cache
 def kernels_work(dtype: torch.dtype) -> bool:
-    """Test both passes with the Triton kernels on this machine; warn and return False if they are wrong.
+    """Return whether the Triton kernels give correct values and gradients on this machine; warn if not.
 
-    The test runs once per process and dtype, on a small problem.
+    They are tested once per process and dtype, on a small problem.
     """
     try:
         value_error, gradient_errors = measure_kernel_errors(dtype)

@@ -280,7 +280,8 @@ def attach_adapters(
 
     ``initial`` has values by their PEFT names; adapters without values in it are initialised as new. A new
     adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
-    on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
+    on ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
+    head get gradients. Call before the model is wrapped in DDP.
     """
     model.adapters = make_adapted_model(
         describe_model(model.hf_config),
@@ -370,8 +371,9 @@ def initialise_adapters(
 ) -> None:
     """Initialise the adapters of a model from ``initial``, by their PEFT names, or with new values.
 
-    Tensors that are not in ``initial`` get new values. With ``initial`` the values are also stored as those
-    of the initial policy, the reference; without it the initial policy is the base without adapters.
+    Tensors that are not in ``initial`` get new values, which depend on ``seed`` and on the tensor's name.
+    With ``initial`` the values are also stored as those of the initial policy, the reference; without it the
+    initial policy is the base without adapters.
     """
     assert model.adapters is not None
     stored_names = set()
@@ -608,7 +610,7 @@ def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
-    """Merge a model's adapters into its base weights, in place, and initialise new adapters."""
+    """Merge a model's adapters into its base weights, in place, and initialise new ones from ``seed``."""
     weights = live_parameters(model)
     for name, adapter in _iterate_adapters(model):
         weight = weights[_adapted_weight_name(name)]

@@ -45,7 +45,7 @@ from megatron_rl.megatron.log_probs import (
 )
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, describe_model, model_spec, with_scalar_head
-from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
+from megatron_rl.megatron.packing import make_bounded_rows, make_bucketed_rows, make_row_boundaries
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
@@ -257,16 +257,16 @@ class ParallelModel:
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
         if not self.takes_rows:
-            return pack_for_transformer_engine(lengths)
+            return make_row_boundaries(lengths)
         context_rank = self.groups.coordinates.context
         context = self.groups.layout.context
         if self.gathers_rows:
             # Both forms: some mixers take rows gathered by length, attention may take boundaries.
-            rows = pack_rows(lengths, context_rank, context)
-            return replace(rows, boundaries=pack_for_transformer_engine(lengths))
+            rows = make_bucketed_rows(lengths, context_rank, context)
+            return replace(rows, boundaries=make_row_boundaries(lengths))
         if self.takes_boundaries:
-            return pack_whole_rows(lengths, context_rank, context)
-        return pack_rows(lengths, context_rank, context)
+            return make_bounded_rows(lengths, context_rank, context)
+        return make_bucketed_rows(lengths, context_rank, context)
 
     def token_outputs(
         self,
@@ -479,7 +479,10 @@ def _build_chunk(
     fused: bool,
     core_attention: str | None,
 ) -> GPTModel:
-    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`."""
+    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`.
+
+    ``fused``: whether its layers are Transformer Engine's. ``core_attention`` as in `block_spec`.
+    """
     layout = groups.layout
     config = spec.transformer_config
 
@@ -522,7 +525,10 @@ def finish_chunk(
     spec: ModelSpec,
     seed: int,
 ) -> None:
-    """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express."""
+    """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express.
+
+    ``seed`` is that of the head's initial values.
+    """
     spec.finish(chunk)
     if chunk.post_process:
         if spec.model.shape.scalar_head:

@@ -335,7 +335,7 @@ def set_states(
     )
 
 
-class _UnshardedParameters(HostOptimizer):
+class _UnshardedHostOptimizer(HostOptimizer):
     """Optimizer over complete parameters, which Megatron replaces by one over this rank's shards of them.
 
     It copies none of them to the host.
@@ -364,7 +364,7 @@ def _build_on_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     settings.store_param_remainders = False
 
     # Megatron builds the optimizer twice: over complete parameters, then over this rank's shards.
-    replacements = {megatron_optimizer: _UnshardedParameters, distrib_optimizer: HostOptimizer}
+    replacements = {megatron_optimizer: _UnshardedHostOptimizer, distrib_optimizer: HostOptimizer}
     for module, optimizer_class in replacements.items():
         setattr(module, "HybridDeviceOptimizer", optimizer_class)
     try:

@@ -80,7 +80,7 @@ class _SourceRows:
         return self.tensor.narrow(0, self.source.first, self.row_count)
 
     def copy_to(self, target: Tensor, first_row: int) -> None:
-        """Fill ``target`` with consecutive rows of the source, from its row ``first_row`` on."""
+        """Fill ``target`` with consecutive rows of the source, from the source's row ``first_row`` on."""
         position = 0
         for row, rows in self.source.row_ranges(first_row, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))

@@ -37,11 +37,11 @@ from megatron_rl.types import LogitRules, token_index
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenOutputs:
     """Outputs of the model's head for one micro-batch.
 
     Example, of a language model and two rows of 3 and 2 tokens with all but the first tokens selected:
-    ``TokenScores(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
+    ``TokenOutputs(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
     """
 
     rows: tuple[int, ...]
@@ -335,7 +335,7 @@ def forward_only(
     guard: PassGuard | None = None,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
-) -> list[TokenScores]:
+) -> list[TokenOutputs]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
     ``from_previous_token``: whether a token's output is that of the preceding token's hidden state, which
@@ -346,10 +346,10 @@ def forward_only(
     Collective over the model's ranks.
     """
 
-    def collect(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
-        return outputs[0].sum() * 0, TokenScores(microbatch.rows, outputs)
+    def collect(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenOutputs]:
+        return outputs[0].sum() * 0, TokenOutputs(microbatch.rows, outputs)
 
-    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
+    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenOutputs]]:
         microbatches, _ = build_microbatches(
             model,
             batch,
@@ -364,13 +364,13 @@ def forward_only(
         with torch.no_grad():
             return microbatches, _run_schedule(model, microbatches, collect, forward_only=True, guard=guard)
 
-    microbatches, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
+    microbatches, outputs = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record_experts:
-        return scores
+        return outputs
 
-    # Collective, so every stage takes part, but only the last stage has scores.
+    # Collective, so every stage takes part, but only the last stage has outputs.
     recorded = _gather_recorded_experts(model, microbatches)
-    return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
+    return [replace(output, experts=experts) for output, experts in zip(outputs, recorded, strict=False)]
 
 
 def _run_guarded(
@@ -431,7 +431,7 @@ def forward_backward(
     rows_per_unit: int = 1,
     guard: PassGuard | None = None,
     clear: Callable[[], None] | None = None,
-) -> tuple[list[TokenScores], Metrics]:
+) -> tuple[list[TokenOutputs], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
@@ -459,9 +459,9 @@ def forward_backward(
     results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
-    scores = [score for score, _ in results]
+    token_outputs = [token_output for token_output, _ in results]
     loss_metrics = merge_metrics(microbatch_metrics for _, microbatch_metrics in results)
-    return scores, loss_metrics + metrics
+    return token_outputs, loss_metrics + metrics
 
 
 def forward_loss(
@@ -502,10 +502,12 @@ def forward_loss(
 
 def _make_loss_function(
     objective: Callable[..., tuple[Tensor, Metrics]],
-) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
-    """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
+) -> Callable[..., tuple[Tensor, tuple[TokenOutputs, Metrics]]]:
+    """Return the function from a micro-batch's outputs to its loss, `TokenOutputs` and metrics."""
 
-    def loss_function(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
+    def loss_function(
+        microbatch: MicroBatch, *outputs: Tensor
+    ) -> tuple[Tensor, tuple[TokenOutputs, Metrics]]:
         # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
@@ -515,8 +517,8 @@ def _make_loss_function(
         loss, metrics = objective(microbatch.batch, *outputs, **arguments)
         if not microbatch.rows:
             metrics = Metrics()
-        scores = TokenScores(microbatch.rows, tuple(output.detach() for output in outputs))
-        return loss, (scores, metrics)
+        detached_outputs = TokenOutputs(microbatch.rows, tuple(output.detach() for output in outputs))
+        return loss, (detached_outputs, metrics)
 
     return loss_function
 

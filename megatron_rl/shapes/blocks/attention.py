@@ -156,7 +156,7 @@ class Attention(Mixer):
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the TransformerConfig fields for a gate on the output and for layers with different heads."""
+        """Return the TransformerConfig fields for a gate on the output and for layers with other heads."""
         settings: dict[str, Any] = {}
         if shape.output_gate:
             settings["attention_output_gate"] = True
