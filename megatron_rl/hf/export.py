@@ -41,7 +41,7 @@ from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
-from megatron_rl.shapes.quantized import without_quantization
+from megatron_rl.shapes.quantized import remove_quantization
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import (
     BoxGroup,
@@ -585,7 +585,7 @@ def _write_multimodal_config(
 
     Its dtype becomes ``dtype``.
     """
-    config = without_quantization(read_json(source / "config.json"))
+    config = remove_quantization(read_json(source / "config.json"))
 
     # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
     config.pop("torch_dtype", None)

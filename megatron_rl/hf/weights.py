@@ -191,7 +191,7 @@ def _read_parameters(
         for box in boxes:
             if box.storage not in selected_names:
                 continue
-            # A policy's checkpoint has no scalar head: it keeps its initial values.
+            # A policy's checkpoint has no scalar head: the critic's head keeps its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
                 continue
 

@@ -83,7 +83,7 @@ def warn_of_unfused_attention() -> None:
     )
 
 
-def earlier_attention_backend() -> dict[str, str]:
+def find_earlier_attention_backend() -> dict[str, str]:
     """Return the setting ``attention_backend`` if an earlier model of this process set it to ``auto``.
 
     Otherwise return an empty mapping. Megatron writes the setting of the first model into environment

@@ -199,7 +199,7 @@ class Adapter(nn.Module):
         return by_kind.flatten(1)
 
     @torch.no_grad()
-    def merged_weight(self, weight: Tensor) -> Tensor:
+    def compute_merged_weight(self, weight: Tensor) -> Tensor:
         """Compute this rank's shard of W + scale * B A in W's dtype, summed in float32."""
         change = self._expand_by_kind(self.B).float() @ self.A.float()
         return (weight.float() + self.scale * change).to(weight.dtype)
@@ -223,7 +223,9 @@ def add_adapter_output(
     norm_weight = getattr(linear, "layer_norm_weight", None)
     if norm_weight is not None:
         # Transformer Engine normalises inside the layer: A must see the normalised inputs, too.
-        gain = norm_weight.float() + (1.0 if linear.zero_centered_gamma else 0.0)
+        gain = norm_weight.float()
+        if linear.zero_centered_gamma:
+            gain = gain + 1.0
         hidden = functional.rms_norm(hidden.float(), gain.shape, gain, linear.eps).to(hidden.dtype)
 
     result, bias = output
@@ -595,7 +597,7 @@ def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
     weights = live_parameters(model)
     for name, adapter in _iterate_adapters(model):
         weight = _adapted_weight_name(name)
-        weights[weight] = adapter.merged_weight(weights[weight])
+        weights[weight] = adapter.compute_merged_weight(weights[weight])
     return weights
 
 
@@ -614,7 +616,7 @@ def merge_adapters(model: ParallelModel, seed: int) -> None:
     weights = live_parameters(model)
     for name, adapter in _iterate_adapters(model):
         weight = weights[_adapted_weight_name(name)]
-        weight.copy_(adapter.merged_weight(weight))
+        weight.copy_(adapter.compute_merged_weight(weight))
     initialise_adapters(model, seed)
 
 
@@ -652,7 +654,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
         chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
         parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
         base_weights.append((parameter, parameter.data))
-        parameter.data = adapter.merged_weight(parameter.data)
+        parameter.data = adapter.compute_merged_weight(parameter.data)
 
     pairs = remove_adapters(model)
     try:
@@ -697,7 +699,9 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             continue
         tensor_rank = adapter.group.rank()
         tensor_size = adapter.group.size()
-        data_group = groups.expert_data if adapter.is_expert else groups.data_context
+        data_group = groups.data_context
+        if adapter.is_expert:
+            data_group = groups.expert_data
 
         for factor, parameter in adapter.named_parameters():
             name = global_name(model, f"{adapter_name}.{factor}")

@@ -33,7 +33,7 @@ from megatron_rl.megatron.layers import (
     RowAttention,
     allow_plain_output_layer,
     block_spec,
-    earlier_attention_backend,
+    find_earlier_attention_backend,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (
@@ -402,7 +402,7 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**earlier_attention_backend(), **(overrides or {})}
+        explicit = {**find_earlier_attention_backend(), **(overrides or {})}
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)

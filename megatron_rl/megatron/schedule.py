@@ -248,6 +248,9 @@ def _pack_microbatch(
             batch, experts=None, support_sizes=None, support=None, teacher_top_ids=None
         ).rows(rows)
 
+    row_rules = None
+    if rules is not None:
+        row_rules = build_row_rules(rules, lengths, tokens, selected)
     buckets: Tensor | TopTokens | None = top_tokens
     bucket_ids = getattr(batch, "teacher_top_ids", None)
     if bucket_ids is not None:
@@ -262,7 +265,7 @@ def _pack_microbatch(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_select_support(batch, positions[selected]),
-        rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
+        rules=row_rules,
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),

@@ -198,7 +198,7 @@ def _convert_gpu(name: str, data: Mapping[str, Any]) -> Gpu:
     )
 
 
-def packaged_constants() -> dict[str, Any]:
+def read_packaged_constants() -> dict[str, Any]:
     """Return the packaged constants.json as a plain mapping."""
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
@@ -315,7 +315,7 @@ def build_constants(data: Mapping[str, Any]) -> Constants:
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
     """Load the packaged constants with the values of an override file (JSON of the same structure)."""
-    data = packaged_constants()
+    data = read_packaged_constants()
     if override is not None:
         path = Path(override)
         if not path.is_file():

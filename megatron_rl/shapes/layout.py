@@ -451,8 +451,9 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
     explicit sizes of the ends, or None for an end that is like the middle stages.
     """
-    middle_stages = stages - (first is not None) - (last is not None)
-    middle_layers = total - (first or 0) - (last or 0)
+    explicit_sizes = [size for size in (first, last) if size is not None]
+    middle_stages = stages - len(explicit_sizes)
+    middle_layers = total - sum(explicit_sizes)
     if middle_layers < 0:
         return None
     if middle_stages == 0 and middle_layers:

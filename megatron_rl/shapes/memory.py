@@ -416,7 +416,7 @@ def scoring_memory(
     )
 
 
-def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
+def find_representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
     """Return the stages, counted from 0, that can have the largest memory.
 
     These are the earliest of the stages with equal layers, which has the most micro-batches in flight or the
@@ -434,6 +434,6 @@ def max_stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int
     last = len(stages) - 1
     parameters = [
         stage_parameters(shape, layout, stages[stage], stage == 0, stage == last)
-        for stage in representative_stages(shape, stages)
+        for stage in find_representative_stages(shape, stages)
     ]
     return max(parameters, key=sum)

@@ -310,7 +310,9 @@ class ModelShape:
     @property
     def _norm_tensors(self) -> int:
         """Return the number of tensors of a norm: a LayerNorm has a bias in addition to its weight."""
-        return 1 + self.layer_norm
+        if self.layer_norm:
+            return 2
+        return 1
 
     @cached_property
     def final_norm_parameters(self) -> int:

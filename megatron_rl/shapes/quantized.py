@@ -132,16 +132,16 @@ def quantization_keys(config: Mapping[str, Any]) -> list[str]:
     return [key for key in _KEYS if config.get(key)]
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def remove_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the keys that describe a quantisation."""
     keys = quantization_keys(config)
     return {key: value for key, value in config.items() if key not in keys}
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation of a config.json; None if there is none.
+    """Return the quantisation that a config.json describes, or None for weights that are not quantised.
 
-    ``file`` is the path that errors name. Raises UserError for one that cannot be read.
+    ``file`` is the path that errors name. Raises UserError for a quantisation that cannot be read.
     """
     keys = quantization_keys(config)
     if not keys:

@@ -116,7 +116,10 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     # vLLM's `determine_expert_map` with linear placement.
     quotient, remainder = divmod(experts, replica_size)
     start = rank * quotient + min(rank, remainder)
-    return range(start, start + quotient + (rank < remainder))
+    expert_count = quotient
+    if rank < remainder:
+        expert_count += 1
+    return range(start, start + expert_count)
 
 
 def _rank_share(size: int, rank: int, rank_count: int) -> tuple[int, int]:

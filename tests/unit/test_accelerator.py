@@ -21,7 +21,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
-from megatron_rl.megatron.layers import earlier_attention_backend
+from megatron_rl.megatron.layers import find_earlier_attention_backend
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import (
     DDP,
@@ -152,10 +152,10 @@ def test_the_attention_backend_becomes_a_member_of_megatrons_enum(monkeypatch: p
     kernels = ("FLASH", "FUSED", "UNFUSED")
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
-    assert not earlier_attention_backend()
+    assert not find_earlier_attention_backend()
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "1")
-    assert earlier_attention_backend() == {"attention_backend": "auto"}
+    assert find_earlier_attention_backend() == {"attention_backend": "auto"}
 
 
 def test_hosts_have_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

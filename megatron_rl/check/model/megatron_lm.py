@@ -37,7 +37,7 @@ from megatron_rl.shapes.pretrained import (
     read_json,
     tokenizer_files,
 )
-from megatron_rl.shapes.quantized import without_quantization
+from megatron_rl.shapes.quantized import remove_quantization
 
 ErrorsByKey = dict[str, list[UserError]]
 """Configuration key -> errors that make its value invalid."""
@@ -235,7 +235,7 @@ def _write_model_folder(
     if tokenizer_folder is not None and (tokenizer_folder / "config.json").is_file():
         config_file = tokenizer_folder / "config.json"
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
-        hf_config = without_quantization(read_json(config_file))
+        hf_config = remove_quantization(read_json(config_file))
         model = parse_pretrained(hf_config, str(config_file))
         errors = contradiction_errors(checkpoint.arguments, model, key, str(config_file))
 

@@ -19,8 +19,8 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     arrange_parameters,
+    list_possible_implementations,
     mismatched_buffers_error,
-    possible_implementations,
     writer_layout,
 )
 from megatron_rl.interop.megatron_lm.pickles import (
@@ -166,7 +166,7 @@ class MegatronCheckpoint:
         # Several implementations of the layers may fit; the values of the master weights decide later.
         arrangements = []
         errors = []
-        for implementation in possible_implementations(self.arguments, shape):
+        for implementation in list_possible_implementations(self.arguments, shape):
             try:
                 arrangement = arrange_parameters(
                     self.arguments,

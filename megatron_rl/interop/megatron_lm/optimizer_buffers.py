@@ -131,7 +131,9 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     )
 
 
-def possible_implementations(arguments: Mapping[str, Any], shape: ModelShape) -> list[LayerImplementation]:
+def list_possible_implementations(
+    arguments: Mapping[str, Any], shape: ModelShape
+) -> list[LayerImplementation]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments do not determine the implementation, since they do not include a user's own layer specs.

@@ -32,8 +32,8 @@ from megatron_rl.shapes.memory import (
     LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
+    find_representative_stages,
     max_stage_parameters,
-    representative_stages,
     scoring_memory,
     training_memory,
 )
@@ -715,7 +715,7 @@ def fullest_training(
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
-        stage_indices = representative_stages(model, stages)
+        stage_indices = find_representative_stages(model, stages)
 
     memories = []
     for stage in stage_indices:
@@ -781,6 +781,6 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
         scoring_memory(model, layout, stages, stage, choice.layers, tokens)
-        for stage in representative_stages(model, stages)
+        for stage in find_representative_stages(model, stages)
     ]
     return _role_memory(memories)

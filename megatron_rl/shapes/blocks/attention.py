@@ -195,12 +195,17 @@ class Attention(Mixer):
             # and its kernels take multiples of 8.
             return heads * (4 * (head_dim + 8) + head_dim)
 
-        # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
+        # Tensors with all query heads: queries and output, the gate, and queries before their norm. Tensors
+        # with all key-value heads: keys and values, and keys before their norm.
         groups = self.key_value_heads(shape) / layer.tensor
-        queries = 2 + shape.qk_norm
+        query_tensors = 2
+        key_value_tensors = 2
         if shape.output_gate:
-            queries += 1
-        return head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
+            query_tensors += 1
+        if shape.qk_norm:
+            query_tensors += 1
+            key_value_tensors += 1
+        return head_dim * (query_tensors * heads + key_value_tensors * groups)
 
     def _count_plain_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that this package's attention saves.
@@ -211,7 +216,10 @@ class Attention(Mixer):
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
-        projection = head_dim * (heads + (2 - self.keys_are_values) * groups)
+        projected_heads = heads + 2 * groups
+        if self.keys_are_values:
+            projected_heads = heads + groups
+        projection = head_dim * projected_heads
 
         # The core saves queries, keys, values and output of every query head, since keys and values are
         # repeated, and the float32 log-sum-exp of each head's softmax.

@@ -59,7 +59,10 @@ class LocalLayer:
         normalised = 1.0
         if self.shape.centered_norms:
             normalised = self.float32_elements
-        return width * (self.float32_elements + normalised + output)
+        saved = self.float32_elements + normalised
+        if output:
+            saved += 1
+        return width * saved
 
 
 @dataclass(frozen=True)
