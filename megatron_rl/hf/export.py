@@ -74,9 +74,9 @@ class _Piece:
     name: str
     """Name of the tensor."""
     start: Coordinates
-    """First coordinates of the box in the tensor."""
+    """First coordinates of the piece in the tensor."""
     size: Coordinates
-    """Size of the box."""
+    """Size of the piece in each dimension."""
     dtype: torch.dtype
     """Dtype in the file."""
     fused_experts: FusedExperts | None = None

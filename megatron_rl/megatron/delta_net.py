@@ -38,8 +38,8 @@ published code."""
 class PackedDeltaNet(GatedDeltaNet):
     """Gated delta net within each row of a packed sequence.
 
-    On an accelerator the kernel of flash-linear-attention computes the rule, if the package is installed;
-    otherwise `chunked_delta_rule` does.
+    On an accelerator the kernel of flash-linear-attention computes the delta rule, if the package is
+    installed; otherwise `chunked_delta_rule` does.
     """
 
     gathers_rows = True

@@ -161,7 +161,7 @@ _warned_of_unfused = False
 
 
 class RmsNorm(nn.Module):
-    """Norm by the root mean square (Zhang & Sennrich 2019), computed in float32, in any parallel layout."""
+    """RMS norm (Zhang & Sennrich 2019), computed in float32, for any parallel layout."""
 
     def __init__(
         self,

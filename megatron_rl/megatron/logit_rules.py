@@ -26,7 +26,7 @@ from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of one row, with the row's tokens, whose occurrences they count.
+    """Repetition, presence and frequency penalties of one row, with the tokens that they count.
 
     Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
     tokens_before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
@@ -170,7 +170,7 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
 
 @dataclass(frozen=True)
 class RowRules:
-    """Rules of one row of a micro-batch.
+    """Rules that changed the logits of one row before sampling, for the row's selected tokens.
 
     Example, for 5 selected tokens whose first 2 must not be a stop token:
     ``RowRules(first=10, count=5, no_stop_count=2, bias_ids=[], bias=[], stop_ids=[7])``.

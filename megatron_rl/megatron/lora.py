@@ -50,14 +50,14 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Adapter(nn.Module):
-    """This rank's shard of A [kinds x rank, in] and B [out, rank] of one linear layer.
+    """Low-rank adapter of one linear layer: this rank's shard of A [kinds x rank, in] and B [out, rank].
 
     A layer of Megatron may combine several tensors of the checkpoint ("kinds": query, key and value in
     linear_qkv). Each kind has its own A.
     """
 
     kind_mask: Tensor
-    """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
+    """[out, kinds], 1 where a row of B belongs to a kind, otherwise 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
     initial_B: Tensor | None
@@ -254,7 +254,7 @@ _HEAD = "output_layer.weight"
 
 
 class TensorSource(Protocol):
-    """Named tensors with reads of slices, such as a safetensors file."""
+    """Interface of named tensors that can be read a slice at a time, such as those of a safetensors file."""
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -411,7 +411,10 @@ def _draw_initial_values(
     shape: tuple[int, ...],
     seed: int,
 ) -> Tensor:
-    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``."""
+    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``.
+
+    They depend only on ``seed`` and on the tensor's ``name`` and ``shape``.
+    """
     # Not Python's hash(), which differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5

@@ -88,8 +88,8 @@ def wrap_in_ddp(
 class Optimizer:
     """Optimizer and learning-rate schedule of a wrapped model.
 
-    ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule.
-    Collective over the model's ranks.
+    ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule. The
+    constructor is collective over the model's ranks.
     """
 
     def __init__(
@@ -336,9 +336,9 @@ def set_states(
 
 
 class _UnshardedHostOptimizer(HostOptimizer):
-    """Optimizer over complete parameters, which Megatron replaces by one over this rank's shards of them.
+    """Placeholder of the optimizer over complete parameters, which Megatron builds first.
 
-    It copies none of them to the host.
+    It copies no parameter to the host, since Megatron replaces it by one over this rank's shards.
     """
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:

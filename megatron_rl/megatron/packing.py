@@ -234,9 +234,9 @@ def _search_packing(
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    Kernels of accelerators use ``boundaries``. On hosts, `PackedAttention` gathers rows of similar length
-    into padded ``buckets`` of token positions, and returns to the packed order by the index ``restore``.
-    The ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
+    Kernels of accelerators use ``boundaries``. Layers without such a kernel gather rows of similar length
+    into padded ``buckets`` of token positions, and return to the packed order by the index ``restore``. The
+    ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
     sequences ("thd").
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``

@@ -65,6 +65,7 @@ class _SourceRows:
     tensor: Tensor
     """The complete checkpoint tensor."""
     source: Source
+    """Entry of the table of weights that selects the rows."""
 
     @property
     def row_count(self) -> int:

@@ -96,7 +96,7 @@ _TRAINER_FIELDS = {
 
 @dataclass(frozen=True)
 class Provider:
-    """The user's function that builds a chunk of a model.
+    """Model provider: the user's function that builds a chunk of a model, and the arguments that it may read.
 
     Example: ``Provider("my_model.py:build", build, Namespace(num_layers=2))``.
     """

@@ -384,7 +384,10 @@ def _run_guarded(
     rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard."""
+    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard.
+
+    The other arguments are those of `forward_backward`.
+    """
     if guard is None:
         return compute(tokens_per_microbatch)
     unit_tokens = max(batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist(), default=1)

@@ -129,9 +129,10 @@ transposed=False, blocks=False)
 
 
 def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dict[str, Shape]:
-    """Return the shapes of a checkpoint's tensors (`expert_location`) for those of ``shapes``, in order.
+    """Return the shapes of the tensors that a checkpoint stores, in order, from those of the model's tensors.
 
-    ``form`` is None for a checkpoint with a tensor per expert.
+    ``shapes`` have an entry per expert; in the result all experts of a layer are one tensor (see
+    `expert_location`). ``form`` is None for a checkpoint with a tensor per expert, whose shapes are equal.
     """
     if form is None:
         return dict(shapes)
@@ -232,7 +233,8 @@ def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
     ``shapes``: name of a tensor with all experts -> its shape. ``hidden``: width of the model.
     """
     for name, shape in shapes.items():
-        # A square matrix does not show it, but the layer's other matrix does: it is half or twice as wide.
+        # A square matrix does not show whether it is transposed. The layer's other matrix does, since it is
+        # half or twice as wide.
         if len(shape) != 3 or shape[1] == shape[2]:
             continue
 

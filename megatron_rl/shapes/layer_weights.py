@@ -49,7 +49,7 @@ rows, padded. The others are as in `Cut`.
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensor of a layer, or rows of one.
+    """Checkpoint tensor, or rows of one, that fills a layer's parameter alone or together with others.
 
     >>> Source("self_attn.o_proj.weight", (4096, 4096), "columns").elements
     16777216

@@ -33,7 +33,11 @@ Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Kind of multimodal model whose language model can be trained."""
+    """Kind of multimodal model whose language model can be trained.
+
+    Example: ``Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text":
+    "qwen3"})``.
+    """
 
     title: str
     """Display name in the list of models."""

@@ -30,7 +30,10 @@ _REPLICATED = ("whole", "stacked")
 
 
 class Slice(NamedTuple):
-    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions."""
+    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions.
+
+    Example: ``Slice(0, 2, 4)`` are rows 2 and 3 of a matrix.
+    """
 
     dim: int
     start: int
@@ -281,7 +284,7 @@ class WeightTraffic:
     model_bytes: int
     """Bytes of one complete copy of the weights."""
     needed: Mapping[int, int]
-    """Bytes that a rank generates with, by global rollout rank."""
+    """Bytes of the weights that a rank needs to generate, by global rollout rank."""
     received: Mapping[int, int]
     """Bytes that a rank receives, by global rollout rank."""
     received_across_nodes: Mapping[int, int]

@@ -461,7 +461,8 @@ def _argument_error(
 def derive_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
     """Derive a config.json from arguments, and verify it: `derive_arguments` must return the same arguments.
 
-    It has the parameters of `_build_config`, and raises the same errors.
+    ``setting`` is the key that names the checkpoint, and ``tokenizer_size`` the size of the tokenizer's
+    vocabulary, for arguments without a size. Raises UserErrors for a model that cannot be trained here.
     """
     config = _build_config(arguments, setting, tokenizer_size)
     model = parse_pretrained(config, "the derived config.json")

@@ -66,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Description of one ``iter_*`` folder; no tensor is read.
+    """Description of a checkpoint of Megatron-LM, one ``iter_*`` folder; no tensor is read.
 
     Example: ``read_checkpoint("run/checkpoints", "model.megatron").iteration`` is 500.
     """

@@ -62,7 +62,7 @@ class LayerImplementation(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """Location of a rank's shard of a parameter in the buffers.
+    """Location of a rank's shard of a parameter in the flat buffers of the optimizer.
 
     Example: the lower half of a [16, 8] weight, which tensor-parallel rank 1 has after 128 other elements:
     ``FlatParameter("output_layer.weight", (8, 8), 1, 0, 0, Bucket(0, 1, 0, 0), start=128)``.

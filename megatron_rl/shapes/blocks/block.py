@@ -73,7 +73,7 @@ class Mixer(ABC):
     """
 
     name: ClassVar[str]
-    """Name in `MIXERS`, and of its module in Megatron."""
+    """Key in `MIXERS`, and name of the modules in ``shapes.blocks`` and ``megatron.blocks``."""
     noun: ClassVar[str]
     """Plural noun for errors."""
     layer_types: ClassVar[tuple[str, ...]] = ()
@@ -191,7 +191,7 @@ class FeedForward(ABC):
     """
 
     name: ClassVar[str]
-    """Name in `FEED_FORWARDS`, and of its module in Megatron."""
+    """Key in `FEED_FORWARDS`, and name of the modules in ``shapes.blocks`` and ``megatron.blocks``."""
     routed: ClassVar[bool] = False
     """Whether a router selects among the ``experts`` of `ModelShape` for each token."""
 

@@ -27,7 +27,10 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """Mixer with a recurrent state in place of keys, with the ``linear_`` sizes of `ModelShape`."""
+    """Gated delta net: a mixer with a recurrent state instead of a key and a value per token.
+
+    Its sizes are the ``linear_`` fields of `ModelShape`.
+    """
 
     name: ClassVar[str] = "gated_delta_net"
     noun: ClassVar[str] = "gated delta nets"
