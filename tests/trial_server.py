@@ -35,7 +35,7 @@ def serve(path: str) -> None:
 
     warnings.simplefilter("ignore")
     # Without any role it imports all that a trial imports.
-    trial.refusals([])
+    trial.collect_refusals([])
     # The kernel reaps the forked processes, for which nothing waits.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -60,7 +60,7 @@ def answer_one(connection: socket.socket) -> None:
     try:
         folder, _, roles = received(connection).partition(b"\n")
         os.chdir(folder)
-        connection.sendall(json.dumps(trial.refusals(json.loads(roles))).encode())
+        connection.sendall(json.dumps(trial.collect_refusals(json.loads(roles))).encode())
     except BaseException:
         traceback.print_exc()
     finally:

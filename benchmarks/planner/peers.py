@@ -26,7 +26,7 @@ from megatron_rl.planning.predict.placement import SyncSeconds
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.memory import fullest_parameters
+from megatron_rl.shapes.memory import max_stage_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import gathered_bytes, received_by_other_projects
 
@@ -63,7 +63,7 @@ def volume(
     method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
     """
     # M of the paper.
-    total = float(machine.weight_bytes * model.parameters)
+    total = float(machine.bytes_per_weight * model.parameters)
     # Ranks that share one copy of the model, in training and in generation.
     train = layout.tensor * layout.pipeline
 
@@ -100,7 +100,7 @@ def strided_seconds(
     if layout.size <= cluster.domain:
         stages = layout.pipeline
 
-    node_bytes = min(received, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
+    node_bytes = min(received, (slices * stages - 1) / train * machine.bytes_per_weight * model.parameters)
     seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
     seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
     return constants.weight_sync.strided_fixed_seconds + seconds
@@ -115,7 +115,7 @@ def gathered_seconds(
     """Return seconds of gathering every complete tensor, which the engine then loads."""
     cluster = machine.cluster
     sync = machine.constants.weight_sync
-    total = machine.weight_bytes * model.parameters
+    total = machine.bytes_per_weight * model.parameters
     # Every tensor costs a collective, and a copy at the rate of the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensor_count * sync.gather_seconds_per_tensor
 
@@ -147,7 +147,7 @@ def broadcast_seconds(
     rate = sync.host_network_gigabytes_per_second
     if one_node:
         rate = sync.host_node_gigabytes_per_second
-    return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
+    return sync.host_fixed_seconds + machine.bytes_per_weight * model.parameters / (rate * GB)
 
 
 def planned_sync_seconds(
@@ -163,7 +163,7 @@ def planned_sync_seconds(
     received_bytes = rollout_weight_bytes(model, rollout, machine)
     sent_bytes = 0.0
     if layout:
-        sent_bytes = machine.weight_bytes * model.parameters / layout.size
+        sent_bytes = machine.bytes_per_weight * model.parameters / layout.size
     return copy_seconds(machine, max(received_bytes, sent_bytes))
 
 
@@ -268,7 +268,7 @@ def gathering_seconds(
     """
     # In bfloat16, over the data-parallel ranks.
     layout = choice.layout
-    weights = 2.0 * sum(fullest_parameters(choice.model, layout))
+    weights = 2.0 * sum(max_stage_parameters(choice.model, layout))
     gather = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
     traffic = 2 * gather * work.micro_batches
     return max(0.0, traffic - _GATHER_OVERLAP * compute) + _GATHER_EXPOSED * min(traffic, compute)

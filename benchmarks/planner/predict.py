@@ -178,7 +178,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
 
     return {
         "tflops_per_gpu": rate * flops_per_token / 1e12,
-        "model_flops_utilization": rate * flops_per_token / machine.gpu.peak(machine.precision),
+        "model_flops_utilization": rate * flops_per_token / machine.gpu.peak_flops(machine.precision),
         "tokens_per_second_per_gpu": rate,
         "seconds_total": seconds,
     }

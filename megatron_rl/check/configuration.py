@@ -86,7 +86,12 @@ from megatron_rl.config.stage_plan import job_reads, reset_unread_keys, stage_pl
 from megatron_rl.config.token_budget import estimate_tokens
 from megatron_rl.errors import UserError, UserErrors, range_error
 from megatron_rl.launcher import process_rank
-from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
+from megatron_rl.shapes.layout import (
+    ParallelLayout,
+    engine_problems,
+    expert_training_problems,
+    trainer_problems,
+)
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
@@ -577,7 +582,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
     else:
         errors = list(trainer_problems(shape, layout, settings))
     if spec_of(role).trains:
-        errors.extend(learning_problems(shape, layout))
+        errors.extend(expert_training_problems(shape, layout))
     return errors
 
 

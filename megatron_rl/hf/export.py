@@ -41,7 +41,7 @@ from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
-from megatron_rl.shapes.quantized import without_quantization
+from megatron_rl.shapes.quantized import remove_quantization
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import (
     BoxGroup,
@@ -74,9 +74,9 @@ class _Piece:
     name: str
     """Name of the tensor."""
     start: Coordinates
-    """First coordinates of the box in the tensor."""
+    """First coordinates of the piece in the tensor."""
     size: Coordinates
-    """Size of the box."""
+    """Size of the piece in each dimension."""
     dtype: torch.dtype
     """Dtype in the file."""
     fused_experts: FusedExperts | None = None
@@ -148,7 +148,7 @@ def export_model(
         # If `model.safetensors` exists, readers ignore the index, and thus the file of copied tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
-    content = _Content(
+    content = _CheckpointContent(
         files,
         shapes,
         dtypes,
@@ -182,7 +182,7 @@ def export_adapters(
     first_parameter = next(iter(parameters.values()))
     dtypes = dict.fromkeys(shapes, first_parameter.dtype)
     files = {PEFT_WEIGHTS: list(shapes)}
-    content = _Content(files, shapes, dtypes, parameters, boxes=peft_boxes(model))
+    content = _CheckpointContent(files, shapes, dtypes, parameters, boxes=peft_boxes(model))
 
     config = {
         **model.adapters.peft_config(),
@@ -197,7 +197,7 @@ def export_adapters(
 
 
 @dataclass(frozen=True)
-class _Content:
+class _CheckpointContent:
     """Tensors of a checkpoint to write, with this rank's parts of them."""
 
     files: Mapping[str, Sequence[str]]
@@ -223,7 +223,7 @@ class _Content:
 def _write_checkpoint_folder(
     model: Any,
     path: Path,
-    content: _Content,
+    content: _CheckpointContent,
     piece_bytes: int,
     write_other_files: Callable[[Path], None],
 ) -> None:
@@ -291,7 +291,7 @@ def _select_multimodal(hf_model: PretrainedModel, source: Checkpoint | None) -> 
 
 
 def _schedule_pieces(
-    content: _Content,
+    content: _CheckpointContent,
     ranks: Sequence[int],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
@@ -313,7 +313,7 @@ def _schedule_pieces(
 
 
 def _split_tensor(
-    content: _Content,
+    content: _CheckpointContent,
     file: str,
     name: str,
     piece_bytes: int,
@@ -347,7 +347,7 @@ class _PieceWriter:
     writer that has left the loop.
     """
 
-    def __init__(self, content: _Content, folder: Path) -> None:
+    def __init__(self, content: _CheckpointContent, folder: Path) -> None:
         self._content = content
         self._folder = folder
         self._open_files: dict[str, SafetensorsWriter] = {}
@@ -523,7 +523,7 @@ def _publish_folder(
 
 def _write_other_files(
     hf_config: Any,
-    content: _Content,
+    content: _CheckpointContent,
     dtype: torch.dtype,
     source: str | Path | None,
     names_to_copy: Sequence[str],
@@ -585,7 +585,7 @@ def _write_multimodal_config(
 
     Its dtype becomes ``dtype``.
     """
-    config = without_quantization(read_json(source / "config.json"))
+    config = remove_quantization(read_json(source / "config.json"))
 
     # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
     config.pop("torch_dtype", None)

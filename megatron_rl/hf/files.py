@@ -33,8 +33,8 @@ from megatron_rl.shapes.quantized import (
     MXFP4_BLOCK,
     Quantization,
     has_mxfp4_scales,
+    has_one_element,
     is_activation_scale,
-    is_one_number,
     mxfp4_error,
     nvfp4_error,
     read_quantization,
@@ -363,7 +363,7 @@ class CheckpointFiles:
 
         scale_name = self._locate(self._tensor_scales[name]).name
         scale = self._open_file(self._files[scale_name]).get_tensor(scale_name)
-        if not is_one_number(tuple(scale.shape)):
+        if not has_one_element(tuple(scale.shape)):
             raise nvfp4_error(str(self._files[scale_name]), name, self.shape(name), tuple(scale.shape))
         return scale.float().reshape(())
 

@@ -25,7 +25,7 @@ def add_adapters(
 ) -> None:
     """Attach adapters to a model, with the weights in the PEFT folder ``config.path`` if that is set.
 
-    ``seed`` is the seed of the initial values otherwise.
+    Adapters without stored weights get new values, which depend on ``seed``.
     """
     initial_weights = None
     if config.path is not None:

@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
+from megatron_rl.megatron.model import ChunkedModel, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
 from megatron_rl.progress import count_progress
@@ -47,7 +47,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return CheckpointFiles(path)
 
 
-def source_boxes(model: Chunked) -> list[TensorBox]:
+def source_boxes(model: ChunkedModel) -> list[TensorBox]:
     """Return the boxes of the checkpoint's tensors in this rank's parameters.
 
     Storages have the names of `live_parameters`. Raises CoverageError unless every element, except for the
@@ -82,7 +82,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
     )
 
 
-def load_weights(model: Chunked, path: str | Path) -> None:
+def load_weights(model: ChunkedModel, path: str | Path) -> None:
     """Fill the model from a checkpoint directory.
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
@@ -103,7 +103,7 @@ def load_weights(model: Chunked, path: str | Path) -> None:
 
 def fill_parameters(
     parameters: Mapping[str, Tensor],
-    model: Chunked,
+    model: ChunkedModel,
     open_files: Callable[[], Checkpoint],
 ) -> None:
     """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
@@ -173,7 +173,7 @@ def _assign_sources(
 def _read_parameters(
     parameters: Mapping[str, Tensor],
     selected_names: Container[str],
-    model: Chunked,
+    model: ChunkedModel,
     files: Checkpoint,
 ) -> None:
     """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time.
@@ -191,7 +191,7 @@ def _read_parameters(
         for box in boxes:
             if box.storage not in selected_names:
                 continue
-            # A policy's checkpoint has no scalar head: it keeps its initial values.
+            # A policy's checkpoint has no scalar head: the critic's head keeps its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
                 continue
 
@@ -250,7 +250,7 @@ def require_finite(
     )
 
 
-def check_tensors(files: Checkpoint, model: Chunked) -> None:
+def check_tensors(files: Checkpoint, model: ChunkedModel) -> None:
     """Raise UserError unless a checkpoint has exactly the tensors, with the shapes, that the model needs."""
     hf_model = describe_model(model.hf_config)
     expected = hf_model.tensor_shapes()

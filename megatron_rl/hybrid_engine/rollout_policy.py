@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.distributed.device import host
 from megatron_rl.megatron.lora import adapter_parameters
-from megatron_rl.megatron.model import Chunked, live_parameters
+from megatron_rl.megatron.model import ChunkedModel, live_parameters
 from megatron_rl.shapes.layer_weights import is_buffer
 
 
@@ -30,7 +30,7 @@ class RolloutPolicy:
     ``version``: version of the last periodic sync, or None before the first.
     """
 
-    def __init__(self, model: Chunked | None, every: int) -> None:
+    def __init__(self, model: ChunkedModel | None, every: int) -> None:
         self.every = every
         self.version: int | None = None
         self._model = model

@@ -25,7 +25,7 @@ from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.megatron.model import Chunked
+from megatron_rl.megatron.model import ChunkedModel
 from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.engines.servers import (
     Lease,
@@ -128,7 +128,7 @@ class ServedWeights:
 
     def __init__(
         self,
-        model: Chunked | None,
+        model: ChunkedModel | None,
         actor: tuple[int, ...],
         generator: ServerGenerator | None,
         config: RunConfig,

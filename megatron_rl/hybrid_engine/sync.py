@@ -29,7 +29,7 @@ from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
 from megatron_rl.megatron.lora import engine_adapters, policy_weights
-from megatron_rl.megatron.model import Chunked, live_parameters
+from megatron_rl.megatron.model import ChunkedModel, live_parameters
 from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
@@ -179,7 +179,7 @@ class HybridEngine:
 
     def __init__(
         self,
-        model: Chunked | None,
+        model: ChunkedModel | None,
         engine: WeightStore | None,
         *,
         staging_bytes: int = HybridEngineConfig.staging_bytes,
@@ -349,7 +349,7 @@ class HybridEngine:
             raise RuntimeError(f"{count} engines do not use version {version} of the weights")
 
 
-def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
+def _weight_source(model: ChunkedModel | None, separate_adapters: bool) -> WeightSource | None:
     """Return the weights of a model as a source, or None without a model.
 
     Adapters are merged into them unless ``separate_adapters`` is set.

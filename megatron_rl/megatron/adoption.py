@@ -89,21 +89,23 @@ def require_megatron_setup(
         got = ", ".join(type(chunk).__name__ for chunk in chunks)
         if not isinstance(model, Sequence):
             got += " outside of a list"
-        errors.append(_wrong_type("model", "a list of chunks, each in Megatron-Core's DDP", got))
+        errors.append(_wrong_type_error("model", "a list of chunks, each in Megatron-Core's DDP", got))
 
     if not isinstance(optimizer, MegatronOptimizer):
         got = type(optimizer).__name__
-        errors.append(_wrong_type("optimizer", "an optimizer that get_megatron_optimizer returned", got))
+        errors.append(
+            _wrong_type_error("optimizer", "an optimizer that get_megatron_optimizer returned", got)
+        )
 
     if not hasattr(scheduler, "step"):
         got = type(scheduler).__name__
-        errors.append(_wrong_type("scheduler", "an OptimizerParamScheduler", got))
+        errors.append(_wrong_type_error("scheduler", "an OptimizerParamScheduler", got))
 
     if errors:
         raise UserErrors(errors)
 
 
-def _wrong_type(
+def _wrong_type_error(
     name: str,
     expected: str,
     got: str,

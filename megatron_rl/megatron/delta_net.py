@@ -38,8 +38,8 @@ published code."""
 class PackedDeltaNet(GatedDeltaNet):
     """Gated delta net within each row of a packed sequence.
 
-    On an accelerator the kernel of flash-linear-attention computes the rule, if the package is installed;
-    otherwise `chunked_delta_rule` does.
+    On an accelerator the kernel of flash-linear-attention computes the delta rule, if the package is
+    installed; otherwise `chunked_delta_rule` does.
     """
 
     gathers_rows = True
@@ -79,7 +79,8 @@ class PackedDeltaNet(GatedDeltaNet):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, 1, h] of hidden states [T, 1, h], and no bias.
 
-        T is a shard under sequence parallelism. Collective over the tensor-parallel group.
+        Under sequence parallelism T is the number of this rank's tokens. Collective over the tensor-parallel
+        group.
         """
         assert packed_seq_params is not None, "packed rows are the only input format"
         packed = packed_seq_params

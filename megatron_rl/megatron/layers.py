@@ -83,11 +83,12 @@ def warn_of_unfused_attention() -> None:
     )
 
 
-def earlier_attention_backend() -> dict[str, str]:
-    """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
+def find_earlier_attention_backend() -> dict[str, str]:
+    """Return the setting ``attention_backend`` if an earlier model of this process set it to ``auto``.
 
-    Megatron writes the setting of the first model into environment variables of Transformer Engine, and
-    raises for a model with a different setting. The model of a training script has ``auto`` by default.
+    Otherwise return an empty mapping. Megatron writes the setting of the first model into environment
+    variables of Transformer Engine, and raises for a later model with a different setting. The model of a
+    training script has ``auto`` by default.
     """
     # `auto` is the only choice that sets all three.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
@@ -160,7 +161,7 @@ _warned_of_unfused = False
 
 
 class RmsNorm(nn.Module):
-    """Norm by the root mean square (Zhang & Sennrich 2019), computed in float32, in any parallel layout."""
+    """RMS norm (Zhang & Sennrich 2019), computed in float32, for any parallel layout."""
 
     def __init__(
         self,
@@ -273,12 +274,12 @@ class PackedAttention(nn.Module, RowAttention):
             self.head_sizes = (key_size, untyped_config.v_head_dim)
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
-        self.context = pg_collection.cp
-        self.tensor = pg_collection.tp
+        self.context_group = pg_collection.cp
+        self.tensor_group = pg_collection.tp
         self.softmax_offset: nn.Parameter | None = None
         """[heads of this tensor-parallel rank], the logits of attention sinks. The name is Megatron's."""
         if config.softmax_type == "learnable":
-            heads = divide(config.num_attention_heads, self.tensor.size())
+            heads = divide(config.num_attention_heads, self.tensor_group.size())
             offset = torch.empty(heads, dtype=config.params_dtype, device=device.device())
             self.softmax_offset = nn.Parameter(offset)
             assert config.init_method is not None
@@ -327,9 +328,9 @@ class PackedAttention(nn.Module, RowAttention):
 
         # Context-parallel ranks take equal numbers of key-value heads: repeat heads that do not divide
         # evenly.
-        if key.shape[1] % self.context.size():
+        if key.shape[1] % self.context_group.size():
             key, value = _repeat_grouped_heads(query, key, value)
-        query, key, value = (_shard_over_heads(self.context, heads) for heads in (query, key, value))
+        query, key, value = (_shard_over_heads(self.context_group, heads) for heads in (query, key, value))
 
         if self.takes_boundaries and packed_seq_params.boundaries is not None:
             output = _attend_between_boundaries(
@@ -337,7 +338,7 @@ class PackedAttention(nn.Module, RowAttention):
             )
         else:
             output = self._attend_by_bucket(query, key, value, packed_seq_params)
-        return _shard_over_tokens(self.context, output).flatten(1).unsqueeze(1)
+        return _shard_over_tokens(self.context_group, output).flatten(1).unsqueeze(1)
 
     def _attend_by_bucket(
         self,
@@ -347,7 +348,11 @@ class PackedAttention(nn.Module, RowAttention):
         packed_seq_params: PackedRows,
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
-        buckets = zip(*map(packed_seq_params.fill_buckets, (query, key, value)), strict=True)
+        query_buckets = packed_seq_params.fill_buckets(query)
+        key_buckets = packed_seq_params.fill_buckets(key)
+        value_buckets = packed_seq_params.fill_buckets(value)
+        buckets = zip(query_buckets, key_buckets, value_buckets, strict=True)
+
         attend = self._compute_bucket
         if self.softmax_offset is not None:
             attend = self._compute_bucket_with_sinks
@@ -362,8 +367,8 @@ class PackedAttention(nn.Module, RowAttention):
         """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
-        query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
-        of tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
+        query. To give it this score in any fused kernel, queries and keys get one more dimension, which is
+        the logit in every query, 0 in the keys of tokens, and 1 / scale in the key of the sink.
         """
         assert self.softmax_offset is not None
         scale = self.scale
@@ -371,7 +376,8 @@ class PackedAttention(nn.Module, RowAttention):
             scale = query.shape[-1] ** -0.5
 
         # Under context parallelism this rank has a shard of the heads.
-        sinks = self.softmax_offset.chunk(self.context.size())[self.context.rank()].to(query.dtype)
+        shards = self.softmax_offset.chunk(self.context_group.size())
+        sinks = shards[self.context_group.rank()].to(query.dtype)
         logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
         # `pad` takes (before, after) of the last dimension first: this adds one position before the first.
         query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
@@ -399,7 +405,7 @@ class PackedAttention(nn.Module, RowAttention):
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
-            tp_group=self.tensor,
+            tp_group=self.tensor_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
@@ -413,8 +419,8 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` replaces the layer's own. Every token's sliding window also contains the first
-        ``sink_count`` positions.
+        ``scale`` is the factor of the scores, by default the layer's. Every token's sliding window also
+        contains the first ``sink_count`` positions.
         """
         if scale is None:
             scale = self.scale
@@ -434,7 +440,7 @@ class PackedAttention(nn.Module, RowAttention):
             mask[:, :sink_count] |= distance[:, :sink_count] >= 0
 
         if self.cap is not None:
-            output = _capped_attention(
+            output = _compute_capped_attention(
                 query_rows,
                 key_rows,
                 value_rows,
@@ -494,7 +500,7 @@ def _attend_between_boundaries(
     return output[..., :size]
 
 
-def _capped_attention(
+def _compute_capped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -602,7 +608,7 @@ def transformer_engine_attention() -> type:
             if self.divides_key_heads:
                 rank_config.num_query_groups = config.num_query_groups // ranks
             super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
-            self.context = pg_collection.cp
+            self.context_group = pg_collection.cp
 
         def forward(
             self,
@@ -620,7 +626,9 @@ def transformer_engine_attention() -> type:
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
             if not self.divides_key_heads:
                 key, value = _repeat_grouped_heads(query, key, value)
-            query, key, value = (_shard_over_heads(self.context, heads) for heads in (query, key, value))
+            query, key, value = (
+                _shard_over_heads(self.context_group, heads) for heads in (query, key, value)
+            )
 
             with _explain_missing_kernel():
                 output = super().forward(
@@ -634,7 +642,7 @@ def transformer_engine_attention() -> type:
                     num_splits=num_splits,
                 )
             output = output.view(len(query), query.shape[1], -1)
-            return _shard_over_tokens(self.context, output).flatten(1).unsqueeze(1)
+            return _shard_over_tokens(self.context_group, output).flatten(1).unsqueeze(1)
 
     return WholeRowAttention
 
@@ -854,8 +862,8 @@ def prepare_local_rotation(
     """Make each of ``layers`` select its rotary angles, local or full, from those of `join_frequencies`.
 
     ``local_layers`` are the numbers of the layers with local angles, counted from 0 over the whole model.
-    ``local_size`` is the number of local frequencies, and ``local_factor`` their factor of cos and sin; the
-    config has the factor of the other layers. Source: Gemma Team, arXiv 2503.19786.
+    ``local_size`` is the number of local frequencies. Layers with local angles multiply cos and sin by
+    ``local_factor``, the others by the factor in the config. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -981,9 +989,9 @@ def _bind_projection(linear: type, group: Any) -> type:
 def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
     """Adapt layers with latent attention to packed rows.
 
-    A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
-    return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
-    norm.
+    Replaces the rotary angles, except in a user's own attention. In all layers the projections to latents
+    return complete latents afterwards, on every tensor-parallel rank. Their gradients are summed over these
+    ranks, and counted once in the gradient norm.
     """
     for layer in layers:
         attention = layer.self_attention

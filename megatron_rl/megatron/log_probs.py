@@ -1,8 +1,8 @@
 """Log-probs and entropy directly from hidden states, over vocabulary shards, in bounded memory.
 
 The logits of a micro-batch are never all in memory: one tile at a time is computed, reduced to four numbers
-per token and freed, and computed again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
-accelerator with Triton every pass reads a tile once (`log_probs_triton`).
+per token and freed, and computed again in the backward pass. Memory is O(chunk_tokens * V / tensor parallel).
+On an accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
 Logits are float32 in every pass, also for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
 by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
@@ -46,7 +46,7 @@ class VocabularyShard(NamedTuple):
 
     start: int
     """Token id of the shard's first row."""
-    size: int
+    vocabulary_size: int
     """Number of tokens in the vocabulary; rows of the weight from this id on are padding."""
     group: Any
     """Tensor-parallel group that shards the vocabulary."""
@@ -70,7 +70,7 @@ class Support(NamedTuple):
     """[n + 1] index in ``tokens`` of each position's first token; on the host, to slice without reading the
     device."""
 
-    def mask(
+    def make_outside_mask(
         self,
         span: slice,
         column_count: int,
@@ -143,7 +143,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         shard: VocabularyShard,
-        chunk: int,
+        chunk_tokens: int,
         reduce_hidden_gradient: bool,
         support: Support | None,
         rules: Sequence[RowRules] | None,
@@ -155,7 +155,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             targets,
             temperature,
             shard,
-            chunk,
+            chunk_tokens,
             support,
             rules=rules,
             bucket_ids=bucket_ids,
@@ -174,7 +174,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             # Detached: an output that its own context holds would keep the graph alive.
             ctx.bucket_log_probs = outputs[2].detach()
         ctx.shard = shard
-        ctx.chunk = chunk
+        ctx.chunk_tokens = chunk_tokens
         ctx.reduce = reduce_hidden_gradient
         ctx.support = support
         ctx.rules = rules
@@ -190,7 +190,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         hidden_gradient, weight_gradient = _compute_gradients(
             *tensors,
             shard=ctx.shard,
-            chunk=ctx.chunk,
+            chunk_tokens=ctx.chunk_tokens,
             support=ctx.support,
             frozen=not ctx.needs_input_grad[1],
             rules=ctx.rules,
@@ -215,7 +215,7 @@ def _compute_gradients(
     log_prob_gradient: Tensor,
     entropy_gradient: Tensor,
     shard: VocabularyShard,
-    chunk: int,
+    chunk_tokens: int,
     support: Support | None = None,
     frozen: bool = False,
     reductions: Reductions | None = None,
@@ -226,14 +226,14 @@ def _compute_gradients(
 
     ``log_normaliser`` and ``entropy`` [n] are results of the forward pass; ``log_prob_gradient`` and
     ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs, as are those of
-    ``buckets``. A ``frozen`` weight has the gradient None. About ``chunk`` * V / tp logits exist at a
-    time.
+    ``buckets``. A ``frozen`` weight has the gradient None. About ``chunk_tokens`` * V / tp logits exist at
+    a time.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
     tokens, the weight's gradient would be off by 1 %.
     """
     reductions = reductions or choose_reductions(weight.dtype)
-    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk, frozen)
+    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk_tokens, frozen)
 
     # Every tile of rows adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
@@ -247,48 +247,50 @@ def _compute_gradients(
     # Rows in the outer loop: the float32 sum of the weight's gradient then has as many rows as a tile.
     for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
         tile_weight = weight[row_span]
-        tile_gradient = None
+        tile_weight_gradient = None
         if weight_gradient is not None:
-            tile_gradient = weight_gradient[row_span]
-        tile_sum = tile_gradient
-        if tile_gradient is not None and tile_tokens < len(hidden):
-            tile_sum = _make_sum_buffer(tile_gradient)
+            tile_weight_gradient = weight_gradient[row_span]
+        tile_weight_sum = tile_weight_gradient
+        if tile_weight_gradient is not None and tile_tokens < len(hidden):
+            tile_weight_sum = _make_sum_buffer(tile_weight_gradient)
 
         for begin in range(0, len(hidden), tile_tokens):
             span = slice(begin, begin + tile_tokens)
-            logits, logit_slope = _compute_logits_and_slope(
+            logits, slope = _compute_logits_and_slope(
                 hidden[span], tile_weight, tile_shard, support, span, rules
             )
-            inputs = SlopeInputs(
+            inputs = GradientInputs(
                 targets=targets[span] - tile_shard.start,
                 temperature=temperature[span],
                 log_normaliser=log_normaliser[span],
                 entropy=entropy[span],
                 log_prob_gradient=log_prob_gradient[span],
                 entropy_gradient=entropy_gradient[span],
-                # With rules, the slope of the cap is part of `logit_slope`.
+                # With rules, the slope of the cap is part of ``slope``.
                 cap=None if rules else shard.cap,
                 dtype=weight.dtype,
             )
             if buckets is None:
-                slope = reductions.slope(logits, inputs)
+                logit_gradient = reductions.gradient(logits, inputs)
             else:
                 tile_buckets = BucketGradients(
                     buckets.ids[span] - tile_shard.start, buckets.log_probs[span], buckets.gradients[span]
                 )
-                slope = _bucket_slope(reductions, logits, inputs, tile_buckets)
-            if logit_slope is not None:
-                slope.mul_(logit_slope)
-            del logits, logit_slope
+                logit_gradient = _bucket_gradient(reductions, logits, inputs, tile_buckets)
+            if slope is not None:
+                logit_gradient.mul_(slope)
+            del logits, slope
 
             # Chain rule through logits = hidden @ weight^T.
-            _add_product(hidden_sum[span], slope, tile_weight)
-            if tile_sum is not None:
-                _add_product(tile_sum, slope.t(), hidden[span])
-            del slope  # free its memory before the next tile's logits are allocated
+            _add_product(hidden_sum[span], logit_gradient, tile_weight)
+            if tile_weight_sum is not None:
+                _add_product(tile_weight_sum, logit_gradient.t(), hidden[span])
+            del logit_gradient  # free its memory before the next tile's logits are allocated
 
-        if tile_gradient is not None and tile_sum is not None and tile_sum is not tile_gradient:
-            tile_gradient.copy_(tile_sum)
+        # In float32 the sum is the gradient itself; both are None for a frozen weight.
+        has_separate_sum = tile_weight_sum is not tile_weight_gradient
+        if has_separate_sum and tile_weight_gradient is not None and tile_weight_sum is not None:
+            tile_weight_gradient.copy_(tile_weight_sum)
 
     if hidden_sum is not hidden_gradient:
         hidden_gradient.copy_(hidden_sum)
@@ -312,20 +314,20 @@ def _row_tiles(
 def _choose_tile_size(
     hidden: Tensor,
     weight: Tensor,
-    chunk: int,
+    chunk_tokens: int,
     frozen: bool,
 ) -> tuple[int, int]:
-    """Return the numbers of tokens and of weight rows per tile, for about ``chunk`` * V / tp logits per tile.
+    """Return the numbers of tokens and of weight rows per tile of about ``chunk_tokens`` * V / tp logits.
 
     In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
     rows. Square tiles move the fewest bytes, and need no sum of the size of the whole weight.
     """
     # Gradients in float32 need no separate sums, and a frozen weight has no gradient: tiles have all rows.
     if frozen or hidden.dtype.itemsize >= 4:
-        return chunk, len(weight)
+        return chunk_tokens, len(weight)
 
     tokens = min(len(hidden), TILE_TOKENS)
-    return tokens, min(len(weight), max(1, chunk * len(weight) // tokens))
+    return tokens, min(len(weight), max(1, chunk_tokens * len(weight) // tokens))
 
 
 def _make_sum_buffer(gradient: Tensor) -> Tensor:
@@ -353,7 +355,7 @@ def softmax_statistics(
     targets: Tensor,
     temperature: Tensor,
     shard: VocabularyShard,
-    chunk: int,
+    chunk_tokens: int,
     support: Support | None = None,
     reductions: Reductions | None = None,
     rules: Sequence[RowRules] | None = None,
@@ -362,10 +364,11 @@ def softmax_statistics(
     """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
 
     With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
-    divided by the temperature are appended: [4 + k, n]. At most chunk * V / tp logits exist at a time.
+    divided by the temperature are appended: [4 + k, n]. At most ``chunk_tokens`` * V / tp logits exist at a
+    time.
     """
     reductions = reductions or choose_reductions(weight.dtype)
-    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk, frozen=False)
+    tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk_tokens, frozen=False)
 
     stats_by_span = []
     for begin in range(0, len(hidden), tile_tokens):
@@ -392,11 +395,11 @@ def softmax_statistics(
     return torch.cat(stats_by_span, dim=1)
 
 
-class SlopeInputs(NamedTuple):
+class GradientInputs(NamedTuple):
     """Inputs of the backward pass over one tile, besides its logits [n, rows]."""
 
     targets: Tensor
-    """[n] columns of the tile; a column outside it has no target's term."""
+    """[n] column of each target in the tile; any other number if the target is in another tile."""
     temperature: Tensor
     """[n] divisor of the logits."""
     log_normaliser: Tensor
@@ -418,8 +421,8 @@ class Reductions(NamedTuple):
 
     statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function for the forward pass, see `tile_statistics`."""
-    slope: Callable[[Tensor, SlopeInputs], Tensor]
-    """Function for the backward pass, see `tile_slope`."""
+    gradient: Callable[[Tensor, GradientInputs], Tensor]
+    """Function for the backward pass, see `tile_gradient`."""
 
 
 def tile_statistics(
@@ -447,7 +450,7 @@ def tile_statistics(
     return torch.stack((peak, total, weighted, target))
 
 
-def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
+def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     """Compute the loss's gradient [n, rows] with respect to the logits of one tile.
 
     With respect to a logit divided by the temperature, log p(target) has the gradient [target] - p, and the
@@ -463,16 +466,16 @@ def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
     divisor = inputs.temperature[:, None]
     log_p = logits.div_(divisor).sub_(inputs.log_normaliser[:, None])
     p = log_p.exp()
-    slope = log_p.add_(inputs.entropy[:, None]).mul_(-inputs.entropy_gradient[:, None])
-    slope = slope.sub_(inputs.log_prob_gradient[:, None]).mul_(p)
+    gradient = log_p.add_(inputs.entropy[:, None]).mul_(-inputs.entropy_gradient[:, None])
+    gradient = gradient.sub_(inputs.log_prob_gradient[:, None]).mul_(p)
     del p
-    column, in_tile = _tile_columns(inputs.targets, slope.shape[1])
-    slope.scatter_add_(1, column[:, None], (inputs.log_prob_gradient * in_tile)[:, None])
+    column, in_tile = _tile_columns(inputs.targets, gradient.shape[1])
+    gradient.scatter_add_(1, column[:, None], (inputs.log_prob_gradient * in_tile)[:, None])
 
     if cap_slope is not None:
-        # For a masked logit it is -inf, and the product with its slope of 0 would be NaN.
-        slope = slope.mul_(cap_slope.clamp_(min=0.0))
-    return slope.div_(divisor).to(inputs.dtype)
+        # For a masked logit it is -inf, and the product with its gradient of 0 would be NaN.
+        gradient = gradient.mul_(cap_slope.clamp_(min=0.0))
+    return gradient.div_(divisor).to(inputs.dtype)
 
 
 def _bucket_statistics(
@@ -484,9 +487,9 @@ def _bucket_statistics(
 ) -> Tensor:
     """Reduce a tile to the statistics of all columns but ``bucket_ids`` [n, k], and the logits of these.
 
-    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. Taking the columns out before
-    the sum is exact where a difference of sums would lose all digits: the other tokens of a confident model
-    have a probability below the rounding of 1.
+    Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. The columns are masked before
+    the sum, not subtracted from it afterwards: if the model is confident, the other tokens together may have
+    less probability than the rounding error of 1, and a difference would have no correct digit.
     """
     bucket_logits, _, in_tile = _take_columns(logits, bucket_ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
@@ -505,18 +508,18 @@ def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return column_logits, columns, in_tile
 
 
-def _bucket_slope(
+def _bucket_gradient(
     reductions: Reductions,
     logits: Tensor,
-    inputs: SlopeInputs,
+    inputs: GradientInputs,
     buckets: BucketGradients,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to a tile of logits, as `tile_slope`, with buckets.
+    """Compute what `tile_gradient` does for a loss that also depends on the log-probs of ``buckets``.
 
-    The loss here also depends on the log-probs of the buckets. With p the probabilities of the tokens, the
-    log-prob of token t in a bucket of its own has the gradient ``1[j == t] - p_j`` at column j. That of the
-    last bucket, whose tokens have the probability r together, has ``1[j in the last bucket] p_j / r - p_j``.
-    Overwrites the logits.
+    Let p_j be the probability of the token in column j. The log-prob of a bucket with the single token t has
+    the gradient ``1[j == t] - p_j`` with respect to logit j. The log-prob of the last bucket, whose tokens
+    have the probability r together, has the gradient ``1[j in the last bucket] p_j / r - p_j``. Overwrites
+    the logits.
     """
     # The logits that have a term of their own, before they are masked or overwritten.
     target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
@@ -533,20 +536,20 @@ def _bucket_slope(
         log_prob_gradient=total - rest_gradient * inverse_rest,
         dtype=inputs.log_normaliser.dtype,  # rounded once, after the terms below
     )
-    slope = reductions.slope(logits, rest_inputs)
+    gradient = reductions.gradient(logits, rest_inputs)
 
     # Terms of single tokens: the buckets' own, and the target's.
     divisor = inputs.temperature[:, None]
     log_p = buckets.log_probs[:, :-1]
     common = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None]) + total[:, None]
-    bucket_slope = (token_gradients - common * log_p.exp()) * in_tile
-    target_slope = inputs.log_prob_gradient[:, None] * target_in_tile
+    bucket_gradient = (token_gradients - common * log_p.exp()) * in_tile
+    target_gradient = inputs.log_prob_gradient[:, None] * target_in_tile
     if inputs.cap is not None:
-        bucket_slope = bucket_slope * (1 - (bucket_logits / inputs.cap).square()).clamp(min=0)
-        target_slope = target_slope * (1 - (target_logits / inputs.cap).square()).clamp(min=0)
-    slope.scatter_add_(1, columns, bucket_slope / divisor)
-    slope.scatter_add_(1, target_columns, target_slope / divisor)
-    return slope.to(inputs.dtype)
+        bucket_gradient = bucket_gradient * (1 - (bucket_logits / inputs.cap).square()).clamp(min=0)
+        target_gradient = target_gradient * (1 - (target_logits / inputs.cap).square()).clamp(min=0)
+    gradient.scatter_add_(1, columns, bucket_gradient / divisor)
+    gradient.scatter_add_(1, target_columns, target_gradient / divisor)
+    return gradient.to(inputs.dtype)
 
 
 def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -558,7 +561,7 @@ def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return targets.clamp(0, columns - 1), in_tile
 
 
-TORCH = Reductions(tile_statistics, tile_slope)
+TORCH = Reductions(tile_statistics, tile_gradient)
 """Reductions by PyTorch's operations, for every device and dtype."""
 
 
@@ -569,7 +572,7 @@ def triton_reductions() -> Reductions:
     """
     from megatron_rl.megatron import log_probs_triton
 
-    return Reductions(log_probs_triton.tile_statistics, log_probs_triton.tile_slope)
+    return Reductions(log_probs_triton.tile_statistics, log_probs_triton.tile_gradient)
 
 
 def choose_reductions(dtype: torch.dtype) -> Reductions:
@@ -586,9 +589,9 @@ def choose_reductions(dtype: torch.dtype) -> Reductions:
 
 @functools.cache
 def kernels_work(dtype: torch.dtype) -> bool:
-    """Test both passes with the Triton kernels on this machine; warn and return False if they are wrong.
+    """Return whether the Triton kernels give correct values and gradients on this machine; warn if not.
 
-    The test runs once per process and dtype, on a small problem.
+    They are tested once per process and dtype, on a small problem.
     """
     try:
         value_error, gradient_errors = measure_kernel_errors(dtype)
@@ -705,10 +708,11 @@ def _compute_logits_and_slope(
     rules: Sequence[RowRules] | None,
     needs_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the logits as `_compute_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
+    """Compute the logits as `_compute_logits` does, and their slope.
 
-    The slope covers rules and cap together; None stands for 1. Without rules it is always None, because the
-    reductions then compute the slope of the cap from the logits themselves.
+    The slope is the derivative of each returned logit with respect to its element of ``hidden @ weight^T``,
+    by the cap and the rules together; None stands for 1. Without rules it is always None, because the
+    reductions then compute the derivative of the cap from the logits themselves.
     """
     logits = _multiply(hidden, weight.t())
     if shard.cap is not None:
@@ -724,11 +728,12 @@ def _compute_logits_and_slope(
         apply_rules(rules, logits, span.start or 0, shard.start, slope)
 
     # Rows of the weight after the last token pad the vocabulary.
-    row_count = shard.size - shard.start
+    row_count = shard.vocabulary_size - shard.start
     if row_count < len(weight):
         logits[:, max(row_count, 0) :] = _MASKED
     if support is not None:
-        logits.masked_fill_(support.mask(span, len(weight), shard.start), _MASKED)
+        is_outside = support.make_outside_mask(span, len(weight), shard.start)
+        logits.masked_fill_(is_outside, _MASKED)
     return logits, slope
 
 
@@ -810,7 +815,7 @@ def vocab_parallel_top_tokens(
     weight: Tensor,
     shard: VocabularyShard,
     top: TopTokens,
-    chunk: int = 1024,
+    chunk_tokens: int = 1024,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
@@ -824,8 +829,8 @@ def vocab_parallel_top_tokens(
         (len(hidden), local_count), dtype=torch.promote_types(hidden.dtype, torch.float32)
     )
     ids = torch.empty((len(hidden), local_count), dtype=torch.long, device=hidden.device)
-    for begin in range(0, len(hidden), chunk):
-        span = slice(begin, begin + chunk)
+    for begin in range(0, len(hidden), chunk_tokens):
+        span = slice(begin, begin + chunk_tokens)
         logits = _compute_logits(hidden[span], weight, shard, support, span, rules)
         logits[:, max(top.vocabulary - shard.start, 0) :] = _MASKED
         top_logits[span], columns = logits.topk(local_count, dim=1)
@@ -843,7 +848,7 @@ def vocab_parallel_log_probs(
     targets: Tensor,
     temperature: Tensor,
     shard: VocabularyShard,
-    chunk: int = 1024,
+    chunk_tokens: int = 1024,
     reduce_hidden_gradient: bool = True,
     support: Support | None = None,
     rules: Sequence[RowRules] | None = None,
@@ -856,7 +861,7 @@ def vocab_parallel_log_probs(
 
     ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
     the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]
-    divides the logits. At most ``chunk`` * V / tp logits exist at a time.
+    divides the logits. At most ``chunk_tokens`` * V / tp logits exist at a time.
 
     Gradients of ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller
     whose sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
@@ -875,5 +880,14 @@ def vocab_parallel_log_probs(
 
     temperature = temperature.to(result_dtype)
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules, bucket_ids
+        hidden,
+        weight,
+        targets,
+        temperature,
+        shard,
+        chunk_tokens,
+        reduce_hidden_gradient,
+        support,
+        rules,
+        bucket_ids,
     )

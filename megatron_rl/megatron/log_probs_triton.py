@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.megatron.log_probs import SlopeInputs
+from megatron_rl.megatron.log_probs import GradientInputs
 
 MASKED = -1e30
 """Logit of a token without a row in this shard: finite, so that probability * logit is 0 and not NaN."""
@@ -70,7 +70,7 @@ def _statistics_kernel(
 
 
 @triton.jit
-def _slope_kernel(
+def _gradient_kernel(
     logits,
     targets,
     temperature,
@@ -78,34 +78,35 @@ def _slope_kernel(
     entropy,
     log_prob_gradient,
     entropy_gradient,
-    slope,
+    logit_gradient,
     rows,
     cap,
     logits_stride,
-    slope_stride,
+    gradient_stride,
     IS_CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradients of a block of one token's logits, by the equations of `log_probs.tile_slope`."""
+    """Compute the gradients of a block of a token's logits, by the equations of `log_probs.tile_gradient`."""
     token = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_row = row < rows
     divisor = tl.load(temperature + token)
-    log_prob_slope = tl.load(log_prob_gradient + token)
-    entropy_slope = tl.load(entropy_gradient + token)
+    token_log_prob_gradient = tl.load(log_prob_gradient + token)
+    token_entropy_gradient = tl.load(entropy_gradient + token)
 
     values = tl.load(logits + token.to(tl.int64) * logits_stride + row, mask=is_row, other=0.0)
     log_p = values / divisor - tl.load(log_normaliser + token)
-    result = -tl.exp(log_p) * ((log_p + tl.load(entropy + token)) * entropy_slope + log_prob_slope)
-    result = tl.where(row == tl.load(targets + token), result + log_prob_slope, result)
+    entropy_term = (log_p + tl.load(entropy + token)) * token_entropy_gradient
+    result = -tl.exp(log_p) * (entropy_term + token_log_prob_gradient)
+    result = tl.where(row == tl.load(targets + token), result + token_log_prob_gradient, result)
     if IS_CAPPED:
         # d(capped logit) / d(logit) = 1 - (capped / cap)^2. For a masked logit that is -inf, and the product
         # with 0 would be NaN.
         ratio = values / cap
         result *= tl.maximum(1.0 - ratio * ratio, 0.0)
 
-    output = slope + token.to(tl.int64) * slope_stride + row
-    tl.store(output, (result / divisor).to(slope.dtype.element_ty), mask=is_row)
+    output = logit_gradient + token.to(tl.int64) * gradient_stride + row
+    tl.store(output, (result / divisor).to(logit_gradient.dtype.element_ty), mask=is_row)
 
 
 def tile_statistics(
@@ -124,23 +125,23 @@ def tile_statistics(
     return stats
 
 
-def tile_slope(logits: Tensor, inputs: SlopeInputs) -> Tensor:
-    """Compute the gradient with respect to logits [n, rows] float32 as `log_probs.tile_slope` does.
+def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
+    """Compute the gradient with respect to logits [n, rows] float32 as `log_probs.tile_gradient` does.
 
     The logits stay unchanged.
     """
     tokens, rows = logits.shape
-    slope = torch.empty((tokens, rows), dtype=inputs.dtype, device=logits.device)
+    logit_gradient = torch.empty((tokens, rows), dtype=inputs.dtype, device=logits.device)
     block = _block_size(rows)
 
-    kernel: Any = _slope_kernel
+    kernel: Any = _gradient_kernel
     kernel[(tokens, triton.cdiv(rows, block))](
         logits, inputs.targets, inputs.temperature, inputs.log_normaliser, inputs.entropy,
-        inputs.log_prob_gradient.contiguous(), inputs.entropy_gradient.contiguous(), slope,
-        rows, inputs.cap or 1.0, logits.stride(0), slope.stride(0),
+        inputs.log_prob_gradient.contiguous(), inputs.entropy_gradient.contiguous(), logit_gradient,
+        rows, inputs.cap or 1.0, logits.stride(0), logit_gradient.stride(0),
         IS_CAPPED=inputs.cap is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    return slope
+    return logit_gradient
 
 
 def _block_size(rows: int) -> int:

@@ -26,7 +26,7 @@ from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 @dataclass(frozen=True)
 class Penalties:
-    """Penalties of one row, with the row's tokens, whose occurrences they count.
+    """Repetition, presence and frequency penalties of one row, with the tokens that they count.
 
     Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
     tokens_before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
@@ -52,10 +52,11 @@ class Penalties:
         first_token_id: int,
         slope: Tensor | None,
     ) -> None:
-        """Change the logits [n, columns] of the row's selected tokens ``selection``, in place.
+        """Apply the penalties to the logits [n, columns] of n of the row's selected tokens, in place.
 
-        ``first_token_id`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the
-        derivative of the changed logits with respect to the original ones.
+        ``selection`` is the range of these tokens among the row's selected tokens, and ``first_token_id`` the
+        token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of the changed
+        logits with respect to the original ones; None skips that.
         """
         tokens_before = self.tokens_before[selection]
         columns = self.tokens - first_token_id
@@ -108,9 +109,10 @@ class RepeatedNgrams:
     """[count + 1] index of each selected token's first entry, on the host: slicing reads no device memory."""
 
     def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
-        """Ban tokens, in place, from the logits [n, columns] of the row's selected tokens in ``selection``.
+        """Add `BANNED` to the logits of the forbidden tokens, in place.
 
-        ``first_token_id`` is the token id of the first column.
+        ``logits`` [n, columns] are those of n of the row's selected tokens, and ``selection`` is the range of
+        these tokens among the row's selected tokens. ``first_token_id`` is the token id of the first column.
         """
         first, last = self.offsets[[selection.start, selection.stop]].tolist()
         if first == last:
@@ -168,17 +170,17 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
 
 @dataclass(frozen=True)
 class RowRules:
-    """Rules of one row of a micro-batch.
+    """Rules that changed the logits of one row before sampling, for the row's selected tokens.
 
     Example, for 5 selected tokens whose first 2 must not be a stop token:
-    ``RowRules(first=10, count=5, no_stop=2, bias_ids=[], bias=[], stop_ids=[7])``.
+    ``RowRules(first=10, count=5, no_stop_count=2, bias_ids=[], bias=[], stop_ids=[7])``.
     """
 
     first: int
     """Index of the row's first selected token among the selected tokens of the micro-batch."""
     count: int
     """Number of the row's selected tokens."""
-    no_stop: int
+    no_stop_count: int
     """Number of selected tokens, from the row's first one on, that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
@@ -222,13 +224,14 @@ def build_row_rules(
         # Tensors that rows share are copied to the device once.
         sampling = rule.sampling
         if sampling not in tensors_by_sampling:
-            tensors_by_sampling[sampling] = _rule_tensors(sampling)
+            tensors_by_sampling[sampling] = _make_rule_tensors(sampling)
+        rule_tensors = tensors_by_sampling[sampling]
 
         # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
         begin = int(starts[row])
         end = int(ends[row])
         positions_in_row = selected[first : first + count] - begin
-        no_stop = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
+        no_stop_count = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
         penalties = None
         if sampling.has_penalties:
             penalties = Penalties(
@@ -242,7 +245,7 @@ def build_row_rules(
         ngrams = None
         if sampling.no_repeat_ngram_size:
             ngrams = find_repeated_ngrams(tokens[begin:end], positions_in_row, sampling.no_repeat_ngram_size)
-        row_rules.append(RowRules(first, count, no_stop, *tensors_by_sampling[sampling], penalties, ngrams))
+        row_rules.append(RowRules(first, count, no_stop_count, *rule_tensors, penalties, ngrams))
     return tuple(row_rules)
 
 
@@ -274,7 +277,7 @@ def token_temperatures(
     return temperatures
 
 
-def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:
+def _make_rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:
     """Return token ids and values of the biases, and the stop tokens if a minimum length bans them."""
     ids = [token for token, _ in sampling.logit_bias]
     values = [value for _, value in sampling.logit_bias]
@@ -314,7 +317,7 @@ def apply_rules(
             continue
         _add_bias(logits[first:end], row_rules.bias_ids - first_token_id, row_rules.bias)
 
-        no_stop_end = min(row_rules.first + row_rules.no_stop - first_index, end)
+        no_stop_end = min(row_rules.first + row_rules.no_stop_count - first_index, end)
         if no_stop_end > first:
             banned = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
             _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, banned)
@@ -324,7 +327,9 @@ def apply_rules(
         if row_rules.ngrams is not None:
             row_rules.ngrams.ban_tokens(logits[first:end], selection, first_token_id)
         if row_rules.penalties is not None:
-            row_slope = None if slope is None else slope[first:end]
+            row_slope = None
+            if slope is not None:
+                row_slope = slope[first:end]
             row_rules.penalties.apply_penalties(logits[first:end], selection, first_token_id, row_slope)
 
 

@@ -33,7 +33,7 @@ from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
+from megatron_rl.megatron.model import ChunkedModel, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import (
     EXPERT,
@@ -50,14 +50,14 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Adapter(nn.Module):
-    """This rank's shard of A [kinds x rank, in] and B [out, rank] of one linear layer.
+    """Low-rank adapter of one linear layer: this rank's shard of A [kinds x rank, in] and B [out, rank].
 
     A layer of Megatron may combine several tensors of the checkpoint ("kinds": query, key and value in
     linear_qkv). Each kind has its own A.
     """
 
     kind_mask: Tensor
-    """[out, kinds], 1 if a row of B belongs to a tensor of the checkpoint, else 0."""
+    """[out, kinds], 1 where a row of B belongs to a kind, otherwise 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
     initial_B: Tensor | None
@@ -199,7 +199,7 @@ class Adapter(nn.Module):
         return by_kind.flatten(1)
 
     @torch.no_grad()
-    def merged_weight(self, weight: Tensor) -> Tensor:
+    def compute_merged_weight(self, weight: Tensor) -> Tensor:
         """Compute this rank's shard of W + scale * B A in W's dtype, summed in float32."""
         change = self._expand_by_kind(self.B).float() @ self.A.float()
         return (weight.float() + self.scale * change).to(weight.dtype)
@@ -223,7 +223,9 @@ def add_adapter_output(
     norm_weight = getattr(linear, "layer_norm_weight", None)
     if norm_weight is not None:
         # Transformer Engine normalises inside the layer: A must see the normalised inputs, too.
-        gain = norm_weight.float() + (1.0 if linear.zero_centered_gamma else 0.0)
+        gain = norm_weight.float()
+        if linear.zero_centered_gamma:
+            gain = gain + 1.0
         hidden = functional.rms_norm(hidden.float(), gain.shape, gain, linear.eps).to(hidden.dtype)
 
     result, bias = output
@@ -252,7 +254,7 @@ _HEAD = "output_layer.weight"
 
 
 class TensorSource(Protocol):
-    """Named tensors with reads of slices, such as a safetensors file."""
+    """Interface of named tensors that can be read a slice at a time, such as those of a safetensors file."""
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -280,7 +282,8 @@ def attach_adapters(
 
     ``initial`` has values by their PEFT names; adapters without values in it are initialised as new. A new
     adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
-    on ``seed`` and on the tensors' names, not on the layout. Call before the model is wrapped in DDP.
+    on ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
+    head get gradients. Call before the model is wrapped in DDP.
     """
     model.adapters = make_adapted_model(
         describe_model(model.hf_config),
@@ -294,7 +297,7 @@ def attach_adapters(
     # Freeze the base. A scalar head is trained together with the adapters.
     for chunk in model.chunks:
         chunk.requires_grad_(False)
-        head = _scalar_head(model, chunk)
+        head = _find_scalar_head(model, chunk)
         if head is not None:
             head.requires_grad_(trainable)
 
@@ -317,7 +320,7 @@ def attach_adapters(
             adapter.set_sharding(by_columns, groups.tensor, settings.sequence_parallel)
         return adapter.requires_grad_(trainable)
 
-    for layer_name, linear in _linear_layers(model, model.adapters.targets):
+    for layer_name, linear in _iterate_target_layers(model, model.adapters.targets):
         name = f"{layer_name}.{ADAPTER}"
         expert_count = getattr(linear, "num_gemms", None)
         if expert_count is None:
@@ -356,7 +359,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
                 parameter.data = base_parameter.data
 
 
-def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
+def _find_scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
     """Return the weight of a chunk's scalar head, which is trained with the adapters, or None without one."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
@@ -370,8 +373,9 @@ def initialise_adapters(
 ) -> None:
     """Initialise the adapters of a model from ``initial``, by their PEFT names, or with new values.
 
-    Tensors that are not in ``initial`` get new values. With ``initial`` the values are also stored as those
-    of the initial policy, the reference; without it the initial policy is the base without adapters.
+    Tensors that are not in ``initial`` get new values, which depend on ``seed`` and on the tensor's name.
+    With ``initial`` the values are also stored as those of the initial policy, the reference; without it the
+    initial policy is the base without adapters.
     """
     assert model.adapters is not None
     stored_names = set()
@@ -394,7 +398,7 @@ def initialise_adapters(
             ranges = zip(box.start, box.size, strict=True)
             view.copy_(complete_tensor[tuple(slice(start, start + size) for start, size in ranges)])
 
-    for _, adapter in _adapters(model):
+    for _, adapter in _iterate_adapters(model):
         adapter.initial_A = None
         adapter.initial_B = None
         if initial is not None:
@@ -407,29 +411,32 @@ def _draw_initial_values(
     shape: tuple[int, ...],
     seed: int,
 ) -> Tensor:
-    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``."""
+    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``.
+
+    They depend only on ``seed`` and on the tensor's ``name`` and ``shape``.
+    """
     # Not Python's hash(), which differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
 
 
-def _linear_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _iterate_target_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield (name over the whole model, linear layer) for each layer that gets an adapter."""
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
-            for path, block, linear_names in _adaptable_modules(layer):
+            for path, block, linear_names in _iterate_adaptable_modules(layer):
                 for name in targets:
                     if name not in linear_names:
                         continue
                     linear = getattr(block, name, None)
                     if linear is None:
-                        raise _missing_layer(f"{path}.{name}", name, targets)
+                        raise _missing_layer_error(f"{path}.{name}", name, targets)
                     storage = f"{chunk_index}.decoder.layers.{layer_index}.{path}.{name}"
                     yield global_name(model, storage), linear
 
 
-def _adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _iterate_adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Yield (path in the layer, module, names of its linear layers) for attention, MLP and experts."""
     yield "self_attention", getattr(layer, "self_attention", None), ATTENTION
 
@@ -452,7 +459,7 @@ def _adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]
         yield f"mlp.experts.local_experts.{number}", expert, MLP
 
 
-def _missing_layer(
+def _missing_layer_error(
     path: str,
     target: str,
     targets: Iterable[str],
@@ -516,7 +523,7 @@ def _require_gradient(
     return output
 
 
-def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
+def _iterate_adapters(model: ChunkedModel) -> Iterator[tuple[str, Adapter]]:
     """Yield (storage name, adapter) for every adapter on this rank."""
     for index, chunk in enumerate(model.chunks):
         for name, module in chunk.named_modules():
@@ -530,10 +537,10 @@ def _adapted_weight_name(adapter_name: str) -> str:
     return f"{layer}.weight{expert.removeprefix('.')}"
 
 
-def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
+def adapter_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return this rank's A and B of all adapters by storage name, ``<chunk>.<parameter name>``."""
     parameters: dict[str, Tensor] = {}
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         for factor, parameter in adapter.named_parameters():
             parameters[f"{name}.{factor}"] = parameter.data
     return parameters
@@ -588,19 +595,19 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     )
 
 
-def policy_weights(model: Chunked) -> dict[str, Tensor]:
+def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         weight = _adapted_weight_name(name)
-        weights[weight] = adapter.merged_weight(weights[weight])
+        weights[weight] = adapter.compute_merged_weight(weights[weight])
     return weights
 
 
-def engine_adapters(model: Chunked) -> dict[str, Tensor]:
+def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `adapter_parameters` with the scale multiplied into new Bs, for an engine that adds B A x."""
     parameters = adapter_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         if adapter.scale != 1:
             parameters[f"{name}.B"] = parameters[f"{name}.B"] * adapter.scale
     return parameters
@@ -608,11 +615,11 @@ def engine_adapters(model: Chunked) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
-    """Merge a model's adapters into its base weights, in place, and initialise new adapters."""
+    """Merge a model's adapters into its base weights, in place, and initialise new ones from ``seed``."""
     weights = live_parameters(model)
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         weight = weights[_adapted_weight_name(name)]
-        weight.copy_(adapter.merged_weight(weight))
+        weight.copy_(adapter.compute_merged_weight(weight))
     initialise_adapters(model, seed)
 
 
@@ -646,11 +653,11 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     # The base weights stay in memory, to replace the merged copies at the end.
     description = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
-    for name, adapter in _adapters(model):
+    for name, adapter in _iterate_adapters(model):
         chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
         parameter = model.chunks[int(chunk_index)].get_parameter(weight_name)
         base_weights.append((parameter, parameter.data))
-        parameter.data = adapter.merged_weight(parameter.data)
+        parameter.data = adapter.compute_merged_weight(parameter.data)
 
     pairs = remove_adapters(model)
     try:
@@ -664,14 +671,14 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 
 @contextmanager
-def use_initial_policy(model: Chunked) -> Iterator[None]:
+def use_initial_policy(model: ChunkedModel) -> Iterator[None]:
     """Compute with the initial policy inside the block: the base with the adapters from before training."""
-    for _, adapter in _adapters(model):
+    for _, adapter in _iterate_adapters(model):
         adapter.state = "initial"
     try:
         yield
     finally:
-        for _, adapter in _adapters(model):
+        for _, adapter in _iterate_adapters(model):
             adapter.state = "trained"
 
 
@@ -685,17 +692,19 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
 
     # The scalar head is replicated over tensor-parallel ranks.
-    head = _scalar_head(model, chunk)
+    head = _find_scalar_head(model, chunk)
     if head is not None:
         head_replica = (0, groups.coordinates.tensor, groups.data_context.rank())
         tensors[_HEAD] = ShardedTensor.from_rank_offsets(_HEAD, head, replica_id=head_replica)
 
-    for adapter_name, adapter in _adapters(model):
+    for adapter_name, adapter in _iterate_adapters(model):
         if not adapter_name.startswith(f"{chunk_index}."):
             continue
         tensor_rank = adapter.group.rank()
         tensor_size = adapter.group.size()
-        data_group = groups.expert_data if adapter.is_expert else groups.data_context
+        data_group = groups.data_context
+        if adapter.is_expert:
+            data_group = groups.expert_data
 
         for factor, parameter in adapter.named_parameters():
             name = global_name(model, f"{adapter_name}.{factor}")
@@ -748,7 +757,7 @@ def load_adapters(
 ) -> None:
     """Copy the loaded ``tensors`` of `build_sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
-    head = _scalar_head(model, chunk)
+    head = _find_scalar_head(model, chunk)
     if head is not None:
         head.copy_(tensors[_HEAD])
     for storage, parameter in adapter_parameters(model).items():

@@ -33,7 +33,7 @@ from megatron_rl.megatron.layers import (
     RowAttention,
     allow_plain_output_layer,
     block_spec,
-    earlier_attention_backend,
+    find_earlier_attention_backend,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import (
@@ -45,7 +45,7 @@ from megatron_rl.megatron.log_probs import (
 )
 from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, describe_model, model_spec, with_scalar_head
-from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
+from megatron_rl.megatron.packing import make_bounded_rows, make_bucketed_rows, make_row_boundaries
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
@@ -55,7 +55,7 @@ from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 
-class Chunked(Protocol):
+class ChunkedModel(Protocol):
     """Interface of a Megatron model: its bare GPTModel chunks and its transformers config."""
 
     @property
@@ -65,7 +65,7 @@ class Chunked(Protocol):
     def hf_config(self) -> Any: ...
 
 
-def live_parameters(model: Chunked) -> dict[str, Tensor]:
+def live_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
     Some weights are buffers (`is_buffer`), such as the biases that balance the load of experts.
@@ -257,16 +257,16 @@ class ParallelModel:
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
         if not self.takes_rows:
-            return pack_for_transformer_engine(lengths)
+            return make_row_boundaries(lengths)
         context_rank = self.groups.coordinates.context
         context = self.groups.layout.context
         if self.gathers_rows:
             # Both forms: some mixers take rows gathered by length, attention may take boundaries.
-            rows = pack_rows(lengths, context_rank, context)
-            return replace(rows, boundaries=pack_for_transformer_engine(lengths))
+            rows = make_bucketed_rows(lengths, context_rank, context)
+            return replace(rows, boundaries=make_row_boundaries(lengths))
         if self.takes_boundaries:
-            return pack_whole_rows(lengths, context_rank, context)
-        return pack_rows(lengths, context_rank, context)
+            return make_bounded_rows(lengths, context_rank, context)
+        return make_bucketed_rows(lengths, context_rank, context)
 
     def token_outputs(
         self,
@@ -311,7 +311,7 @@ class ParallelModel:
             weight = chunk.shared_embedding_or_output_weight()
         shard = VocabularyShard(
             start=self.groups.coordinates.tensor * len(weight),
-            size=shape.vocab,
+            vocabulary_size=shape.vocab,
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
@@ -331,7 +331,7 @@ class ParallelModel:
             targets,
             temperature,
             shard,
-            chunk=tile_tokens,
+            chunk_tokens=tile_tokens,
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
             rules=rules,
@@ -346,7 +346,7 @@ class ParallelModel:
                 targets,
                 temperature / 2,
                 shard,
-                chunk=tile_tokens,
+                chunk_tokens=tile_tokens,
                 support=support,
                 rules=rules,
             )
@@ -402,7 +402,7 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**earlier_attention_backend(), **(overrides or {})}
+        explicit = {**find_earlier_attention_backend(), **(overrides or {})}
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)
@@ -479,7 +479,10 @@ def _build_chunk(
     fused: bool,
     core_attention: str | None,
 ) -> GPTModel:
-    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`."""
+    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`.
+
+    ``fused``: whether its layers are Transformer Engine's. ``core_attention`` as in `block_spec`.
+    """
     layout = groups.layout
     config = spec.transformer_config
 
@@ -522,7 +525,10 @@ def finish_chunk(
     spec: ModelSpec,
     seed: int,
 ) -> None:
-    """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express."""
+    """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express.
+
+    ``seed`` is that of the head's initial values.
+    """
     spec.finish(chunk)
     if chunk.post_process:
         if spec.model.shape.scalar_head:

@@ -91,6 +91,7 @@ class ModelSpec:
     """Arguments of GPTModel, except for the layer spec and the pipeline stage."""
 
     transformer_config: TransformerConfig
+    """Megatron's configuration of the model."""
     set_fields: frozenset[str]
     """Fields of ``transformer_config`` that the model, the layout and the role set."""
     gpt_kwargs: Mapping[str, Any]

@@ -23,7 +23,7 @@ class AllHeadsNorm(nn.Module):
     """RMS norm (Zhang & Sennrich 2019) over the heads of all tensor-parallel ranks together, in float32.
 
     ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
-    heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
+    heads. It is replicated for two reasons: ranks that outnumber the key heads share them, and Megatron sums
     the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
     completes gradients that each rank computes only for its own heads.
     """

@@ -88,8 +88,8 @@ def wrap_in_ddp(
 class Optimizer:
     """Optimizer and learning-rate schedule of a wrapped model.
 
-    ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule.
-    Collective over the model's ranks.
+    ``steps`` is the planned number of optimizer steps, the length of the learning-rate schedule. The
+    constructor is collective over the model's ranks.
     """
 
     def __init__(
@@ -335,10 +335,10 @@ def set_states(
     )
 
 
-class _UnshardedParameters(HostOptimizer):
-    """Optimizer over complete parameters, which Megatron replaces by one over this rank's shards of them.
+class _UnshardedHostOptimizer(HostOptimizer):
+    """Placeholder of the optimizer over complete parameters, which Megatron builds first.
 
-    It copies none of them to the host.
+    It copies no parameter to the host, since Megatron replaces it by one over this rank's shards.
     """
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
@@ -364,7 +364,7 @@ def _build_on_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     settings.store_param_remainders = False
 
     # Megatron builds the optimizer twice: over complete parameters, then over this rank's shards.
-    replacements = {megatron_optimizer: _UnshardedParameters, distrib_optimizer: HostOptimizer}
+    replacements = {megatron_optimizer: _UnshardedHostOptimizer, distrib_optimizer: HostOptimizer}
     for module, optimizer_class in replacements.items():
         setattr(module, "HybridDeviceOptimizer", optimizer_class)
     try:

@@ -43,12 +43,12 @@ def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
     return [sorted(items) for items in assignment]
 
 
-def row_work(lengths: Sequence[int], tokens_per_quadratic: float) -> list[float]:
+def compute_row_work(lengths: Sequence[int], attention_crossover_length: float) -> list[float]:
     """Return each row's work, linear layers plus causal attention, in units of one token's linear layers.
 
-    ``tokens_per_quadratic`` is the row length at which attention costs as much as the linear layers.
+    ``attention_crossover_length`` is the row length at which attention costs as much as the linear layers.
     """
-    return [length * (1.0 + length / tokens_per_quadratic) for length in lengths]
+    return [length * (1.0 + length / attention_crossover_length) for length in lengths]
 
 
 def partition_rows(
@@ -56,23 +56,23 @@ def partition_rows(
     data_parallel: int,
     tokens_per_microbatch: int,
     multiple: int = 1,
-    tokens_per_quadratic: float = 1e9,
+    attention_crossover_length: float = 1e9,
 ) -> list[list[list[int]]]:
     """Return the indices of rows by data-parallel rank, then by micro-batch.
 
-    Every rank gets equally many micro-batches. Rows are first distributed over ranks by `row_work`. The
-    number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
-    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. ``tokens_per_quadratic`` is
-    the row length at which attention costs as much as the linear layers. If the ranks' shares need
+    Every rank gets equally many micro-batches. Rows are first distributed over ranks by `compute_row_work`.
+    The number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
+    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. If the ranks' shares need
     more micro-batches than all rows packed together, the packed micro-batches are distributed instead. With
-    few rows some micro-batches are empty.
+    few rows some micro-batches are empty. ``attention_crossover_length`` is the row length at which attention
+    costs as much as the linear layers.
     """
     # A lower bound for every rank: the micro-batches of all rows packed together.
     min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
     count = -(-max(1, min_count) // multiple) * multiple
 
     # Balance rows over ranks, then pack each rank's share separately.
-    shares = balance_work(row_work(lengths, tokens_per_quadratic), data_parallel)
+    shares = balance_work(compute_row_work(lengths, attention_crossover_length), data_parallel)
     microbatches = []
     for share in shares:
         bins = _fit_into_bins([lengths[row] for row in share], tokens_per_microbatch, count)
@@ -82,7 +82,7 @@ def partition_rows(
                 data_parallel,
                 tokens_per_microbatch,
                 count,
-                tokens_per_quadratic,
+                attention_crossover_length,
             )
 
         # The bins have indices into the share: replace them by the indices of rows.
@@ -96,7 +96,7 @@ def _pack_all_rows(
     rank_count: int,
     budget: int,
     count: int,
-    tokens_per_quadratic: float,
+    attention_crossover_length: float,
 ) -> list[list[list[int]]]:
     """Pack all rows into micro-batches, ``count`` per rank, and balance the work of the ranks.
 
@@ -105,7 +105,7 @@ def _pack_all_rows(
     bins = _fit_into_bins(lengths, budget, rank_count * count)
     assert bins is not None, "the number of micro-batches was computed so that all rows fit"
 
-    work = row_work(lengths, tokens_per_quadratic)
+    work = compute_row_work(lengths, attention_crossover_length)
     loads = [sum(work[row] for row in rows) for rows in bins]
     shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
     totals = [0.0] * rank_count
@@ -234,9 +234,9 @@ def _search_packing(
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    Kernels of accelerators use ``boundaries``. On hosts, `PackedAttention` gathers rows of similar length
-    into padded ``buckets`` of token positions, and returns to the packed order by the index ``restore``.
-    The ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
+    Kernels of accelerators use ``boundaries``. Layers without such a kernel gather rows of similar length
+    into padded ``buckets`` of token positions, and return to the packed order by the index ``restore``. The
+    ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
     sequences ("thd").
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``
@@ -327,12 +327,12 @@ def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(buckets))
 
 
-def pack_rows(
+def make_bucketed_rows(
     lengths: Sequence[int],
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the row boundaries of a packed sequence in the form of `PackedAttention`, in host memory.
+    """Return the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
 
     Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
     a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards
@@ -367,7 +367,7 @@ def pack_rows(
 
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context),
+        positions=_token_positions(lengths, context_rank, context),
         buckets=tuple(buckets),
         restore=restore,
     )
@@ -383,24 +383,24 @@ def _bucket_size(length: int) -> int:
     return max(8, -(-length // step) * step)
 
 
-def pack_whole_rows(
+def make_bounded_rows(
     lengths: Sequence[int],
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the row boundaries of a packed sequence for kernels that take them, in host memory.
+    """Return the `PackedRows` of a packed sequence with boundaries instead of buckets, in host memory.
 
     The rows are consecutive, and attention is computed inside each of them. No row is padded. This rank has
     shard ``context_rank`` of ``context`` equal shards of the sequence.
     """
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context),
-        boundaries=pack_for_transformer_engine(lengths),
+        positions=_token_positions(lengths, context_rank, context),
+        boundaries=make_row_boundaries(lengths),
     )
 
 
-def _positions(
+def _token_positions(
     lengths: Sequence[int],
     context_rank: int,
     context: int,
@@ -410,7 +410,7 @@ def _positions(
     return positions.chunk(context)[context_rank]
 
 
-def pack_for_transformer_engine(lengths: Sequence[int]) -> PackedSeqParams:
+def make_row_boundaries(lengths: Sequence[int]) -> PackedSeqParams:
     """Return the row boundaries in the form of variable-length attention (THD), in host memory.
 
     Kernels take cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the longest

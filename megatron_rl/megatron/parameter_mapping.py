@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.model import Chunked
+from megatron_rl.megatron.model import ChunkedModel
 from megatron_rl.shapes.layer_weights import Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import LAYER, PretrainedModel
@@ -65,6 +65,7 @@ class _SourceRows:
     tensor: Tensor
     """The complete checkpoint tensor."""
     source: Source
+    """Entry of the table of weights that selects the rows."""
 
     @property
     def row_count(self) -> int:
@@ -80,7 +81,7 @@ class _SourceRows:
         return self.tensor.narrow(0, self.source.first, self.row_count)
 
     def copy_to(self, target: Tensor, first_row: int) -> None:
-        """Fill ``target`` with consecutive rows of the source, from its row ``first_row`` on."""
+        """Fill ``target`` with consecutive rows of the source, from the source's row ``first_row`` on."""
         position = 0
         for row, rows in self.source.row_ranges(first_row, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
@@ -366,7 +367,7 @@ def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     return by_fused_name | {weight.name: weight for weight in weights}
 
 
-def shard_of(model: Chunked) -> Shard:
+def shard_of(model: ChunkedModel) -> Shard:
     """Return the `Shard` of this rank, from the model's process groups."""
     groups = model.chunks[0].pg_collection
 
@@ -380,7 +381,7 @@ def shard_of(model: Chunked) -> Shard:
     return Shard(*rank_and_size("tp"), *rank_and_size("ep"), *rank_and_size("expt_tp"))
 
 
-def global_name(model: Chunked, storage: str) -> str:
+def global_name(model: ChunkedModel, storage: str) -> str:
     """Return Megatron's name of a parameter, with layers counted over the whole model.
 
     ``storage`` is ``<chunk>.<parameter name>``, with layers counted in the chunk and the provider's names.

@@ -113,7 +113,7 @@ class PassGuard:
         of a training pass. The second pass gives the same result as a first pass with the smaller
         micro-batches would have given. Raises OutOfMemory. Collective over the role's ranks.
         """
-        self._repeat_obstacle = repeat_obstacle(self.model, trains=clear is not None)
+        self._repeat_obstacle = find_repeat_obstacle(self.model, trains=clear is not None)
         if self._repeat_obstacle is not None:
             result, _ = self._try_pass(compute, budget)
             return result
@@ -151,7 +151,7 @@ class PassGuard:
             return compute(budget), False
         except torch.OutOfMemoryError as error:
             shortage = Shortage(
-                self.role, device.rank(), budget, first_line(error), largest_tensors(self.model)
+                self.role, device.rank(), budget, first_line(error), describe_largest_tensors(self.model)
             )
             reason = self._repeat_obstacle
             if self._voted:
@@ -178,7 +178,7 @@ class PassGuard:
 
         Records the memory that the pass used, and exchanges with the other ranks whether any of them ran out
         of memory. Raises _OtherRankFailed if one did. Collective over the role's ranks if the pass can be
-        repeated (`repeat_obstacle`).
+        repeated (`find_repeat_obstacle`).
         """
         if self.measures:
             self._record_memory()
@@ -249,7 +249,7 @@ class PassGuard:
         raise OutOfMemory(replace(first, reason=reason))
 
 
-def repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
+def find_repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
     """Return the reason why the ranks of a model cannot repeat a pass together, or None if they can.
 
     If ranks exchange tensors inside a pass, the peers of a failed rank wait for it in a collective forever.
@@ -279,7 +279,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
     return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
 
 
-def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
+def describe_largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     """Return the largest tensors on the device as text: name or shape, dtype and bytes.
 
     Only tensors that Python can reach are included; autograd's saved tensors are not.

@@ -96,7 +96,7 @@ _TRAINER_FIELDS = {
 
 @dataclass(frozen=True)
 class Provider:
-    """The user's function that builds a chunk of a model.
+    """Model provider: the user's function that builds a chunk of a model, and the arguments that it may read.
 
     Example: ``Provider("my_model.py:build", build, Namespace(num_layers=2))``.
     """
@@ -126,7 +126,11 @@ class Provider:
         groups: ParallelGroups,
         stage: int | None = None,
     ) -> Iterator[None]:
-        """Set Megatron's global groups to the role's, and Megatron-LM's ``get_args()`` if it is not set."""
+        """Set up Megatron's global state for the provider's code inside the block.
+
+        These are the process-global groups, which become the role's, the virtual pipeline ``stage`` that is
+        built, and the result of Megatron-LM's ``get_args()`` if it is not set.
+        """
         # Absent unless the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
@@ -293,7 +297,10 @@ def load_provider(
 
 @contextmanager
 def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
-    """Set Megatron's process-global groups to a role's inside the block, for code that reads them."""
+    """Set Megatron's process-global groups to a role's inside the block, for code that reads them.
+
+    ``stage`` is the virtual pipeline stage that this code builds, or None.
+    """
     state: Any = parallel_state
     virtual_pipeline = groups.layout.virtual_pipeline
     is_interleaved = virtual_pipeline > 1

@@ -64,7 +64,7 @@ class Residency:
             Use.STATE: _OffloadedStorages(self._state_storages),
             # Gradients are zero between mini-batches: nothing to copy.
             Use.LEARN: _OffloadedStorages(
-                lambda: _device_storages(_gradient_buffers(self.model)), copies=False
+                lambda: _device_storages(_iterate_gradient_buffers(self.model)), copies=False
             ),
         }
 
@@ -125,14 +125,14 @@ class Residency:
         """Return the storages of the weights that are not shared with the base."""
         base_weights: set[int] = set()
         if self.base is not None:
-            base_weights = {_storage_address(value) for value in _weights(self.base.model)}
-        storages = _device_storages(_weights(self.model))
+            base_weights = {_storage_address(value) for value in _iterate_weights(self.base.model)}
+        storages = _device_storages(_iterate_weights(self.model))
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
         """Return the storages of optimizer states, except for weights that float32 main weights alias."""
-        weights = {_storage_address(value) for value in _weights(self.model)}
-        storages = _device_storages(_optimizer_states(self.optimizer))
+        weights = {_storage_address(value) for value in _iterate_weights(self.model)}
+        storages = _device_storages(_iterate_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
     def metrics(self) -> Metrics:
@@ -243,14 +243,14 @@ def _device_storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
     return storages
 
 
-def _weights(model: Any) -> Iterator[Tensor]:
+def _iterate_weights(model: Any) -> Iterator[Tensor]:
     """Yield the parameters and buffers of all chunks of a model."""
     for chunk in model.chunks:
         yield from (parameter.data for parameter in chunk.parameters())
         yield from chunk.buffers()
 
 
-def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
+def _iterate_optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     """Yield main weights and moments of all of Megatron's optimizers."""
     if optimizer is None:
         return
@@ -262,7 +262,7 @@ def _optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _gradient_buffers(model: Any) -> Iterator[Tensor]:
+def _iterate_gradient_buffers(model: Any) -> Iterator[Tensor]:
     """Yield the gradient buffers of Megatron's DDP; a chunk that is not wrapped has none."""
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):

@@ -37,11 +37,11 @@ from megatron_rl.types import LogitRules, token_index
 
 
 @dataclass(frozen=True)
-class TokenScores:
+class TokenOutputs:
     """Outputs of the model's head for one micro-batch.
 
     Example, of a language model and two rows of 3 and 2 tokens with all but the first tokens selected:
-    ``TokenScores(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
+    ``TokenOutputs(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
     """
 
     rows: tuple[int, ...]
@@ -120,52 +120,57 @@ def build_microbatches(
     data_rank = model.groups.coordinates.data
 
     # The interleaved schedule takes micro-batches in groups of the pipeline's size.
-    multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
+    multiple = 1
+    if layout.virtual_pipeline > 1:
+        multiple = layout.pipeline
 
     # Linear layers cost about 24 h^2 per token and layer, causal attention 2 h per token pair: attention of a
     # row of 12 h tokens costs as much as its linear layers.
-    tokens_per_quadratic = 12.0 * model.transformer_config.hidden_size
+    attention_crossover_length = 12.0 * model.transformer_config.hidden_size
 
     # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
     unit_lengths = batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
     shares = partition_rows(
-        unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, tokens_per_quadratic
+        unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, attention_crossover_length
     )
-    micros = []
+    microbatches = []
     for units in shares[data_rank]:
         rows: list[int] = []
         for number in units:
             first_row = number * rows_per_unit
             rows += range(first_row, first_row + rows_per_unit)
-        micros.append(
+        microbatches.append(
             _pack_microbatch(
                 model, batch, rows, output_mask, from_previous_token, has_loss, top_tokens, squared_probs
             )
         )
 
     # Padding of micro-batches to the layout's multiple, and of rows to buckets.
-    padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
-    tokens = sum(micro.tokens for micro in micros)
+    padded_tokens = sum(microbatch.inputs.shape[1] for microbatch in microbatches) * layout.context
+    tokens = sum(microbatch.tokens for microbatch in microbatches)
     padding = Metrics.mean("padding/fraction", padded_tokens - tokens, padded_tokens)
 
-    packings = [micro.packing for micro in micros if isinstance(micro.packing, PackedRows)]
+    packings = [
+        microbatch.packing for microbatch in microbatches if isinstance(microbatch.packing, PackedRows)
+    ]
     bucket_tokens = sum(packing.bucket_tokens for packing in packings)
     if bucket_tokens:
         padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
-    return _upload_microbatches(micros), padding
+    return _upload_microbatches(microbatches), padding
 
 
-def _upload_microbatches(micros: list[MicroBatch]) -> list[MicroBatch]:
+def _upload_microbatches(microbatches: list[MicroBatch]) -> list[MicroBatch]:
     """Return the micro-batches with their tensors on the device, copied together in one upload."""
+    # Collect the tensors, each only once, and replace them by their copies.
     tensors: dict[int, Tensor] = {}
 
     def collect(tensor: Tensor) -> Tensor:
         tensors[id(tensor)] = tensor
         return tensor
 
-    _map_tensors(micros, collect)
+    _map_tensors(microbatches, collect)
     copies = dict(zip(tensors, device.upload(list(tensors.values())), strict=True))
-    return _map_tensors(micros, lambda tensor: copies[id(tensor)])
+    return _map_tensors(microbatches, lambda tensor: copies[id(tensor)])
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -243,6 +248,9 @@ def _pack_microbatch(
             batch, experts=None, support_sizes=None, support=None, teacher_top_ids=None
         ).rows(rows)
 
+    row_rules = None
+    if rules is not None:
+        row_rules = build_row_rules(rules, lengths, tokens, selected)
     buckets: Tensor | TopTokens | None = top_tokens
     bucket_ids = getattr(batch, "teacher_top_ids", None)
     if bucket_ids is not None:
@@ -257,16 +265,16 @@ def _pack_microbatch(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_select_support(batch, positions[selected]),
-        rules=None if rules is None else build_row_rules(rules, lengths, tokens, selected),
+        rules=row_rules,
         buckets=buckets,
         squared_probs=squared_probs,
         tokens=len(tokens),
-        routed=_routed_tokens(model, batch, rows, positions, padding),
+        routed=_select_routed_tokens(model, batch, rows, positions, padding),
         batch=loss_batch,
     )
 
 
-def _routed_tokens(
+def _select_routed_tokens(
     model: ParallelModel,
     batch: Any,
     rows: list[int],
@@ -330,7 +338,7 @@ def forward_only(
     guard: PassGuard | None = None,
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
-) -> list[TokenScores]:
+) -> list[TokenOutputs]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
     ``from_previous_token``: whether a token's output is that of the preceding token's hidden state, which
@@ -341,11 +349,11 @@ def forward_only(
     Collective over the model's ranks.
     """
 
-    def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
-        return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
+    def collect(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenOutputs]:
+        return outputs[0].sum() * 0, TokenOutputs(microbatch.rows, outputs)
 
-    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
-        micros, _ = build_microbatches(
+    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenOutputs]]:
+        microbatches, _ = build_microbatches(
             model,
             batch,
             tokens,
@@ -357,15 +365,15 @@ def forward_only(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return micros, _run_schedule(model, micros, collect, forward_only=True, guard=guard)
+            return microbatches, _run_schedule(model, microbatches, collect, forward_only=True, guard=guard)
 
-    micros, scores = _run_guarded(guard, compute, tokens_per_microbatch, batch)
+    microbatches, outputs = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record_experts:
-        return scores
+        return outputs
 
-    # Collective, so every stage takes part, but only the last stage has scores.
-    recorded = _gather_recorded_experts(model, micros)
-    return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
+    # Collective, so every stage takes part, but only the last stage has outputs.
+    recorded = _gather_recorded_experts(model, microbatches)
+    return [replace(output, experts=experts) for output, experts in zip(outputs, recorded, strict=False)]
 
 
 def _run_guarded(
@@ -376,14 +384,17 @@ def _run_guarded(
     rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard."""
+    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard.
+
+    The other arguments are those of `forward_backward`.
+    """
     if guard is None:
         return compute(tokens_per_microbatch)
     unit_tokens = max(batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist(), default=1)
     return guard.run_pass(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
-def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
+def _gather_recorded_experts(model: ParallelModel, microbatches: Sequence[MicroBatch]) -> list[Tensor]:
     """Return the experts [n, layers, k] of each micro-batch's tokens, assembled from all ranks.
 
     Collective over the tensor, context and pipeline groups.
@@ -400,18 +411,18 @@ def _gather_recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch])
         sum_groups.insert(0, groups.tensor)
 
     recorded = []
-    for micro in micros:
-        assert micro.routed is not None
-        count = micro.inputs.shape[1] * groups.layout.context
+    for microbatch in microbatches:
+        assert microbatch.routed is not None
+        count = microbatch.inputs.shape[1] * groups.layout.context
         local = model.local_tokens(count)
         shape = (count, routing.layers, routing.topk)
         experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
-        for layer, choices in micro.routed.choices.items():
+        for layer, choices in microbatch.routed.choices.items():
             experts[local, layer] = choices.to(torch.int32)
 
         for group in sum_groups:
             sum_over_ranks(experts, group)
-        recorded.append(experts[: micro.tokens].to(torch.int16).cpu())
+        recorded.append(experts[: microbatch.tokens].to(torch.int16).cpu())
     return recorded
 
 
@@ -426,35 +437,37 @@ def forward_backward(
     rows_per_unit: int = 1,
     guard: PassGuard | None = None,
     clear: Callable[[], None] | None = None,
-) -> tuple[list[TokenScores], Metrics]:
+) -> tuple[list[TokenOutputs], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
     loss, which sums over the n tokens with weights of the whole mini-batch, and metrics. For a batch with a
-    teacher's most likely tokens it also gets ``bucket_log_probs`` [n, k + 1].
-    Gradients add up over micro-batches and data-parallel ranks without any scaling.
+    teacher's most likely tokens it also gets ``bucket_log_probs`` [n, k + 1]. Gradients add up over
+    micro-batches and data-parallel ranks without any scaling.
+
     ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
-    runs out of memory, after ``clear`` has zeroed the gradients. Returns what `forward_only` would return
-    with these weights, and this rank's metrics; stages before the last have only the padding metrics.
-    Collective over the model's ranks.
+    runs out of memory, after ``clear`` has zeroed the gradients.
+
+    Returns what `forward_only` would return with these weights, and this rank's metrics; stages before the
+    last have only the padding metrics. Collective over the model's ranks.
     """
 
     def compute(tokens: int) -> tuple[list[Any], Metrics]:
-        micros, padding = build_microbatches(
+        microbatches, padding = build_microbatches(
             model, batch, tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
         )
         for chunk in model.wrapped:
             chunk.train()
         loss_function = _make_loss_function(objective)
-        results = _run_schedule(model, micros, loss_function, forward_only=False, guard=guard)
+        results = _run_schedule(model, microbatches, loss_function, forward_only=False, guard=guard)
         return results, padding
 
     results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
-    scores = [score for score, _ in results]
-    loss_metrics = merge_metrics(metrics_of_micro for _, metrics_of_micro in results)
-    return scores, loss_metrics + metrics
+    token_outputs = [token_output for token_output, _ in results]
+    loss_metrics = merge_metrics(microbatch_metrics for _, microbatch_metrics in results)
+    return token_outputs, loss_metrics + metrics
 
 
 def forward_loss(
@@ -474,7 +487,7 @@ def forward_loss(
     """
 
     def compute(tokens: int) -> list[Any]:
-        micros, _ = build_microbatches(
+        microbatches, _ = build_microbatches(
             model,
             batch,
             tokens,
@@ -487,7 +500,7 @@ def forward_loss(
             chunk.eval()
         with torch.no_grad():
             loss_function = _make_loss_function(objective)
-            return _run_schedule(model, micros, loss_function, forward_only=True, guard=guard)
+            return _run_schedule(model, microbatches, loss_function, forward_only=True, guard=guard)
 
     results = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit)
     return merge_metrics(metrics for _, metrics in results)
@@ -495,28 +508,30 @@ def forward_loss(
 
 def _make_loss_function(
     objective: Callable[..., tuple[Tensor, Metrics]],
-) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
-    """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
+) -> Callable[..., tuple[Tensor, tuple[TokenOutputs, Metrics]]]:
+    """Return the function from a micro-batch's outputs to its loss, `TokenOutputs` and metrics."""
 
-    def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
+    def loss_function(
+        microbatch: MicroBatch, *outputs: Tensor
+    ) -> tuple[Tensor, tuple[TokenOutputs, Metrics]]:
         # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
             *scalars, arguments["bucket_log_probs"] = outputs
             outputs = tuple(scalars)
 
-        loss, metrics = objective(micro.batch, *outputs, **arguments)
-        if not micro.rows:
+        loss, metrics = objective(microbatch.batch, *outputs, **arguments)
+        if not microbatch.rows:
             metrics = Metrics()
-        scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))
-        return loss, (scores, metrics)
+        detached_outputs = TokenOutputs(microbatch.rows, tuple(output.detach() for output in outputs))
+        return loss, (detached_outputs, metrics)
 
     return loss_function
 
 
 def _run_schedule(
     model: ParallelModel,
-    micros: Sequence[MicroBatch],
+    microbatches: Sequence[MicroBatch],
     loss_function: Callable[..., tuple[Tensor, Any]],
     forward_only: bool,
     guard: PassGuard | None = None,
@@ -534,7 +549,7 @@ def _run_schedule(
         config.finalize_model_grads_func = partial(_finalize_gradients, guard)
 
     # Each virtual stage consumes a separate iterator over the micro-batches.
-    iterators = [iter(micros) for _ in model.wrapped]
+    iterators = [iter(microbatches) for _ in model.wrapped]
     chunks: Any = model.wrapped
     data_iterator: Any = iterators
     if not interleaved:
@@ -547,7 +562,7 @@ def _run_schedule(
         shards = 1
         if config.sequence_parallel:
             shards = layout.tensor
-        tokens = [micro.inputs.shape[1] // shards for micro in micros]
+        tokens = [microbatch.inputs.shape[1] // shards for microbatch in microbatches]
         communicator = PipelineExchange(
             model.groups.pipeline,
             config,
@@ -563,13 +578,13 @@ def _run_schedule(
         virtual_pipeline = layout.virtual_pipeline
     run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
     if guard is not None:
-        guard.begin_microbatches(max(micro.tokens for micro in micros))
+        guard.begin_microbatches(max(microbatch.tokens for microbatch in microbatches))
     with model.scope():
         results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
             data_iterator=data_iterator,
             model=chunks,
-            num_microbatches=len(micros),
+            num_microbatches=len(microbatches),
             seq_length=1,  # unused: lengths vary, and the communicator has them
             micro_batch_size=1,
             forward_only=forward_only,
@@ -616,12 +631,12 @@ class PipelineExchange(P2PCommunicator):
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
         self._forward_tokens: list[int] = []
         self._backward_tokens: list[int] = []
-        for micro, chunk in table:
+        for microbatch, chunk in table:
             is_end = chunk == chunks - 1
             if not (is_first and is_end):
-                self._forward_tokens.append(tokens[micro])
+                self._forward_tokens.append(tokens[microbatch])
             if not (is_last and is_end):
-                self._backward_tokens.append(tokens[micro])
+                self._backward_tokens.append(tokens[microbatch])
 
     def _communicate_shapes(
         self,
@@ -677,34 +692,34 @@ def _forward_step(
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run one chunk on the next micro-batch; return its output and, for the last stage, the loss function."""
-    micro = next(iterator)
+    microbatch = next(iterator)
     count_progress("micro-batches")
 
     route = nullcontext()
-    if model.routing is not None and micro.routed is not None:
-        route = model.routing.route_tokens(micro.routed)
+    if model.routing is not None and microbatch.routed is not None:
+        route = model.routing.route_tokens(microbatch.routed)
     with route:
-        output = wrapped(micro.inputs, None, None, packed_seq_params=micro.packing)
+        output = wrapped(microbatch.inputs, None, None, packed_seq_params=microbatch.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
     def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         selected_outputs = model.token_outputs(
             chunk,
             hidden,
-            micro.index,
-            micro.targets,
-            micro.temperature,
-            micro.support,
-            micro.rules,
-            micro.buckets,
-            micro.squared_probs,
+            microbatch.index,
+            microbatch.targets,
+            microbatch.temperature,
+            microbatch.support,
+            microbatch.rules,
+            microbatch.buckets,
+            microbatch.squared_probs,
         )
 
         # Outputs of all tokens: zero for unselected tokens, and for tokens of other context-parallel ranks.
         outputs: list[Tensor] = []
         for output in selected_outputs:
-            zeros = output.new_zeros((micro.tokens, *output.shape[1:]))
-            outputs.append(zeros.index_put((micro.selected,), output))
+            zeros = output.new_zeros((microbatch.tokens, *output.shape[1:]))
+            outputs.append(zeros.index_put((microbatch.selected,), output))
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
             # the identity: each rank gets the gradient with respect to its own tokens exactly once.
@@ -712,7 +727,7 @@ def _forward_step(
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]
 
-        loss, result = loss_function(micro, *outputs)
+        loss, result = loss_function(microbatch, *outputs)
         no_tokens = torch.zeros([], dtype=torch.int, device=loss.device)
         # Cloned because Megatron's schedule scales the loss in place.
         return loss.clone(), no_tokens, result

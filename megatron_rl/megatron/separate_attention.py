@@ -1,7 +1,7 @@
 """Attention whose head size and number of key-value heads differ from those of other layers (Gemma 4).
 
-Megatron has one head size and one number of key-value heads for a model. A layer's attention gets a copy of
-the configuration with its own ones.
+Megatron has one head size and one number of key-value heads for a model. Here a layer's attention gets a copy
+of the configuration with the sizes of its layer.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def transformer_settings(
         "moe_grouped_gemm": fused and shape.experts > 0,
     }
 
-    # Settings of the blocks, and last the family's own ones, replace general ones.
+    # The settings of blocks and layout replace the general ones above, and those of the family replace all.
     settings.update(_window_settings(shape))
     for block in (*shape.mixers, *shape.feed_forwards):
         settings.update(block.settings(shape))

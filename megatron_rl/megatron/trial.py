@@ -40,7 +40,7 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 """Modules that Megatron imports if they exist, but that no configuration needs."""
 
 
-def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
+def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
     Each of ``roles`` is the JSON object of a role: its model, layout, dtype and settings of Megatron. The
@@ -125,4 +125,4 @@ def _skip_package_imports() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    json.dump(refusals(json.load(sys.stdin)), sys.stdout)
+    json.dump(collect_refusals(json.load(sys.stdin)), sys.stdout)

@@ -19,7 +19,7 @@ from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.passes import PassGuard
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.megatron.schedule import (
-    TokenScores,
+    TokenOutputs,
     forward_backward,
     forward_loss,
     forward_only,
@@ -156,7 +156,7 @@ class ModelRole:
     def _make_shard(
         self,
         batch: Any,
-        micro_outputs: list[TokenScores],
+        micro_outputs: list[TokenOutputs],
         names: tuple[str, ...],
     ) -> RowShard:
         """Concatenate the first outputs of micro-batches into a shard with a column per name in ``names``."""
@@ -180,7 +180,7 @@ class ModelRole:
             {},
         )
 
-    def _make_top_columns(self, count: int, micro_outputs: list[TokenScores]) -> dict[str, Tensor]:
+    def _make_top_columns(self, count: int, micro_outputs: list[TokenOutputs]) -> dict[str, Tensor]:
         """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
         # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
         ids = [torch.zeros((0, count), dtype=torch.int32)]
@@ -194,7 +194,7 @@ class ModelRole:
         ids_name, log_probs_name = self.top_outputs
         return {ids_name: torch.cat(ids), log_probs_name: torch.cat(log_probs)}
 
-    def forward(self, batch: Any, output_mask: Tensor, **options: Any) -> list[TokenScores]:
+    def forward(self, batch: Any, output_mask: Tensor, **options: Any) -> list[TokenOutputs]:
         """Compute the model's outputs for the tokens of this rank's rows that ``output_mask`` [N] bool marks.
 
         Returns a result per micro-batch, or [] on ranks that are not output ranks. ``options``:

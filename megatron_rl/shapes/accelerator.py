@@ -53,7 +53,7 @@ def capability_of(gpu: str | None) -> int:
 
 @dataclass(frozen=True)
 class AcceleratedRole:
-    """Model of one role on an accelerator, as far as the defaults depend on it.
+    """Properties of a role's model on an accelerator that decide which defaults apply to it.
 
     Example: ``AcceleratedRole(shape, layout, fused=True, half_precision=True)``.
     """
@@ -88,7 +88,7 @@ class AcceleratedRole:
         return self.half_precision and (self.fused or self.shape.plain_layers)
 
     @property
-    def kernel(self) -> str:
+    def attention_kernel(self) -> str:
         """Return the attention kernel of packed rows: ``fused`` (cuDNN), ``flash`` or ``torch``.
 
         ``torch`` is PyTorch's ``varlen_attn``. It is always available, since PyTorch's wheels contain its
@@ -130,7 +130,7 @@ class AcceleratedRole:
 
 @dataclass(frozen=True)
 class AcceleratedJob:
-    """All roles of a job on accelerators, as far as environment variables depend on them."""
+    """Properties of a job on accelerators that decide which environment variables get a default."""
 
     layouts: Mapping[str, ParallelLayout]
     """Role -> layout of its model, for roles whose models Megatron computes (not vLLM)."""
@@ -141,7 +141,7 @@ class AcceleratedJob:
 
 @dataclass(frozen=True)
 class AcceleratorDefault:
-    """One row of `DEFAULTS`.
+    """Default of one setting on accelerators: a row of `DEFAULTS`.
 
     Example: ``moe_permute_fusion`` of `MEGATRON` is true for experts in Transformer Engine's layers.
     """
@@ -166,7 +166,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "fused",
         "Transformer Engine's layers in half precision",
-        lambda role: role.sets_attention_backend and role.kernel != "flash",
+        lambda role: role.sets_attention_backend and role.attention_kernel != "flash",
         "without a fused kernel Transformer Engine raises, instead of keeping the scores of whole rows",
     ),
     AcceleratorDefault(
@@ -174,7 +174,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "attention_backend",
         "flash",
         "the same before compute capability 9.0, with flash-attn installed",
-        lambda role: role.sets_attention_backend and role.kernel == "flash",
+        lambda role: role.sets_attention_backend and role.attention_kernel == "flash",
         "cuDNN has no kernel for packed rows there",
     ),
     AcceleratorDefault(
@@ -182,7 +182,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "core_attention",
         "torch",
         "Transformer Engine's layers in half precision where it has no fused kernel",
-        lambda role: role.fused and role.half_precision and role.kernel == "torch",
+        lambda role: role.fused and role.half_precision and role.attention_kernel == "torch",
         "torch's varlen_attn is FlashAttention and part of torch",
     ),
     AcceleratorDefault(

@@ -388,8 +388,8 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
     """Read which layers have gated delta nets, and the sizes of the delta nets.
 
     transformers 5 writes a type per layer (``layer_types``). Older versions write
-    ``full_attention_interval``: every so many layers, one has full attention. ``interval`` is used if
-    config.json has neither key; with 0, all layers have full attention then.
+    ``full_attention_interval``, the distance between layers with full attention. If config.json has neither
+    key, ``interval`` is that distance; with 0, all layers then have full attention.
     """
     layer_types = reader.get("layer_types")
     linear_layers: tuple[int, ...] = ()
@@ -469,10 +469,11 @@ def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
     return layer_types.index("sparse")
 
 
-def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
-    """Return a reader of the same config.json, with the result of `count_dense_layers` as its number.
+def with_dense_layer_count(reader: ConfigReader, default: int) -> ConfigReader:
+    """Return a reader of the same config.json, with `count_dense_layers` as ``first_k_dense_replace``.
 
-    The number is ``first_k_dense_replace``, which vLLM reads; transformers writes a type per layer instead.
+    vLLM and the functions of this module read this key; transformers writes a type per layer instead.
+    ``default`` is that of `count_dense_layers`. Refuses dense layers after the first one with experts.
     """
     dense_count = count_dense_layers(reader.config, default)
     if "dense" in (reader.get("mlp_layer_types") or [])[dense_count:]:
@@ -504,7 +505,7 @@ def with_sparse_attention(
         max_positions = reader.size("max_position_embeddings", LARGEST)
         longest_dense_row = min(max_positions, reader.size("index_topk"))
         return {
-            **dense_family.structure(dense_layers_first(reader, dense_layers)),
+            **dense_family.structure(with_dense_layer_count(reader, dense_layers)),
             "max_positions": longest_dense_row,
         }
 

@@ -129,9 +129,10 @@ transposed=False, blocks=False)
 
 
 def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dict[str, Shape]:
-    """Return the shapes of a checkpoint's tensors (`expert_location`) for those of ``shapes``, in order.
+    """Return the shapes of the tensors that a checkpoint stores, in order, from those of the model's tensors.
 
-    ``form`` is None for a checkpoint with a tensor per expert.
+    ``shapes`` have an entry per expert; in the result all experts of a layer are one tensor (see
+    `expert_location`). ``form`` is None for a checkpoint with a tensor per expert, whose shapes are equal.
     """
     if form is None:
         return dict(shapes)
@@ -199,12 +200,13 @@ def locate_tensors(
     """Return the location of each tensor of a model in the tensors of its checkpoint.
 
     ``stored_names`` maps the names of tensors, without the prefix of a multimodal checkpoint, to their stored
-    names, and ``shape_of`` returns the shape of a stored one. ``form`` is how the family's checkpoints store
-    experts. If it is None, any of them may be stored in one tensor all the same, and ``hidden``, the width of
-    the model, shows whether it is transposed.
+    names, and ``shape_of`` returns the shape of a stored one. ``form`` is the form in which the family's
+    checkpoints store experts. If it is None, it is detected from the shapes of tensors with all experts and
+    from ``hidden``, the width of the model.
 
     >>> names = {"model.norm.weight": "model.language_model.norm.weight"}
-    >>> locate_tensors(names, len, None, 8)["model.norm.weight"].name
+    >>> shapes = {"model.language_model.norm.weight": (8,)}
+    >>> locate_tensors(names, shapes.__getitem__, None, 8)["model.norm.weight"].name
     'model.language_model.norm.weight'
     """
     locations: dict[str, TensorLocation] = {}
@@ -225,13 +227,14 @@ def locate_tensors(
 
 
 def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
-    """Return whether stored matrices are transposed, as a `FusedExperts`, by their shapes.
+    """Return the form in which a checkpoint stores experts, detected from the shapes of their matrices.
 
-    ``shapes``: name of a stored tensor -> its shape. ``hidden``: width of the model. Outputs of gate and up
-    are assumed not to alternate.
+    The shapes show whether matrices are transposed; outputs of gate and up are assumed not to alternate.
+    ``shapes``: name of a tensor with all experts -> its shape. ``hidden``: width of the model.
     """
     for name, shape in shapes.items():
-        # A square matrix does not show it, but the layer's other matrix does: it is half or twice as wide.
+        # A square matrix does not show whether it is transposed. The layer's other matrix does, since it is
+        # half or twice as wide.
         if len(shape) != 3 or shape[1] == shape[2]:
             continue
 

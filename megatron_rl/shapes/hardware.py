@@ -75,9 +75,9 @@ class Gpu:
         `relative_efficiency`.
         """
         # A product of efficiencies above 1 would exceed the peak.
-        return self.peak(precision) * min(1.0, reference_efficiency * self.relative_efficiency)
+        return self.peak_flops(precision) * min(1.0, reference_efficiency * self.relative_efficiency)
 
-    def peak(self, precision: str) -> float:
+    def peak_flops(self, precision: str) -> float:
         """Return the dense peak of a precision in FLOP/s."""
         if precision == "fp8":
             return self.fp8_flops
@@ -172,7 +172,7 @@ class Machine:
         return self.cluster.gpu
 
     @property
-    def weight_bytes(self) -> int:
+    def bytes_per_weight(self) -> int:
         """Return how many bytes one model weight occupies at the machine's precision."""
         return PRECISION_BYTES.get(self.precision, 2)
 
@@ -204,7 +204,7 @@ def _convert_gpu(name: str, data: Mapping[str, Any]) -> Gpu:
     )
 
 
-def packaged_constants() -> dict[str, Any]:
+def read_packaged_constants() -> dict[str, Any]:
     """Return the packaged constants.json as a plain mapping."""
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
@@ -321,7 +321,7 @@ def build_constants(data: Mapping[str, Any]) -> Constants:
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
     """Load the packaged constants with the values of an override file (JSON of the same structure)."""
-    data = packaged_constants()
+    data = read_packaged_constants()
     if override is not None:
         path = Path(override)
         if not path.is_file():

@@ -49,7 +49,7 @@ rows, padded. The others are as in `Cut`.
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensor of a layer, or rows of one.
+    """Checkpoint tensor, or rows of one, that fills a layer's parameter alone or together with others.
 
     >>> Source("self_attn.o_proj.weight", (4096, 4096), "columns").elements
     16777216
@@ -177,10 +177,11 @@ def layer_weights(shape: ModelShape, block: Block) -> tuple[Weight, ...]:
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:
-    """Return the parameters outside the layers on the ``first`` and on the ``last`` pipeline stage.
+    """Return the parameters outside the layers on one pipeline stage, or on the first and the last together.
 
-    Names are complete, not relative to a layer. A tied output layer has a parameter only on a last stage that
-    is not the first: a copy of the embedding.
+    ``first``, ``last``: whether to include those of the first and of the last stage. Names are complete, not
+    relative to a layer. A tied output layer has a parameter only on a last stage that is not the first: a
+    copy of the embedding.
     """
     # A tied output layer reads the same tensor.
     vocabulary_shape = (shape.vocab, shape.hidden)

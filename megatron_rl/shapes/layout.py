@@ -8,7 +8,7 @@ Pipeline stages get the same number of layers, as Megatron-Core computes it, exc
 last: their sizes can be set, or the embedding and the loss can count as a layer each.
 
 `check` and model building share the rules for a model's sizes in a layout (`trainer_problems`,
-`learning_problems`, `engine_problems`).
+`expert_training_problems`, `engine_problems`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ class ParallelLayout:
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
     def text(self, copies: str = "data") -> str:
-        """Format the layout as ``tensor 2 x pipeline 2 x data 4``, with ``copies`` for the word "data"."""
+        """Format the layout as ``tensor 2 x pipeline 2 x data 4``.
+
+        ``copies`` is the noun for the data-parallel size, such as "replicas" for a rollout engine.
+        """
         sizes = [
             ("tensor", self.tensor),
             ("context", self.context),
@@ -448,8 +451,9 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
     explicit sizes of the ends, or None for an end that is like the middle stages.
     """
-    middle_stages = stages - (first is not None) - (last is not None)
-    middle_layers = total - (first or 0) - (last or 0)
+    explicit_sizes = [size for size in (first, last) if size is not None]
+    middle_stages = stages - len(explicit_sizes)
+    middle_layers = total - sum(explicit_sizes)
     if middle_layers < 0:
         return None
     if middle_stages == 0 and middle_layers:
@@ -608,7 +612,7 @@ def plain_experts_error(name: str) -> UserError:
     ``name``: name of the model.
     """
     return UserError(
-        "without Transformer Engine's layers each expert is a product of its own, one after the other",
+        "without Transformer Engine's layers the experts are computed one after the other",
         where="model.attention",
         expected="Transformer Engine, whose grouped products compute all experts at once",
         got=f"Megatron's plain layers for {name}",
@@ -616,8 +620,8 @@ def plain_experts_error(name: str) -> UserError:
     )
 
 
-def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors that Megatron raises only for a model that is trained."""
+def expert_training_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors of a mixture of experts that Megatron raises only for a model that is trained."""
     if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:
         return []
 
@@ -646,7 +650,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
                 where=key,
                 expected=f"at most {kv_heads}, the key-value heads of {shape.name}",
                 got=str(layout.tensor),
-                fix=f"set {key} to {shape.best_tensor(layout.tensor)}",
+                fix=f"set {key} to {shape.largest_tensor_size(layout.tensor)}",
             )
         )
 
@@ -661,7 +665,7 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
     tensor = layout.tensor
     context = layout.context
     tensor_key = f"{layout.path}.tensor"
-    tensor_fix = f"set {tensor_key} to {shape.best_tensor(tensor)}{advice}"
+    tensor_fix = f"set {tensor_key} to {shape.largest_tensor_size(tensor)}{advice}"
 
     if shape.heads % tensor:
         return [_indivisible_error(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]

@@ -253,7 +253,7 @@ def adapted_parameter_count(
 def adapter_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], lora: Lora
 ) -> tuple[int, int]:
-    """Count the adapter parameters on one rank of a pipeline stage: (outside, in) routed experts.
+    """Count the adapter parameters outside and inside routed experts, on one rank of a pipeline stage.
 
     ``layers``: layers of the stage.
     """

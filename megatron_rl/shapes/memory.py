@@ -39,11 +39,11 @@ at once."""
 def stage_parameters(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], first: bool, last: bool
 ) -> tuple[int, int]:
-    """Count the parameters (outside, in) routed experts on one rank of a pipeline stage with these layers.
+    """Count the parameters outside and inside routed experts on one rank of a pipeline stage.
 
-    ``first``, ``last``: whether the stage is the first or the last of the pipeline. A tied embedding has a
-    copy on the last stage of a pipeline. Latent attention's down projections count as replicated, as in
-    Transformer Engine; Megatron's own layers shard them.
+    ``layers``: layers of the stage. ``first``, ``last``: whether it is the first or the last of the pipeline.
+    A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
+    replicated, as in Transformer Engine; Megatron's own layers shard them.
     """
     # Layers with equal blocks have equally many parameters.
     dense = 0
@@ -74,7 +74,7 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     """
     # With fewer key-value heads than ranks, each head has equally many copies.
     replicated = shape.replicated_parameters
-    sharded = shape.layer_dense_total - replicated
+    sharded = shape.nonexpert_layer_parameters - replicated
     for (heads, engine_copies), parameters in shape.key_value_parameters.items():
         copies = engine_copies * max(1, tensor // heads)
         sharded += parameters * (copies - 1)
@@ -416,7 +416,7 @@ def scoring_memory(
     )
 
 
-def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
+def find_representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
     """Return the stages, counted from 0, that can have the largest memory.
 
     These are the earliest of the stages with equal layers, which has the most micro-batches in flight or the
@@ -428,12 +428,12 @@ def representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) ->
     return sorted({*earliest.values(), len(stages) - 1})
 
 
-def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Count the parameters (outside, in) routed experts on a rank of the stage that has the most."""
+def max_stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
+    """Count the parameters outside and inside routed experts on a rank of the stage with the most of them."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [
         stage_parameters(shape, layout, stages[stage], stage == 0, stage == last)
-        for stage in representative_stages(shape, stages)
+        for stage in find_representative_stages(shape, stages)
     ]
     return max(parameters, key=sum)

@@ -174,7 +174,7 @@ class ModelShape:
         """Return the vocabulary size rounded up to a multiple of ``tensor`` ranks."""
         return -(-self.vocab // tensor) * tensor
 
-    def best_tensor(self, limit: int) -> int:
+    def largest_tensor_size(self, limit: int) -> int:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         mixer_heads: list[int] = []
         for mixer in self.mixers:
@@ -310,7 +310,9 @@ class ModelShape:
     @property
     def _norm_tensors(self) -> int:
         """Return the number of tensors of a norm: a LayerNorm has a bias in addition to its weight."""
-        return 1 + self.layer_norm
+        if self.layer_norm:
+            return 2
+        return 1
 
     @cached_property
     def final_norm_parameters(self) -> int:
@@ -333,7 +335,7 @@ class ModelShape:
         return self.experts * self._count_elements(True)
 
     @cached_property
-    def layer_dense_total(self) -> int:
+    def nonexpert_layer_parameters(self) -> int:
         """Count the parameters of all layers outside routed experts."""
         return self._count_elements(False)
 
@@ -367,7 +369,12 @@ class ModelShape:
         """Count all parameters of the model: embeddings, layers, final norm and output layer."""
         # Embedding and output layer are at the ends of the pipeline.
         ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
-        return ends + self.final_norm_parameters + self.layer_dense_total + self.routed_expert_parameters
+        return (
+            ends
+            + self.final_norm_parameters
+            + self.nonexpert_layer_parameters
+            + self.routed_expert_parameters
+        )
 
     @cached_property
     def active_expert_parameters(self) -> int:
@@ -412,10 +419,10 @@ class ModelShape:
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Return, for each mixer, what `attention_flops` needs of it.
+        """Return the numbers that `attention_flops` sums over, for each kind of mixer.
 
-        These are the numbers of its layers and of its layers with a sliding window, and the FLOPs of a layer
-        per key and per token.
+        They are the number of its layers, the number of these with a sliding window, and the FLOPs of one
+        layer per key and per token.
         """
         sliding_counts = Counter(
             self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers
@@ -428,7 +435,7 @@ class ModelShape:
     @cached_property
     def layer_flops(self) -> float:
         """Return the FLOPs per token of the layers in a forward pass, two per active parameter."""
-        return 2.0 * (self.layer_dense_total + self.active_expert_parameters)
+        return 2.0 * (self.nonexpert_layer_parameters + self.active_expert_parameters)
 
     @cached_property
     def head_flops(self) -> float:

@@ -21,7 +21,7 @@ _INHERITED = (
 """Keys outside ``text_config`` in a multimodal config.json that apply to the language model as well."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
 """Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a separate one."""
-_CARRIED = (
+_OTHER_PREFIXES = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "vision_embedder.", "mtp.",
 )  # fmt: skip
@@ -33,7 +33,11 @@ Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Kind of multimodal model whose language model can be trained."""
+    """Kind of multimodal model whose language model can be trained.
+
+    Example: ``Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text":
+    "qwen3"})``.
+    """
 
     title: str
     """Display name in the list of models."""
@@ -187,29 +191,29 @@ def _remove_image_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def language_model_names(stored: Iterable[str]) -> dict[str, str]:
-    """Return name -> stored name of the language model's tensors among those of a multimodal checkpoint.
+def language_model_names(stored_names: Iterable[str]) -> dict[str, str]:
+    """Return name -> stored name of the language model's tensors in a multimodal checkpoint.
 
     The names are those in a checkpoint of only the language model.
 
     >>> language_model_names(["model.language_model.norm.weight", "model.visual.norm.weight"])
     {'model.norm.weight': 'model.language_model.norm.weight'}
     """
-    return {language_name(name): name for name in stored if not is_carried(name)}
+    return {language_name(name): name for name in stored_names if not is_outside_language_model(name)}
 
 
-def language_name(stored: str) -> str:
+def language_name(stored_name: str) -> str:
     """Return the name that a stored tensor has in a checkpoint with only the language model.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
     """
     for prefix, language_prefix in _PREFIXES.items():
-        if stored.startswith(prefix):
-            return language_prefix + stored.removeprefix(prefix)
-    return stored
+        if stored_name.startswith(prefix):
+            return language_prefix + stored_name.removeprefix(prefix)
+    return stored_name
 
 
-def is_carried(stored: str) -> bool:
-    """Return whether a tensor of a multimodal checkpoint, by its stored name, is not the language model's."""
-    return stored.removeprefix("model.").startswith(_CARRIED)
+def is_outside_language_model(stored_name: str) -> bool:
+    """Return whether a tensor of a multimodal checkpoint belongs to another part than its language model."""
+    return stored_name.removeprefix("model.").startswith(_OTHER_PREFIXES)

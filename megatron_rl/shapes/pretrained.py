@@ -107,7 +107,7 @@ class PretrainedModel:
         )
 
     def outer_weights(self, first: bool, last: bool) -> tuple[Weight, ...]:
-        """Return the parameters outside the layers on the first and on the last pipeline stage."""
+        """Return the parameters outside the layers, of the ``first`` and of the ``last`` pipeline stage."""
         return outer_weights(self.shape, first, last)
 
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:

@@ -78,7 +78,7 @@ class Quantization:
         return self.method == "nvfp4"
 
     def has_dtypes(self, weight: str, scales: str) -> bool:
-        """Return whether a weight and its scales are stored in dtypes of this quantisation."""
+        """Return whether the dtypes of a weight and of its scales, in safetensors' spelling, are valid."""
         if self.has_tensor_scales:
             return (weight, scales) == (BYTES, FP8)
         return weight == FP8 and scales in _SCALE_DTYPES
@@ -132,16 +132,16 @@ def quantization_keys(config: Mapping[str, Any]) -> list[str]:
     return [key for key in _KEYS if config.get(key)]
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def remove_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json without the keys that describe a quantisation."""
     keys = quantization_keys(config)
     return {key: value for key, value in config.items() if key not in keys}
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation of a config.json; None if there is none.
+    """Return the quantisation that a config.json describes, or None for weights that are not quantised.
 
-    ``file`` is the path that errors name. Raises UserError for one that cannot be read.
+    ``file`` is the path that errors name. Raises UserError for a quantisation that cannot be read.
     """
     keys = quantization_keys(config)
     if not keys:
@@ -195,7 +195,7 @@ def tensor_scales_by_weight(names: Iterable[str]) -> dict[str, str]:
 
 
 def _match_suffixed_names(stored_names: set[str], suffix: str) -> dict[str, str]:
-    """Return weight -> name with ``suffix``, for each weight that is stored together with such a tensor."""
+    """Map each weight to the stored tensor that has its name and ``suffix``, if there is one."""
     suffixed_by_weight: dict[str, str] = {}
     for name in stored_names:
         weight = name.removesuffix(suffix)
@@ -259,7 +259,7 @@ def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> Use
     )
 
 
-def is_one_number(shape: Shape | None) -> bool:
+def has_one_element(shape: Shape | None) -> bool:
     """Return whether a tensor of this shape has one element; None stands for no tensor."""
     return shape is not None and all(size == 1 for size in shape)
 

@@ -30,26 +30,29 @@ _REPLICATED = ("whole", "stacked")
 
 
 class Slice(NamedTuple):
-    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions."""
+    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions.
+
+    Example: ``Slice(0, 2, 4)`` are rows 2 and 3 of a matrix.
+    """
 
     dim: int
     start: int
     stop: int
 
 
-def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
-    """Return the slice of each source of a Megatron parameter on one of ``ranks`` tensor-parallel ranks.
+def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, ...]:
+    """Return the slice of each source of a Megatron parameter on one of ``rank_count`` tensor-parallel ranks.
 
     ``latent`` parameters are sharded, as in Megatron's own layers.
     """
     if weight.cut == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
-        return _interleaved_slices(group_rows, weight.groups, rank, ranks)
+        return _interleaved_slices(group_rows, weight.groups, rank, rank_count)
 
     # Replicated parameters are complete on every rank.
     if weight.cut in _REPLICATED:
         rank = 0
-        ranks = 1
+        rank_count = 1
 
     dim = 0
     if weight.cut == "columns":
@@ -57,19 +60,22 @@ def trainer_slices(weight: Weight, rank: int, ranks: int) -> tuple[Slice, ...]:
     find_share = _rank_share
     if weight.cut == "vocabulary":
         find_share = _padded_rank_share
-    return tuple(Slice(dim, *find_share(source.shape[dim], rank, ranks)) for source in weight.sources)
+    return tuple(Slice(dim, *find_share(source.shape[dim], rank, rank_count)) for source in weight.sources)
 
 
-def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks: int) -> tuple[Slice, ...]:
+def _interleaved_slices(
+    group_rows: Sequence[int], groups: int, rank: int, rank_count: int
+) -> tuple[Slice, ...]:
     """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
     The fused weight has query, key and value rows of the first group, then those of the next group;
-    ``group_rows`` are their numbers in a group. Shards are equal, so one may begin and end inside a group.
+    ``group_rows`` are their numbers in a group. The shards of the ``rank_count`` ranks are equal, so one may
+    begin and end inside a group.
     """
     group_size = sum(group_rows)
 
     # The shard is a range of fused rows: count each tensor's rows before both of its ends.
-    def rows_before(end: int, offset: int, size: int) -> int:
+    def count_rows_before(end: int, offset: int, size: int) -> int:
         """Count one tensor's rows among the first ``end`` rows of the fused weight.
 
         The tensor (query, key or value) has ``size`` rows in each group, from row ``offset`` of the group.
@@ -78,11 +84,11 @@ def _interleaved_slices(group_rows: Sequence[int], groups: int, rank: int, ranks
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
 
-    low, high = _rank_share(groups * group_size, rank, ranks)
+    low, high = _rank_share(groups * group_size, rank, rank_count)
     slices = []
     offset = 0
     for size in group_rows:
-        slices.append(Slice(0, rows_before(low, offset, size), rows_before(high, offset, size)))
+        slices.append(Slice(0, count_rows_before(low, offset, size), count_rows_before(high, offset, size)))
         offset += size
     return tuple(slices)
 
@@ -113,20 +119,27 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     # vLLM's `determine_expert_map` with linear placement.
     quotient, remainder = divmod(experts, replica_size)
     start = rank * quotient + min(rank, remainder)
-    return range(start, start + quotient + (rank < remainder))
+    expert_count = quotient
+    if rank < remainder:
+        expert_count += 1
+    return range(start, start + expert_count)
 
 
-def _rank_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+def _rank_share(size: int, rank: int, rank_count: int) -> tuple[int, int]:
     """Return start and stop of one rank's share of ``size`` elements, in nearly equal shares."""
-    return size * rank // ranks, size * (rank + 1) // ranks
+    return size * rank // rank_count, size * (rank + 1) // rank_count
 
 
-def _padded_rank_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
-    """Return start and stop of a rank's share of ``size`` rows, padded to ``multiple`` and equal shares."""
+def _padded_rank_share(size: int, rank: int, rank_count: int, multiple: int = 1) -> tuple[int, int]:
+    """Return start and stop of one rank's share of ``size`` rows, as equal shares of a padded tensor.
+
+    The tensor is padded to a multiple of ``multiple`` rows, and then to equal shares; a share ends before the
+    padding.
+    """
     padded = -(-size // multiple) * multiple
 
     # The last ranks have fewer rows of the tensor, or none.
-    rows = -(-padded // ranks)
+    rows = -(-padded // rank_count)
     return min(rank * rows, size), min((rank + 1) * rows, size)
 
 
@@ -176,7 +189,10 @@ class SharedBytes:
     """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
-        """Return the bytes of weights that a global rank receives to act as a rank of a replica."""
+        """Return the bytes of weights that a global rank lacks to serve as ``rank_in_replica`` of a replica.
+
+        It receives them in a weight sync.
+        """
         resident = self.resident.get(rank)
         # A rank outside the actor receives everything.
         if resident is None:
@@ -268,7 +284,7 @@ class WeightTraffic:
     model_bytes: int
     """Bytes of one complete copy of the weights."""
     needed: Mapping[int, int]
-    """Bytes that a rank generates with, by global rollout rank."""
+    """Bytes of the weights that a rank needs to generate, by global rollout rank."""
     received: Mapping[int, int]
     """Bytes that a rank receives, by global rollout rank."""
     received_across_nodes: Mapping[int, int]
@@ -417,11 +433,10 @@ class _Engine:
     def _stage_parts(
         self, stage: int, counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
     ) -> dict[Shard, list[list[int]]]:
-        """Return the bytes of each weight shard of a pipeline stage: one list per kind of layer.
+        """Return the bytes of each weight shard of a pipeline stage: shard -> one list per kind of layer.
 
-        Each list has the bytes that each rank of an engine replica uses of the shard.
-
-            ``counts``: parameters of a kind of layer -> number of such layers in the stage.
+        Each list has the bytes that each rank of an engine replica uses of the shard. ``counts``: parameters
+        of a kind of layer -> number of such layers in the stage. ``layer_bytes``: bytes of one such layer.
         """
         parts: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in counts.items():
@@ -477,7 +492,7 @@ class _Engine:
     def _count_expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
         """Return the bytes of one expert that a trainer rank and an engine rank both hold.
 
-        The result has the form of that of `_common_bytes`.
+        The result is [trainer ranks][engine ranks], as that of `_common_bytes`.
         """
         # An expert is complete on one rank of the engine, or sharded over all of them.
         if not self.whole_experts:

@@ -13,7 +13,7 @@ from megatron_rl.config.roles import explicit_model_paths, role_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, first_line
-from megatron_rl.megatron.passes import OutOfMemory, Shortage, largest_tensors
+from megatron_rl.megatron.passes import OutOfMemory, Shortage, describe_largest_tensors
 from megatron_rl.shapes.pretrained import read_pretrained
 
 _GIB = 2**30
@@ -32,7 +32,7 @@ def out_of_memory_error(
         shortage = error.shortage
     elif isinstance(error, torch.OutOfMemoryError):
         # Not in a forward or backward pass, but in generation, a weight sync or an optimizer step.
-        shortage = Shortage("", device.rank(), 0, first_line(error), largest_tensors(None))
+        shortage = Shortage("", device.rank(), 0, first_line(error), describe_largest_tensors(None))
     else:
         return None
 

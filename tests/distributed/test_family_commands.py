@@ -23,7 +23,7 @@ from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import PEFT_PREFIX, TARGETS, Lora, default_targets
-from megatron_rl.shapes.multimodal import is_carried
+from megatron_rl.shapes.multimodal import is_outside_language_model
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import shared_bytes
 from tests.hf_models import (
@@ -231,7 +231,7 @@ def test_multimodal_checkpoints_go_through_every_command(
         assert before.keys() == after.keys()
         for key, value in before.items():
             # No text of this vocabulary may reach a row of the embedding or a bias of a key.
-            is_trained = not is_carried(key) and not is_buffer(key)
+            is_trained = not is_outside_language_model(key) and not is_buffer(key)
             assert torch.equal(value, after[key]) != is_trained or "k_proj.bias" in key, key
 
 

@@ -21,7 +21,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
-from megatron_rl.megatron.layers import earlier_attention_backend
+from megatron_rl.megatron.layers import find_earlier_attention_backend
 from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.accelerator import (
     DDP,
@@ -110,7 +110,7 @@ def test_kernels_of_attention(
     if heads[0] != heads[1]:
         shape = dataclasses.replace(LATENT, qk_nope=heads[0] - 64, qk_rope=64, v_head_dim=heads[1])
     subject = role(shape, capability=capability, deterministic=deterministic)
-    assert subject.kernel == kernel
+    assert subject.attention_kernel == kernel
     layer = accelerator_defaults(subject, LAYERS).get("core_attention")
     assert layer == ("torch" if kernel == "torch" else None)
 
@@ -152,10 +152,10 @@ def test_the_attention_backend_becomes_a_member_of_megatrons_enum(monkeypatch: p
     kernels = ("FLASH", "FUSED", "UNFUSED")
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
-    assert not earlier_attention_backend()
+    assert not find_earlier_attention_backend()
     for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "1")
-    assert earlier_attention_backend() == {"attention_backend": "auto"}
+    assert find_earlier_attention_backend() == {"attention_backend": "auto"}
 
 
 def test_hosts_have_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_expandable_segments_and_vllms_own_all_reduce_exclude_each_other() -> No
 def test_experts_in_plain_layers_on_a_gpu_are_an_error() -> None:
     report = shipped("bench/qwen3-30b-a3b-32gpu.yaml", "model.attention=torch")
     (error,) = [error for error in report.errors if str(error.where).startswith("model.attention")]
-    assert "each expert is a product of its own" in error.message and error.expected and error.fix
+    assert "experts are computed one after the other" in error.message and error.expected and error.fix
     assert not shipped("bench/qwen2.5-7b-8gpu.yaml", "model.attention=torch").errors
 
 

@@ -33,7 +33,7 @@ def test_every_role_is_counted_by_its_own_shape() -> None:
     small = replace(SHAPE, layers=4)
     (whole,) = gradients("critic", {"actor": SHAPE}, ParallelLayout((0,)))
     (half,) = gradients("critic", {"actor": SHAPE, "critic": small}, ParallelLayout((0,)))
-    assert whole - half == 4 * (SHAPE.layer_dense_total - small.layer_dense_total)
+    assert whole - half == 4 * (SHAPE.nonexpert_layer_parameters - small.nonexpert_layer_parameters)
     assert half == 4 * (small.parameters - small.head_parameters + small.hidden)
 
 
@@ -86,7 +86,7 @@ def test_uneven_stages_are_counted_as_they_are() -> None:
     even = gradients("actor", {"actor": SHAPE}, layout)
     uneven = gradients("actor", {"actor": SHAPE}, layout, num_layers_in_first_pipeline_stage=2)
     assert sum(even) == sum(uneven)
-    layer = 4 * SHAPE.layer_dense_total // SHAPE.layers
+    layer = 4 * SHAPE.nonexpert_layer_parameters // SHAPE.layers
     assert max(uneven) - max(even) == 2 * layer
 
 

@@ -357,4 +357,4 @@ def test_sinks_are_parameters_under_megatrons_name_and_need_torchs_attention() -
     shape = model.spec.model.shape
     with_sinks = AcceleratedRole(shape, ParallelLayout((0,)), fused=True, half_precision=True)
     without = replace(with_sinks, shape=replace(shape, sinks=False))
-    assert (with_sinks.kernel, without.kernel) == ("torch", "fused")
+    assert (with_sinks.attention_kernel, without.attention_kernel) == ("torch", "fused")

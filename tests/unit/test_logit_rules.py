@@ -172,7 +172,7 @@ def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
         shard = VocabularyShard(part * rows, VOCABULARY, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
         arguments = (states.detach(), local, targets, temperature, normaliser, entropy, ones, ones * 0.3)
-        gradients.append(module._compute_gradients(*arguments, shard=shard, chunk=4, rules=rules))
+        gradients.append(module._compute_gradients(*arguments, shard=shard, chunk_tokens=4, rules=rules))
     hidden, head = torch.autograd.grad((wanted[0] + 0.3 * wanted[1]).sum(), (states, weight))
     torch.testing.assert_close(sum(part[0] for part in gradients), hidden, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([part[1] for part in gradients]), head, rtol=1e-10, atol=1e-12)

@@ -19,7 +19,7 @@ from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import describe_model, read_hf_config
-from megatron_rl.shapes.multimodal import is_carried
+from megatron_rl.shapes.multimodal import is_outside_language_model
 from megatron_rl.shapes.pretrained import parse_pretrained, read_pretrained
 from megatron_rl.shapes.published import shape_of
 from tests.hf_models import MULTIMODAL, save_multimodal, transpose_experts
@@ -100,8 +100,8 @@ def test_a_multimodal_checkpoint_is_trained_as_its_language_model(name: str, tmp
     before, after = (stored_tensors(tmp_path / folder) for folder in ("first", "second"))
     assert before.keys() == after.keys()
     different = {key for key in before if not torch.equal(before[key], after[key])}
-    assert len(different) == 1 and not any(is_carried(key) for key in different)
-    assert any(is_carried(key) for key in before)
+    assert len(different) == 1 and not any(is_outside_language_model(key) for key in different)
+    assert any(is_outside_language_model(key) for key in before)
 
     loaded, told = type(reference).from_pretrained(tmp_path / "second", output_loading_info=True)
     assert not any(told.values()), told
@@ -115,7 +115,10 @@ def test_weights_of_another_type_than_the_vision_tower_are_exported_so(tmp_path:
     model = build(read_hf_config(tmp_path / "first"))
     load_weights(model, tmp_path / "first")
     export_model(model, tmp_path / "second", tmp_path / "first", dtype=torch.bfloat16)
-    dtypes = {is_carried(key): value.dtype for key, value in stored_tensors(tmp_path / "second").items()}
+    dtypes = {
+        is_outside_language_model(key): value.dtype
+        for key, value in stored_tensors(tmp_path / "second").items()
+    }
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     config = json.loads((tmp_path / "second/config.json").read_text())
     assert config["dtype"] == config["text_config"]["dtype"] == "bfloat16"

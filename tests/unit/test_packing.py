@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron_rl.megatron.packing import (
     balance_work,
+    compute_row_work,
+    make_bucketed_rows,
     min_bins_bound,
     pack_into_bins,
-    pack_rows,
     partition_rows,
-    row_work,
 )
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -91,14 +91,14 @@ def test_realistic_rows_are_hardly_padded_few_and_balanced(kind, ranks, tensor):
     for seed in range(3):
         lengths = responses(kind, rows, longest, seed)
         budget = max(2 * (longest + 300), -(-sum(lengths) // (ranks * 4)))
-        shares = partition_rows(lengths, ranks, budget, tokens_per_quadratic=12.0 * 4096)
+        shares = partition_rows(lengths, ranks, budget, attention_crossover_length=12.0 * 4096)
         micros = [sum(lengths[row] for row in micro) for share in shares for micro in share]
         # Sequence parallelism cuts a micro-batch into equal parts.
         padding = sum(-tokens % tensor or (0 if tokens else tensor) for tokens in micros)
         assert padding / (sum(micros) + padding) < 0.02
         assert max(micros) <= budget
         assert len(shares[0]) <= -(-sum(lengths) // (ranks * budget)) + 1
-        work = row_work(lengths, 12.0 * 4096)
+        work = compute_row_work(lengths, 12.0 * 4096)
         loads = [sum(work[row] for micro in share for row in micro) for share in shares]
         assert max(loads) <= 1.1 * sum(loads) / ranks
 
@@ -116,7 +116,7 @@ def test_balance_of_equal_work_is_even():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))
 @settings(max_examples=50, deadline=None)
 def test_buckets_hold_every_token_once_and_pad_by_less_than_a_quarter(lengths):
-    packed = pack_rows(lengths)
+    packed = make_bucketed_rows(lengths)
     total = sum(lengths)
     flat = torch.cat([bucket.flatten() for bucket in packed.buckets])
     assert flat[packed.restore].tolist() == list(range(total))
@@ -155,7 +155,7 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
         torch.randn(total, 1, count, size, generator=generator, dtype=torch.float64, requires_grad=True)
         for count in (heads, groups, groups)
     )
-    packed = pack_rows(lengths)
+    packed = make_bucketed_rows(lengths)
     found = attention(query, key, value, None, packed_seq_params=packed)
 
     expected = torch.zeros(total, heads, size, dtype=torch.float64)

@@ -22,7 +22,7 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron import layers
 from megatron_rl.megatron.layers import PackedAttention
 from megatron_rl.megatron.model import ParallelModel, build_model
-from megatron_rl.megatron.packing import pack_for_transformer_engine
+from megatron_rl.megatron.packing import make_row_boundaries
 from megatron_rl.megatron.schedule import build_microbatches, forward_only
 from megatron_rl.metrics import merge_metrics
 from megatron_rl.shapes.layout import ParallelLayout
@@ -108,7 +108,7 @@ def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
 
 
 def test_boundaries():
-    packed = pack_for_transformer_engine([3, 1, 4])
+    packed = make_row_boundaries([3, 1, 4])
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
     assert packed.cu_seqlens_q.dtype == torch.int32 and packed.max_seqlen_q == packed.max_seqlen_kv == 8
 
@@ -217,7 +217,7 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
         transformer_config=SimpleNamespace(hidden_size=8),
         token_multiple=4,
         routing=None,
-        pack=pack_for_transformer_engine,
+        pack=make_row_boundaries,
     )
     few, many = batch_of([1]), batch_of([31, 31])
     found = merge_metrics(

@@ -17,7 +17,7 @@ from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
 from megatron_rl.shapes.memory import (
     LayerImplementation,
     OptimizerChoice,
-    representative_stages,
+    find_representative_stages,
     training_memory,
 )
 from megatron_rl.shapes.published import load_shape
@@ -136,7 +136,7 @@ def test_the_fullest_stage_is_one_of_those_that_are_estimated(model: str, pipeli
             shape, layout, stages, stage, optimizer, LayerImplementation(2, True, "none"), 4096, 8
         ).total
 
-    estimated = representative_stages(shape, stages)
+    estimated = find_representative_stages(shape, stages)
     assert max(map(memory, estimated)) == max(map(memory, range(pipeline)))
     assert len(estimated) < pipeline or pipeline == 4
 

@@ -406,9 +406,9 @@ def test_constants_override_and_its_errors(tmp_path) -> None:
 
 
 def _gpu(name: str) -> dict:
-    from megatron_rl.shapes.hardware import packaged_constants
+    from megatron_rl.shapes.hardware import read_packaged_constants
 
-    return packaged_constants()["gpus"][name]
+    return read_packaged_constants()["gpus"][name]
 
 
 def test_planner_imports_without_torch() -> None:

@@ -26,7 +26,7 @@ from megatron_rl.interop.megatron_lm.arguments import contradiction_errors, deri
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
-    is_megatron,
+    is_megatron_checkpoint,
     read_checkpoint,
     read_pointer,
 )
@@ -37,7 +37,7 @@ from megatron_rl.shapes.pretrained import (
     read_json,
     tokenizer_files,
 )
-from megatron_rl.shapes.quantized import without_quantization
+from megatron_rl.shapes.quantized import remove_quantization
 
 ErrorsByKey = dict[str, list[UserError]]
 """Configuration key -> errors that make its value invalid."""
@@ -163,7 +163,7 @@ def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     if config.model.megatron is not None:
         checkpoints["model"] = config.model.megatron
     for section, path in explicit_model_paths(config).items():
-        if path is not None and is_megatron(path):
+        if path is not None and is_megatron_checkpoint(path):
             checkpoints[section] = path
     return checkpoints
 
@@ -187,7 +187,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
 
     # For a resumed run, the folder may contain its earlier checkpoints.
     is_resumed = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
-    if is_megatron(export_folder) and not is_resumed:
+    if is_megatron_checkpoint(export_folder) and not is_resumed:
         return UserError(
             "checkpoint.megatron contains checkpoints of another run",
             where="checkpoint.megatron",
@@ -235,7 +235,7 @@ def _write_model_folder(
     if tokenizer_folder is not None and (tokenizer_folder / "config.json").is_file():
         config_file = tokenizer_folder / "config.json"
         # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
-        hf_config = without_quantization(read_json(config_file))
+        hf_config = remove_quantization(read_json(config_file))
         model = parse_pretrained(hf_config, str(config_file))
         errors = contradiction_errors(checkpoint.arguments, model, key, str(config_file))
 

@@ -29,8 +29,8 @@ from megatron_rl.shapes.quantized import (
     FP8,
     Quantization,
     has_mxfp4_scales,
+    has_one_element,
     is_activation_scale,
-    is_one_number,
     mxfp4_error,
     nvfp4_error,
     scale_shape_error,
@@ -364,7 +364,7 @@ def _dequantised_tensors(
             scale_shape = None
             if tensor_scale is not None:
                 scale_shape = tensor_scale.shape
-            if not is_one_number(scale_shape):
+            if not has_one_element(scale_shape):
                 return tensors, [nvfp4_error(str(tensor.file), name, shape, scale_shape)]
 
         if quantization.scale_block(shape, scales.shape) is None:

@@ -63,7 +63,7 @@ def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
     config = model.config
     rope_settings = rope_parameters(config)
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
-    feature = _unsupported_feature(model, activation, rope_settings)
+    feature = _find_unsupported_feature(model, activation, rope_settings)
     if feature is not None:
         raise _no_arguments_error(model, feature)
 
@@ -117,7 +117,7 @@ def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
         arguments |= _expert_arguments(model)
 
     # Whatever else the model sets in Megatron, its arguments would leave out.
-    feature = _feature_without_argument(model, arguments)
+    feature = _find_feature_without_argument(model, arguments)
     if feature is not None:
         raise _no_arguments_error(model, feature)
     return arguments
@@ -134,8 +134,8 @@ def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
     )
 
 
-def _feature_without_argument(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
-    """Return a feature that the family or the blocks set in Megatron and no argument has, or None."""
+def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
+    """Return a feature that the family or a block sets in Megatron and no argument expresses, or None."""
     shape = model.shape
     settings: dict[str, Any] = {}
     for block in (*shape.mixers, *shape.feed_forwards):
@@ -154,7 +154,7 @@ def _feature_without_argument(model: PretrainedModel, arguments: Mapping[str, An
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts, with the router's from the family's Megatron settings."""
+    """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
     shape = model.shape
     routing = model.family.megatron(model.config)
 
@@ -182,12 +182,12 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     }
 
 
-def _unsupported_feature(
+def _find_unsupported_feature(
     model: PretrainedModel,
     activation: str,
     rope_settings: Mapping[str, Any],
 ) -> str | None:
-    """Return a feature of the model for which Megatron-LM has no argument, or None."""
+    """Return a feature of shape, activation or RoPE for which Megatron-LM has no argument, or None."""
     shape = model.shape
     rope_type = rope_settings.get("rope_type", "default")
     if shape.post_norms:
@@ -461,7 +461,8 @@ def _argument_error(
 def derive_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
     """Derive a config.json from arguments, and verify it: `derive_arguments` must return the same arguments.
 
-    It has the parameters of `_build_config`, and raises the same errors.
+    ``setting`` is the key that names the checkpoint, and ``tokenizer_size`` the size of the tokenizer's
+    vocabulary, for arguments without a size. Raises UserErrors for a model that cannot be trained here.
     """
     config = _build_config(arguments, setting, tokenizer_size)
     model = parse_pretrained(config, "the derived config.json")

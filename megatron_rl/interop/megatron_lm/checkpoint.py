@@ -19,8 +19,8 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     arrange_parameters,
+    list_possible_implementations,
     mismatched_buffers_error,
-    possible_implementations,
     writer_layout,
 )
 from megatron_rl.interop.megatron_lm.pickles import (
@@ -66,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Description of one ``iter_*`` folder; no tensor is read.
+    """Description of a checkpoint of Megatron-LM, one ``iter_*`` folder; no tensor is read.
 
     Example: ``read_checkpoint("run/checkpoints", "model.megatron").iteration`` is 500.
     """
@@ -111,7 +111,7 @@ class MegatronCheckpoint:
         return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the reasons why Adam cannot resume from the checkpoint's optimizer state, as errors.
+        """Return errors that tell why Adam cannot resume from the checkpoint's optimizer state.
 
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
@@ -166,7 +166,7 @@ class MegatronCheckpoint:
         # Several implementations of the layers may fit; the values of the master weights decide later.
         arrangements = []
         errors = []
-        for implementation in possible_implementations(self.arguments, shape):
+        for implementation in list_possible_implementations(self.arguments, shape):
             try:
                 arrangement = arrange_parameters(
                     self.arguments,
@@ -352,7 +352,7 @@ def read_pointer(path: str | Path) -> dict[str, Any] | None:
     return read_json(file)
 
 
-def is_megatron(path: str | Path) -> bool:
+def is_megatron_checkpoint(path: str | Path) -> bool:
     """Return whether a folder is a checkpoint of Megatron-LM: it has a tracker, or is one iteration."""
     folder = Path(path)
     if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):

@@ -62,7 +62,7 @@ class LayerImplementation(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """Location of a rank's shard of a parameter in the buffers.
+    """Location of a rank's shard of a parameter in the flat buffers of the optimizer.
 
     Example: the lower half of a [16, 8] weight, which tensor-parallel rank 1 has after 128 other elements:
     ``FlatParameter("output_layer.weight", (8, 8), 1, 0, 0, Bucket(0, 1, 0, 0), start=128)``.
@@ -96,7 +96,7 @@ class _LocalParameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Model:
+class _WriterModel:
     """Model whose distributed optimizer wrote the flat buffers."""
 
     shape: ModelShape
@@ -131,7 +131,9 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     )
 
 
-def possible_implementations(arguments: Mapping[str, Any], shape: ModelShape) -> list[LayerImplementation]:
+def list_possible_implementations(
+    arguments: Mapping[str, Any], shape: ModelShape
+) -> list[LayerImplementation]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments do not determine the implementation, since they do not include a user's own layer specs.
@@ -171,7 +173,7 @@ def arrange_parameters(
         raise mismatched_buffers_error(f"{error.message}: {error.expected}", str(error.got)) from error
 
     # Lay out the buffers of each group of ranks with the same parameters.
-    model = _Model(shape, vocabulary_rows, layout, implementation)
+    model = _WriterModel(shape, vocabulary_rows, layout, implementation)
     arrangement: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
     has_separate_experts = any(bucket.part for bucket in bucket_sizes)
@@ -193,7 +195,7 @@ def arrange_parameters(
 
 
 def _iterate_rank_groups(
-    model: _Model, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
+    model: _WriterModel, stages: Sequence[Sequence[list[int]]], has_separate_experts: bool
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield each group of ranks with equal parameters, as (optimizer, group, shard, parameters by chunk).
 
@@ -232,7 +234,7 @@ def _iterate_rank_groups(
 
 
 def _chunk_parameters(
-    model: _Model,
+    model: _WriterModel,
     layers: Sequence[int],
     shard: tuple[int, int, int],
     is_first_chunk: bool,
@@ -269,7 +271,7 @@ def _chunk_parameters(
 
 
 def _layer_parameters(
-    model: _Model,
+    model: _WriterModel,
     layer: int,
     weight: Weight,
     shard: tuple[int, int, int],
@@ -319,7 +321,7 @@ def _module_name(name: str) -> str:
 
 
 def _shard_parameter(
-    model: _Model,
+    model: _WriterModel,
     name: str,
     weight: Weight,
     shard_index: int,

@@ -51,7 +51,7 @@ _SCALAR_FORMATS = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}
 
 @dataclass(frozen=True)
 class Chunk:
-    """Box of a tensor in a range of bytes of a file.
+    """Box of a tensor's elements that is stored as a range of bytes of one file.
 
     Example: rows 4 to 7 of a bfloat16 [8, 2] tensor, ``Chunk((4, 0), (4, 2), "__1_0.distcp", 512, 16)``.
     """
@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of a checkpoint.
+    """Tensor of a checkpoint: its shape, its dtype and the parts of files that contain it.
 
     Example: ``StoredTensor((8, 2), "torch.bfloat16", (Chunk((0, 0), (8, 2), "__0_0.distcp", 0, 32),))``.
     """

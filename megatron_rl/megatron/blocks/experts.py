@@ -23,7 +23,7 @@ class ExpertsBuilder(BlockBuilder[Experts]):
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make the built experts add their biases, if the model has any; Megatron would leave them out."""
+        """Make the built experts add their biases correctly in any layout, if the model has any."""
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
 

@@ -32,7 +32,7 @@ class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Replace the projections and rotary angles of built layers by ones for packed rows."""
+        """Adapt the projections and the rotary angles of the built layers to packed rows."""
         prepare_latent_attention(layers, spec.inverse_frequencies)
 
 

@@ -129,7 +129,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     tensor = rollout.tensor
     decode = constants.decode
     engine = constants.engines[rollout.engine]
-    weight_bytes = machine.weight_bytes
+    weight_bytes = machine.bytes_per_weight
     bandwidth = gpu.hbm * decode.weight_bandwidth
     expert_gpus = max(tensor, rollout.expert)
 
@@ -214,7 +214,7 @@ def prefill_seconds(
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return the bytes of model weights on one GPU of a rollout replica."""
     parameters = rollout_parameters(model, rollout.tensor, rollout.expert, rollout.pipeline)
-    return machine.weight_bytes * parameters
+    return machine.bytes_per_weight * parameters
 
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
@@ -241,7 +241,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     free_bytes -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     free_bytes -= rollout_weight_bytes(model, rollout, machine)
 
-    token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
+    token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.bytes_per_weight))
     if not token_bytes:
         return free_bytes
     return free_bytes / token_bytes * rollout.pipeline
@@ -249,7 +249,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return the number of tokens whose keys and values need as many bytes as a row's recurrent states."""
-    element_bytes = min(_CACHE_BYTES, machine.weight_bytes)
+    element_bytes = min(_CACHE_BYTES, machine.bytes_per_weight)
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
     if not token_bytes:
         return 0.0

@@ -32,8 +32,8 @@ from megatron_rl.shapes.memory import (
     LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
-    fullest_parameters,
-    representative_stages,
+    find_representative_stages,
+    max_stage_parameters,
     scoring_memory,
     training_memory,
 )
@@ -144,7 +144,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
     efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
-    return gpu.peak(precision) * efficiency
+    return gpu.peak_flops(precision) * efficiency
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
@@ -164,7 +164,7 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     efficiency = gpu.gemm_efficiency * row_fill * width_fill
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
-    return gpu.peak(precision) * efficiency
+    return gpu.peak_flops(precision) * efficiency
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
@@ -528,7 +528,7 @@ def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
     layout = choice.layout
     lora = choice.lora
     if lora is None:
-        return fullest_parameters(model, layout)
+        return max_stage_parameters(model, layout)
 
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     return max((adapter_parameter_count(model, layout, layers, lora) for layers in stages), key=sum)
@@ -715,7 +715,7 @@ def fullest_training(
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
-        stage_indices = representative_stages(model, stages)
+        stage_indices = find_representative_stages(model, stages)
 
     memories = []
     for stage in stage_indices:
@@ -781,6 +781,6 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
         scoring_memory(model, layout, stages, stage, choice.layers, tokens)
-        for stage in representative_stages(model, stages)
+        for stage in find_representative_stages(model, stages)
     ]
     return _role_memory(memories)

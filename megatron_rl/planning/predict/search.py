@@ -24,7 +24,7 @@ from megatron_rl.planning.predict.learn import (
 from megatron_rl.shapes.hardware import Machine
 from megatron_rl.shapes.layout import ParallelLayout, end_settings, trainer_problems
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters
+from megatron_rl.shapes.memory import OptimizerChoice, max_stage_parameters
 from megatron_rl.shapes.model import ModelShape
 
 RECOMPUTE = ("none", "full")  # with flash attention, "selective" saves no memory
@@ -250,7 +250,7 @@ def training_front(
         counter.layouts += 1
 
         # Skip early by the weights in bfloat16, a cheap lower bound of the memory.
-        if 2.0 * sum(fullest_parameters(model, layout)) > limit:
+        if 2.0 * sum(max_stage_parameters(model, layout)) > limit:
             continue
 
         choices: Iterable[TrainChoice] = [TrainChoice(model, layout, exchanges_heads=exchanges_heads)]

@@ -170,7 +170,7 @@ def planned_sync_seconds(
     machine: Machine,
 ) -> float:
     """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
-    overlap = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes)
+    overlap = _shared_bytes(model, layout, rollout.tensor, machine.bytes_per_weight)
     return sync_seconds(overlap.traffic(ranks), layout.size, machine)
 
 

@@ -19,7 +19,7 @@ from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, layers_b
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.memory import representative_stages
+from megatron_rl.shapes.memory import find_representative_stages
 from megatron_rl.shapes.traffic import byte_text
 
 SIMULATED_LAYERS = (
@@ -91,7 +91,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
             shape = report.shapes.get(role, report.shape)
             pipeline_ranks = layout.groups("pipeline")[0]
             stages = layers_by_stage(report.config, layout, shape)
-            ranks |= {pipeline_ranks[stage] for stage in representative_stages(shape, stages)}
+            ranks |= {pipeline_ranks[stage] for stage in find_representative_stages(shape, stages)}
     plans = [simulation_plan(report, rank) for rank in sorted(ranks)]
 
     # Start a new process for each rank: a process can simulate only once, and torch's threads must not be

@@ -106,7 +106,10 @@ class Attention(Mixer):
         return self._count_plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of the projections, and of copies with contiguous rows."""
+        """Count the elements per token of the projections, and of copies with contiguous rows.
+
+        At the peak seven tensors with all query heads and three with all key-value heads are alive.
+        """
         shape = layer.shape
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
@@ -153,7 +156,7 @@ class Attention(Mixer):
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the fields of a gate on the output, and of layers with different heads."""
+        """Return the TransformerConfig fields for a gate on the output and for layers with other heads."""
         settings: dict[str, Any] = {}
         if shape.output_gate:
             settings["attention_output_gate"] = True
@@ -165,7 +168,7 @@ class Attention(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse a gate on the output with more tensor-parallel ranks than key-value heads."""
+        """Yield an error for a gate on the output with more tensor-parallel ranks than key-value heads."""
         if not shape.output_gate or layout.tensor <= self.key_value_heads(shape):
             return
 
@@ -175,7 +178,7 @@ class Attention(Mixer):
             where=f"{layout.path}.tensor",
             expected=f"at most {self.key_value_heads(shape)}, the key-value heads of {shape.name}",
             got=str(layout.tensor),
-            fix=f"set {layout.path}.tensor to {shape.best_tensor(layout.tensor)} and use pipeline or "
+            fix=f"set {layout.path}.tensor to {shape.largest_tensor_size(layout.tensor)} and use pipeline or "
             "data parallelism for the other ranks",
         )
 
@@ -192,12 +195,17 @@ class Attention(Mixer):
             # and its kernels take multiples of 8.
             return heads * (4 * (head_dim + 8) + head_dim)
 
-        # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
+        # Tensors with all query heads: queries and output, the gate, and queries before their norm. Tensors
+        # with all key-value heads: keys and values, and keys before their norm.
         groups = self.key_value_heads(shape) / layer.tensor
-        queries = 2 + shape.qk_norm
+        query_tensors = 2
+        key_value_tensors = 2
         if shape.output_gate:
-            queries += 1
-        return head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
+            query_tensors += 1
+        if shape.qk_norm:
+            query_tensors += 1
+            key_value_tensors += 1
+        return head_dim * (query_tensors * heads + key_value_tensors * groups)
 
     def _count_plain_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that this package's attention saves.
@@ -208,7 +216,10 @@ class Attention(Mixer):
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
         groups = self.key_value_heads(shape) / layer.tensor
-        projection = head_dim * (heads + (2 - self.keys_are_values) * groups)
+        projected_heads = heads + 2 * groups
+        if self.keys_are_values:
+            projected_heads = heads + groups
+        projection = head_dim * projected_heads
 
         # The core saves queries, keys, values and output of every query head, since keys and values are
         # repeated, and the float32 log-sum-exp of each head's softmax.
@@ -242,7 +253,9 @@ class Attention(Mixer):
             if not saves_views:
                 core += projection
         output = heads * head_dim
-        return core + output + 4 * head_dim + norms
+        # cos and sin of the rotary angles, for queries and for keys.
+        rotary = 4 * head_dim
+        return core + output + rotary + norms
 
 
 KIND = Attention

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalLayer:
-    """A layer on one rank, as far as the memory of its activations depends on it.
+    """Properties of a layer on one rank that determine the memory of its activations.
 
     Activations are counted in elements of ``dtype_bytes`` bytes, per token of a micro-batch. A float32 number
     counts as `float32_elements` of them, which are 2 for bfloat16.
@@ -59,7 +59,10 @@ class LocalLayer:
         normalised = 1.0
         if self.shape.centered_norms:
             normalised = self.float32_elements
-        return width * (self.float32_elements + normalised + output)
+        saved = self.float32_elements + normalised
+        if output:
+            saved += 1
+        return width * saved
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Mixer(ABC):
     """
 
     name: ClassVar[str]
-    """Name in `MIXERS`, and of its module in Megatron."""
+    """Key in `MIXERS`, and name of the modules in ``shapes.blocks`` and ``megatron.blocks``."""
     noun: ClassVar[str]
     """Plural noun for errors."""
     layer_types: ClassVar[tuple[str, ...]] = ()
@@ -111,11 +114,11 @@ class Mixer(ABC):
         return 0
 
     def key_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's query and key; 0 for a mixer without keys of each token."""
+        """Return the size of one head's query and key; 0 if the mixer has no keys per token."""
         return 0
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value; 0 for a mixer without values of each token."""
+        """Return the size of one head's value; 0 if the mixer has no values per token."""
         return 0
 
     def query_width(self, shape: ModelShape) -> int:
@@ -127,7 +130,7 @@ class Mixer(ABC):
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token that do not grow with its keys, without projections."""
+        """Return the forward FLOPs of one token apart from `flops_per_key`, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
@@ -147,13 +150,13 @@ class Mixer(ABC):
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of heads that a trained tensor-parallel size must divide; 0 for no limit."""
+        """Return the number that the tensor-parallel size of a trained model must divide; 0 for no limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the kinds of heads, besides query and key-value heads, that tensor parallelism divides.
 
-        The result is plural noun of the heads -> their number.
+        Keys are plural nouns for errors, values are numbers of heads.
         """
         return {}
 
@@ -172,7 +175,7 @@ class Mixer(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the mixer in the layout of a role, with Megatron's ``settings`` of the user."""
+        """Yield the errors of the mixer in a role's layout; ``settings`` are the user's for Megatron."""
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
@@ -188,7 +191,7 @@ class FeedForward(ABC):
     """
 
     name: ClassVar[str]
-    """Name in `FEED_FORWARDS`, and of its module in Megatron."""
+    """Key in `FEED_FORWARDS`, and name of the modules in ``shapes.blocks`` and ``megatron.blocks``."""
     routed: ClassVar[bool] = False
     """Whether a router selects among the ``experts`` of `ModelShape` for each token."""
 
@@ -234,7 +237,7 @@ class FeedForward(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the feed-forward in the layout of a role, with Megatron's ``settings``."""
+        """Yield the errors of the feed-forward in a role's layout, as `Mixer.problems` does."""
         yield from ()
 
 

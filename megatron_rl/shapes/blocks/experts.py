@@ -123,7 +123,7 @@ class Experts(FeedForward):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse experts with biases that are sharded over tensor-parallel ranks."""
+        """Yield an error for experts with biases that are sharded over tensor-parallel ranks."""
         if not shape.expert_bias or layout.expert_tensor == 1:
             return
         yield UserError(
@@ -150,7 +150,7 @@ def _count_expert_elements(layer: LocalLayer) -> float:
 
 
 def _count_router_elements(layer: LocalLayer) -> float:
-    """Count the elements per token that the router saves: numbers of all experts and of the selected ones."""
+    """Count the elements per token that the router saves for all experts and for the selected ones."""
     shape = layer.shape
     if layer.fused:
         # Logits and probabilities of all experts.

@@ -27,7 +27,10 @@ _CHUNK_TOKENS = 64
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """Mixer with a recurrent state in place of keys, with the ``linear_`` sizes of `ModelShape`."""
+    """Gated delta net: a mixer with a recurrent state instead of a key and a value per token.
+
+    Its sizes are the ``linear_`` fields of `ModelShape`.
+    """
 
     name: ClassVar[str] = "gated_delta_net"
     noun: ClassVar[str] = "gated delta nets"
@@ -135,7 +138,7 @@ class GatedDeltaNet(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse context parallelism: it divides the tokens of a row, whose states depend on one another."""
+        """Yield an error for context parallelism: a row's state needs all tokens of the row in order."""
         if layout.context == 1:
             return
         yield UserError(

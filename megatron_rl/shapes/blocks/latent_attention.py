@@ -89,10 +89,15 @@ class LatentAttention(Mixer):
             core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
         output = heads * shape.v_head_dim
         latent_norms = layer.plain_norm_elements(shape.q_lora + shape.kv_lora) / layer.token_shards
-        return core + output + 4 * shape.qk_rope + latent_norms
+        # cos and sin of the rotary angles, for queries and for the shared key.
+        rotary = 4 * shape.qk_rope
+        return core + output + rotary + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of queries, keys and values, and of copies with contiguous rows."""
+        """Count the elements per token of queries, keys and values, and of copies with contiguous rows.
+
+        At the peak four tensors of the size of queries and three of the size of values are alive.
+        """
         shape = layer.shape
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
@@ -136,7 +141,7 @@ class LatentAttention(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Refuse Megatron's fused rotary embedding, which cannot compute latent attention on packed rows."""
+        """Yield an error for Megatron's fused rotary embedding, which does not support packed rows here."""
         if not settings.get("apply_rope_fusion"):
             return
 
@@ -150,7 +155,7 @@ class LatentAttention(Mixer):
         )
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Refuse the projection of queries, keys and values, which latent attention does not have."""
+        """Return the reason against an adapter of ``linear_qkv``, which latent attention does not have."""
         if target == "linear_qkv":
             return "latent attention has no such layer: it projects through latents"
         return None

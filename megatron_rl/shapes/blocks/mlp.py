@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mlp(FeedForward):
-    """Dense MLP of all models, with the ``mlp_width`` of `ModelShape` between its projections."""
+    """Dense MLP, with the ``mlp_width`` of `ModelShape` between its projections."""
 
     name: ClassVar[str] = "mlp"
 

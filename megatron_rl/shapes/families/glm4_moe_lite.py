@@ -11,7 +11,7 @@ from megatron_rl.shapes.family import (
     count_dense_layers,
     deepseek_megatron_settings,
     deepseek_structure,
-    dense_layers_first,
+    with_dense_layer_count,
 )
 
 
@@ -19,7 +19,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of GLM-4.7-Flash models: fields of `ModelShape`."""
     reader.allow("norm_topk_prob", True)
     reader.allow("n_group", 1)
-    fields = deepseek_structure(dense_layers_first(reader, 1))
+    fields = deepseek_structure(with_dense_layer_count(reader, 1))
     return {**fields, "router_bias": True}
 
 
