@@ -372,7 +372,7 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
     environment, even if they run in another session.
     """
     # Files, not pipes: a child that outlives the program would keep a pipe open.
-    with _temporary_file() as stdout, _temporary_file() as stderr:
+    with _open_temporary_file() as stdout, _open_temporary_file() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -398,7 +398,7 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
         return _read_text(stdout)
 
 
-def _temporary_file() -> IO[bytes]:
+def _open_temporary_file() -> IO[bytes]:
     """Create an unnamed temporary file, which is opened in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier

@@ -397,13 +397,13 @@ class EnvironmentPool:
         if host.pinged is not None:
             if now >= host.pinged + GRACE_SECONDS:
                 self._handle_lost_process(host, events, TIMEOUT)
-        elif self._late_episodes(host):
+        elif self._find_late_episodes(host):
             host.pinged = now
             host.process.send_request((PING, -1))
         elif any(now >= deadline for deadline in host.closing.values()):
             self._replace_process(host, events)
 
-    def _late_episodes(self, host: _Host) -> list[_OpenEpisode]:
+    def _find_late_episodes(self, host: _Host) -> list[_OpenEpisode]:
         """Return the open episodes of a process whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
@@ -415,11 +415,11 @@ class EnvironmentPool:
     def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
         """Fail the episodes of a process that exceed ``turn_timeout`` although it has responded to a ping."""
         host.pinged = None
-        for episode in self._late_episodes(host):
+        for episode in self._find_late_episodes(host):
             self.cancel_episode(episode.number)
-            events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
+            events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._make_timeout_message()))
 
-    def _timeout_message(self) -> str:
+    def _make_timeout_message(self) -> str:
         """Return the failure message of an episode whose environment exceeded ``turn_timeout``."""
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
@@ -436,7 +436,7 @@ class EnvironmentPool:
         message = f"its process ended with status {status}"
         limit_message = describe_exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
         if reason == TIMEOUT:
-            message = self._timeout_message()
+            message = self._make_timeout_message()
         elif host.process.protocol_error:
             message = host.process.protocol_error
         elif limit_message:

@@ -33,9 +33,9 @@ from megatron_rl.rollout.engines.servers import (
     ServerError,
     ServerGenerator,
     make_servers,
-    start_call,
+    start_in_thread,
 )
-from megatron_rl.rollout.stopping import StopTexts
+from megatron_rl.rollout.stopping import StopTextFinder
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
@@ -69,7 +69,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
             capacity = sum(server.require_fit(config) for server in servers)
             lease.acquire()
             for server in servers:
-                server.require_open()
+                server.require_token_sampling()
         except UserError as error:
             capacity = error
 
@@ -88,7 +88,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
         sequences,
         rank_in_layout,
         lease.close,
-        StopTexts.of_model(config.model.path),
+        StopTextFinder.from_model(config.model.path),
     )
 
 
@@ -339,10 +339,10 @@ class ServedWeights:
             # Without a link the server is new to this job, or was restarted.
             if server not in self._links:
                 server.require_fit(self._run_config)
-                server.require_open()
+                server.require_token_sampling()
                 # A killed job may have left an unfinished update and its process group.
                 server.reset_updates(timeout)
-                rendezvous = _free_address(server) | {"workers": server.workers()}
+                rendezvous = _find_rendezvous_address(server) | {"workers": server.workers()}
 
             # Requests in flight must not read weights of two versions.
             server.pause(timeout)
@@ -370,7 +370,7 @@ class ServedWeights:
         call = None
         if self._is_leader:
             rendezvous = address | settings | {"trainers": actor_ranks}
-            call = start_call(server.join_transfer, rendezvous, timeout)
+            call = start_in_thread(server.join_transfer, rendezvous, timeout)
 
         with _wait_for(call):
             group = join_span(
@@ -398,7 +398,7 @@ class ServedWeights:
         timeout = self._config.update_timeout
         call = None
         if self._is_leader:
-            call = start_call(server.receive_weights, self._served_version, timeout)
+            call = start_in_thread(server.receive_weights, self._served_version, timeout)
         with _wait_for(call):
             transfer = self._links[server].transfer
             transfer.version = self._served_version
@@ -435,7 +435,7 @@ def _wait_for(call: Future[Any] | None) -> Iterator[None]:
         call.result()
 
 
-def _free_address(server: Server) -> dict[str, Any]:
+def _find_rendezvous_address(server: Server) -> dict[str, Any]:
     """Return an address of this machine that the server can reach, and a free port there."""
     url = urllib.parse.urlsplit(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:

@@ -61,7 +61,7 @@ class Completion:
     """Tokens that an engine sampled for one request.
 
     Example:
-        >>> failed_completion(3)
+        >>> make_failed_completion(3)
         Completion(number=3, tokens=(), log_probs=(), finish_reason=2, support=(), experts=None)
     """
 
@@ -87,8 +87,8 @@ class Completion:
     was routed, except the last token, which was never an input. None unless the engine records them."""
 
 
-def failed_completion(number: int) -> Completion:
-    """Return the completion of a request that the engine could not sample."""
+def make_failed_completion(number: int) -> Completion:
+    """Make the completion of a request that the engine could not sample."""
     return Completion(number, (), (), FINISH_FAILED)
 
 

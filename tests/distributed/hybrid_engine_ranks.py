@@ -26,7 +26,7 @@ from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.metrics import Metrics
 from megatron_rl.planning.reshard import engine_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.setup import join_groups
+from megatron_rl.rollout.engines.vllm.setup import create_layout_groups
 from megatron_rl.rollout.engines.vllm.weights import LiveWeights, model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
@@ -132,7 +132,7 @@ def engine_on(
     """Return the engine of this rank, or None outside of ``ranks``. Collective over all ranks."""
     layout = ParallelLayout(ranks, tensor=tensor)
     if len(ranks) < device.world_size():
-        join_groups(layout)
+        create_layout_groups(layout)
     if device.rank() not in ranks:
         return None
 

@@ -82,15 +82,15 @@ def test_an_admitted_sequence_is_a_copy_whose_request_goes_on_behind_its_tokens(
     append(groups, 4, sampled([10, 11, 12]), sampled([40, 50, 41], observed=[1]))
     queue = ReplicaQueue(round_of(groups, 6), 2, 8)
     scheduler = ReplicaScheduler(engine_of(lambda *_: torch.zeros(2, 9), max_model_len=8), queue)
-    scheduler.admit(0)
+    scheduler.admit_sequences(0)
     assert [(one.position, one.start) for one in scheduler.admitted] == [(0, 3), (1, 3)]
-    request = scheduler.request(1, 9)
+    request = scheduler.make_request(1, 9)
     assert (request.tokens, request.limit, request.done) == ([1, 2, 3, 40, 50, 41], 2, 3)
     assert request.seed == unfinished(groups)[1].seed
     scheduler.admitted[0].sequence.append_observed([5])
     assert unfinished(groups)[0].tokens.tolist() == [10, 11, 12]
-    assert scheduler.new_tokens(None).shard.lengths.tolist() == [1, 0]
-    (nothing,) = scheduler.new_tokens(None).shard.items.values()
+    assert scheduler.report_new_tokens(None).shard.lengths.tolist() == [1, 0]
+    (nothing,) = scheduler.report_new_tokens(None).shard.items.values()
     assert len(nothing.view(torch.uint8)) == 0, "ranks exchange bytes, also where there are none"
 
 

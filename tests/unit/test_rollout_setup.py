@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engines.servers import Lease
-from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, shared_memory_name
+from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, make_shared_memory_name
 from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_model
 
 # As vLLM names a group of two ranks that a launcher started.
@@ -21,17 +21,17 @@ GROUP = "//-tp:0-[0-1]-cpushm"
 
 
 def test_the_operating_system_takes_the_name_of_a_groups_shared_memory() -> None:
-    name = shared_memory_name(GROUP)
+    name = make_shared_memory_name(GROUP)
     os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, mode=0o600))
     _posixshmem.shm_unlink(name)
 
 
 def test_names_of_shared_memory_differ_by_job_restart_and_group(monkeypatch) -> None:
-    names = {shared_memory_name(GROUP), shared_memory_name(GROUP.replace("tp", "pp"))}
+    names = {make_shared_memory_name(GROUP), make_shared_memory_name(GROUP.replace("tp", "pp"))}
     monkeypatch.setenv("MASTER_PORT", "29501")
-    names.add(shared_memory_name(GROUP))
+    names.add(make_shared_memory_name(GROUP))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    names.add(shared_memory_name(GROUP))
+    names.add(make_shared_memory_name(GROUP))
     assert len(names) == 4
 
 

@@ -203,14 +203,14 @@ def make_engine(
     if spec is None:
         if rank not in layout.ranks:
             return None
-        return _user_engine(model_path, config, **arguments)
+        return _make_user_engine(model_path, config, **arguments)
 
     # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
     folder = import_module(spec.module)
     return folder.make_engine(model_path, config, **arguments, routing_shape=routing_shape, adapters=adapters)
 
 
-def _user_engine(
+def _make_user_engine(
     model_path: str | Path,
     config: RolloutConfig,
     **arguments: Any,

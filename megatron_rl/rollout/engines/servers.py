@@ -28,8 +28,8 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.stopping import StopTexts
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.stopping import StopTextFinder
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 
 
 class ServerError(RuntimeError):
@@ -82,7 +82,7 @@ class Server(Protocol):
         """Return the maximum number of requests in flight; raise UserError if the server does not fit."""
         ...
 
-    def require_open(self) -> None:
+    def require_token_sampling(self) -> None:
         """Raise UserError unless the server accepts token ids to sample from."""
         ...
 
@@ -140,7 +140,7 @@ def make_servers(config: RunConfig) -> list[Server]:
     return [folder.make_server(url) for url in config.rollout.server.urls]
 
 
-def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+def start_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Call a function in a thread, since both sides of a transfer must run at the same time."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function, *arguments)
@@ -178,7 +178,7 @@ class ServerGenerator:
         most_rows: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
-        stops: StopTexts | None = None,
+        stops: StopTextFinder | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.most_rows = most_rows
@@ -314,7 +314,7 @@ class ServerGenerator:
                     self._client(), request, self._weights_name, self._request_timeout
                 )
                 if self._stops is not None:
-                    completion = self._stops.trim(request, completion)
+                    completion = self._stops.trim_completion(request, completion)
                 return completion
             except ServerError as error:
                 if error.refuses_request:
@@ -327,7 +327,7 @@ class ServerGenerator:
             finally:
                 if server in self._in_flight:
                     self._in_flight[server] -= 1
-        return failed_completion(request.number)
+        return make_failed_completion(request.number)
 
 
 class Lease:

@@ -65,7 +65,7 @@ class LetterServer:
     def require_fit(self, config: RunConfig) -> int:
         return self._write("most_requests", {})
 
-    def require_open(self) -> None:
+    def require_token_sampling(self) -> None:
         self._write("weights", {})
 
     def claim(self, run: str, seconds: float) -> str | None:

@@ -19,15 +19,15 @@ from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     apply_logit_rules,
+    apply_temperature_and_filters,
     draw_tokens,
+    extract_support_ids,
+    has_filters,
     is_greedy,
-    sampled_logits,
-    sampling_at,
-    support_ids,
-    truncates,
+    resolve_schedules,
 )
-from megatron_rl.rollout.stopping import StopSearch, StopTexts
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.stopping import StopSearch, StopTextFinder
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.fused_experts import FusedExperts, expert_tensors
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -126,7 +126,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
-        stops: StopTexts | None = None,
+        stops: StopTextFinder | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -179,7 +179,7 @@ class TorchEngine:
             model=model,
             tensor_name=pretrained.family.tensor_name,
             fused_experts=pretrained.family.fused_experts,
-            stops=StopTexts.of_model(path),
+            stops=StopTextFinder.from_model(path),
             **options,
         )
         if read_here:
@@ -221,7 +221,7 @@ class TorchEngine:
             if request.tokens and request.limit > 0:
                 valid.append(request)
             else:
-                completions.append(failed_completion(request.number))
+                completions.append(make_failed_completion(request.number))
 
         # Invalid requests are completed, as failed, without a batch.
         if valid:
@@ -297,7 +297,7 @@ class TorchEngine:
 def _decode_batch(
     decoder: Decoder,
     requests: Sequence[GenerationRequest],
-    stops: StopTexts | None,
+    stops: StopTextFinder | None,
 ) -> list[Completion]:
     """Decode all requests to their end; finished sequences leave the batch."""
     # Results by request.
@@ -309,7 +309,7 @@ def _decode_batch(
     searches: list[StopSearch | None] = [None for _ in requests]
     if stops is not None:
         searches = [
-            stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+            stops.make_search(request.sampling, request.tokens, request.turn_tokens) for request in requests
         ]
 
     # Tokens of the prompt, and of the response that earlier requests have sampled.
@@ -325,7 +325,7 @@ def _decode_batch(
     logits = decoder.start([request.tokens for request in requests])
     while active:
         sampling = [
-            sampling_at(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
+            resolve_schedules(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
             for row in active
         ]
         active_generators = [generators[row] for row in active]
@@ -343,8 +343,8 @@ def _decode_batch(
             token = sampled_list[index]
             tokens[row].append(token)
             log_probs[row].append(log_prob_list[index])
-            if truncates(request.sampling):
-                support[row].append(support_ids(masks[index], sampling[index]))
+            if has_filters(request.sampling):
+                support[row].append(extract_support_ids(masks[index], sampling[index]))
 
             search = searches[row]
             completes_text = search is not None and search.append(token)
@@ -395,7 +395,7 @@ def _sample_tokens(
     """
     is_greedy_row = [is_greedy(parameters) for parameters in sampling]
     greedy = torch.tensor(is_greedy_row, device=logits.device)
-    filtered = sampled_logits(logits, sampling)
+    filtered = apply_temperature_and_filters(logits, sampling)
     tokens = draw_tokens(filtered, greedy, generators)
     # Normalised over the support: the distribution that was sampled.
     all_log_probs = filtered.log_softmax(dim=1)

@@ -24,11 +24,11 @@ def make_engine(
 ) -> Engine | None:
     """See `rollout.engines.base.make_engine`. Collective over the world, which makes the process groups."""
     from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-    from megatron_rl.rollout.engines.vllm.setup import join_groups, prepare_vllm
+    from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
 
     prepare_vllm()
     # On every rank, also outside the layout: the creation of a process group is collective over the world.
-    join_groups(layout)
+    create_layout_groups(layout)
     if rank not in layout.ranks:
         return None
     return VllmEngine(model_path, config, layout=layout, rank=rank, **arguments)

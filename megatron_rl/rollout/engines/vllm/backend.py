@@ -24,9 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import TRANSFER_BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.engines.servers import start_call
-from megatron_rl.rollout.engines.vllm.orphans import end_with_server
-from megatron_rl.rollout.engines.vllm.weights import LiveWeights, check_writable
+from megatron_rl.rollout.engines.servers import start_in_thread
+from megatron_rl.rollout.engines.vllm.orphans import start_watchdog
+from megatron_rl.rollout.engines.vllm.weights import LiveWeights, require_writable
 
 
 class Transfer(Protocol):
@@ -104,11 +104,11 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        end_with_server()
+        start_watchdog()
 
     def init_transfer_engine(self, init_info: TransferRendezvous) -> None:
         """Trace the model's loader and plan the transfer. Collective over the ranks of the rendezvous."""
-        check_writable(self.model)
+        require_writable(self.model)
         parallel: Any = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         live = LiveWeights(self.model, self.model_config.model, worker)
@@ -191,7 +191,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         rendezvous = TransferRendezvous(model=init_info.model, **shared_fields)
         call = None
         if init_info.is_sender:
-            call = start_call(client.init_weight_transfer_engine, shared_fields)
+            call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
         transfer, leave = _connect[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
@@ -204,7 +204,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = start_call(self.client.update_weights, {"version": self._version})
+            call = start_in_thread(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
         if call is not None:
             call.result()

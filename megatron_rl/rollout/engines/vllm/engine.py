@@ -27,16 +27,16 @@ from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
-from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
+from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, get_vllm_model, model_runner
 from megatron_rl.rollout.sampling import (
-    continuation_seed,
+    derive_continuation_seed,
     has_schedule,
-    vllm_filters,
-    vllm_finish_code,
-    vllm_parameters,
+    make_vllm_filters,
+    make_vllm_parameters,
+    map_vllm_finish_reason,
 )
-from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.stopping import StopSearch, StopTextFinder, cut_stopped_completion
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
@@ -103,7 +103,7 @@ class VllmEngine:
     base weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
-    ``join_groups(layout)`` first. Must be built before anything else imports vllm.
+    ``create_layout_groups(layout)`` first. Must be built before anything else imports vllm.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class VllmEngine:
         self.replica = layout.coordinates(rank).data
         self.max_model_len = max_model_len
         self._path = Path(model_path)
-        self._stops = StopTexts.of_model(model_path)
+        self._stops = StopTextFinder.from_model(model_path)
 
         self._sleep_level = sleep_level if adapters is None else 1
         # Tags of the memory that vLLM has released, "weights" and "kv_cache".
@@ -145,12 +145,12 @@ class VllmEngine:
         self._failed: list[Completion] = []
 
         self._llm: Any = self._make_llm(config, layout, dtype, seed, load, adapters)
-        setup.count_engine(1)
-        self._model: Any = live_model(self._llm)
+        setup.change_engine_count(1)
+        self._model: Any = get_vllm_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
         self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         if routing_shape is not None and device.on_host():
-            replay.capture_experts(model_runner(self._llm))
+            replay.install_expert_capture(model_runner(self._llm))
 
         self._live: Any = LiveWeights(
             self._model,
@@ -178,7 +178,7 @@ class VllmEngine:
         setup.prepare_vllm()
         arguments = self._engine_arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
-            arguments |= weights.adapter_arguments(adapters, dtype)
+            arguments |= weights.make_adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
         if load and not pretrained.loads_as_stored:
             raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
@@ -186,10 +186,10 @@ class VllmEngine:
 
         # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
         local_rank = setup.local_rank(device.device().index)
-        language_model = setup.language_model_arguments(self._path)
+        language_model = setup.prepare_language_model_arguments(self._path)
         with (
-            setup.unchanged_random_state(),
-            setup.layout_as_world(layout),
+            setup.preserve_random_state(),
+            setup.use_layout_as_world(layout),
             local_rank,
             language_model as model,
         ):
@@ -222,7 +222,7 @@ class VllmEngine:
             "use_tqdm_on_load": False,
         }
         if self._truncates:
-            arguments |= replay.support_arguments()
+            arguments |= replay.make_support_arguments()
         # On accelerators in this order: rules precede the temperature and the filters.
         processors = replay.logits_processors(config)
         if config.bans_ngrams:
@@ -230,7 +230,7 @@ class VllmEngine:
         if processors:
             arguments["logits_processors"] = processors
         if self._routing_shape:
-            arguments |= replay.routing_arguments()
+            arguments |= replay.make_routing_arguments()
 
         errors = check_engine_arguments(config.vllm)
         if device.on_host():
@@ -250,7 +250,7 @@ class VllmEngine:
         dtype: str,
     ) -> dict[str, Any]:
         """Return the engine arguments of a host without accelerator."""
-        cache_bytes = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
+        cache_bytes = setup.compute_host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
         arguments = {"kv_cache_memory_bytes": cache_bytes, **host_arguments(self.max_model_len, tensor)}
         if model.shape.kv_lora:
             # On processors with AMX vLLM chooses another backend, which computes with packed copies of the
@@ -275,7 +275,7 @@ class VllmEngine:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
 
-        with setup.unchanged_random_state():
+        with setup.preserve_random_state():
             try:
                 yield
             finally:
@@ -295,7 +295,7 @@ class VllmEngine:
         # vLLM refuses these with an exception, which would end the run.
         is_empty = not request.tokens or request.limit < 1
         if is_empty or max(request.tokens) >= self._vocabulary:
-            self._failed.append(failed_completion(request.number))
+            self._failed.append(make_failed_completion(request.number))
             return
 
         parameters = _sampling_parameters(request)
@@ -305,7 +305,7 @@ class VllmEngine:
         else:
             # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,
             # which report no support, suffice.
-            for field, value in vllm_filters(request.sampling).items():
+            for field, value in make_vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         rules.add_rules(parameters, request)
         if self._routing_shape:
@@ -322,7 +322,7 @@ class VllmEngine:
         self._submitted += 1
         name = str(self._submitted)
         self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
-        search = self._stops.search(request.sampling, request.tokens, request.turn_tokens)
+        search = self._stops.make_search(request.sampling, request.tokens, request.turn_tokens)
         self._open[name] = _OpenRequest(request, parameters, support, request, search)
 
     def _resume(self, request: GenerationRequest) -> bool:
@@ -372,7 +372,7 @@ class VllmEngine:
                 continue
             tokens = _request_state(processor, name).detokenizer.output_token_ids
             if request.completes_stop_text(tokens):
-                completions.append(self._make_completion(request, _unfinished_output(processor, name)))
+                completions.append(self._make_completion(request, _make_unfinished_output(processor, name)))
                 self._abort(name)
         return completions
 
@@ -389,16 +389,16 @@ class VllmEngine:
             log_probs=completion.log_probs[first:],
         )
         if self._truncates:
-            support = replay.support_of(output, request.support, request.original)
+            support = replay.extract_support(output, request.support, request.original)
             completion = replace(completion, support=support[first:])
         if self._routing_shape:
-            experts = replay.experts_of(output, request.parameters, request.original)
+            experts = replay.extract_experts(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
         # Cut the completion at the end of its stop text, whatever reason vLLM gives: several tokens may come
         # at once, and the last one allowed may complete the text.
         if request.completes_stop_text(output.token_ids):
-            completion = stopped_completion(request.current, completion, request.searched - first)
+            completion = cut_stopped_completion(request.current, completion, request.searched - first)
         return completion
 
     def abort(self, number: int) -> None:
@@ -423,7 +423,7 @@ class VllmEngine:
         self._failed = []
 
         for name, request in list(self._open.items()):
-            output = _unfinished_output(self._llm.llm_engine.output_processor, name)
+            output = _make_unfinished_output(self._llm.llm_engine.output_processor, name)
             sampled: list[int] = []
             if len(output.token_ids) > request.returned_tokens:
                 completion = self._make_completion(request, output)
@@ -482,7 +482,7 @@ class VllmEngine:
         self._wake("kv_cache")
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
-        device.set_unbacked_bytes(setup.bytes_asleep())
+        device.set_unbacked_bytes(setup.count_sleeping_bytes())
         if self._sleep_level > 1:
             self._live.needs_weights = True
 
@@ -496,7 +496,7 @@ class VllmEngine:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
                 self._asleep.discard(tag)
-                device.set_unbacked_bytes(setup.bytes_asleep())
+                device.set_unbacked_bytes(setup.count_sleeping_bytes())
 
     def close(self) -> None:
         """Shut this engine down; the job's process groups stay. May be called twice."""
@@ -507,8 +507,8 @@ class VllmEngine:
         self._model = None
         self._live = None
         self._slots = None
-        if setup.count_engine(-1) == 0:
-            setup.forget_groups()
+        if setup.change_engine_count(-1) == 0:
+            setup.drop_vllm_groups()
 
         # vLLM's objects have reference cycles; memory is free only after their collection.
         gc.collect()
@@ -534,16 +534,16 @@ def _sampling_parameters(request: GenerationRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    seed = continuation_seed(request.seed, request.done)
+    seed = derive_continuation_seed(request.seed, request.done)
     return SamplingParams(
-        **vllm_parameters(request.sampling, request.limit, seed, request.done),
+        **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 
 
-def _unfinished_output(processor: Any, name: str) -> Any:
+def _make_unfinished_output(processor: Any, name: str) -> Any:
     """Return the output that vLLM would give the request ``name`` if its limit were reached now."""
     from vllm.v1.engine import FinishReason
 
@@ -566,9 +566,9 @@ def _convert_output(number: int, output: Any) -> Completion:
         # The first entry of a position is the sampled token's; further ones are vLLM's top tokens.
         log_probs = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
 
-    finish_reason = vllm_finish_code(output.token_ids, log_probs, output.finish_reason)
+    finish_reason = map_vllm_finish_reason(output.token_ids, log_probs, output.finish_reason)
     if finish_reason == FINISH_FAILED:
-        return failed_completion(number)
+        return make_failed_completion(number)
     return Completion(number, output.token_ids, log_probs, finish_reason)
 
 

@@ -21,7 +21,7 @@ _POLL_SECONDS = 1.0
 """Interval at which the watchdog checks whether the server exists."""
 
 
-def end_with_server() -> None:
+def start_watchdog() -> None:
     """Start the watchdog in an engine process of a server, or in a worker of one; do nothing elsewhere.
 
     Once the server is gone, for whatever reason, its engines, their workers and the coordinator of several
@@ -38,7 +38,7 @@ def end_with_server() -> None:
         pids = (parent.pid, None)
     else:
         return
-    threading.Thread(target=_watch, args=pids, name="end_with_server", daemon=True).start()
+    threading.Thread(target=_watch, args=pids, name="start_watchdog", daemon=True).start()
 
 
 def _watch(engine_pid: int | None, server_pid: int | None) -> None:

@@ -23,12 +23,12 @@ from torch import Tensor
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.rollout.sampling import (
+    apply_temperature_and_filters,
+    extract_support_ids,
+    has_filters,
     has_schedule,
     is_greedy,
-    sampled_logits,
-    sampling_at,
-    support_ids,
-    truncates,
+    resolve_schedules,
 )
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
@@ -45,7 +45,7 @@ _EVERY_TOKEN = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
 
 
-def support_arguments() -> dict[str, Any]:
+def make_support_arguments() -> dict[str, Any]:
     """Return the engine arguments that requests with filters need, besides `logits_processors`."""
     if device.on_host():
         return {}
@@ -56,9 +56,9 @@ def logits_processors(config: RolloutConfig) -> list[type]:
     """Return the classes of logits processors that an engine needs for filters and schedules over tokens."""
     if device.on_host():
         if config.truncates or config.changes_over_tokens:
-            return [_host_processor()]
+            return [_make_host_processor_class()]
     elif config.changes_over_tokens:
-        return [accelerator_processor()]
+        return [make_accelerator_processor_class()]
     return []
 
 
@@ -69,7 +69,7 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     """
     sampling = request.sampling
     if device.on_host():
-        if not truncates(sampling) and not has_schedule(sampling):
+        if not has_filters(sampling) and not has_schedule(sampling):
             return None
         # The processor divides by the temperature, and filters.
         support: Support = {}
@@ -95,14 +95,14 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     return None
 
 
-def support_of(
+def extract_support(
     output: Any,
     support: Support | None,
     request: GenerationRequest,
 ) -> list[list[int]]:
     """Return the support of each token of a vLLM output, empty for a request without filters."""
     sampling = request.sampling
-    if not truncates(sampling):
+    if not has_filters(sampling):
         return []
     if support is not None:
         return [support[position] for position in range(len(output.token_ids))]
@@ -112,13 +112,13 @@ def support_of(
     # A filter may begin or end within a turn: the other tokens have the full vocabulary.
     supports = []
     for position, token_ids in enumerate(output.sampling_mask.token_ids, start=request.turn_tokens):
-        is_filtered = truncates(sampling_at(sampling, position))
+        is_filtered = has_filters(resolve_schedules(sampling, position))
         supports.append(token_ids if is_filtered else [])
     return supports
 
 
 @cache
-def _host_processor() -> type:
+def _make_host_processor_class() -> type:
     """Return the class of the host's logits processor; it is defined here because vLLM is imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -148,13 +148,13 @@ def _host_processor() -> type:
             requests = self._requests.values()
             rows = torch.tensor(list(self._requests), device=logits.device)
             sampling = [request.sampling_now for request in requests]
-            processed = sampled_logits(logits[rows], sampling)
+            processed = apply_temperature_and_filters(logits[rows], sampling)
             logits[rows] = processed
 
             masks = processed > -torch.inf
             for mask, parameters, request in zip(masks, sampling, requests, strict=True):
                 # A chunked prefill passes here after each chunk; the last one overwrites the entry.
-                request.support[len(request.tokens)] = support_ids(mask, parameters)
+                request.support[len(request.tokens)] = extract_support_ids(mask, parameters)
             return logits
 
     return SamplingProcessor
@@ -175,7 +175,7 @@ class _HostRequest(NamedTuple):
     @property
     def sampling_now(self) -> SamplingParameters:
         """Return the parameters of the token that is sampled next."""
-        return sampling_at(self.sampling, self.turn_tokens + len(self.tokens))
+        return resolve_schedules(self.sampling, self.turn_tokens + len(self.tokens))
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
@@ -188,7 +188,7 @@ def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostReque
 
 
 @cache
-def accelerator_processor() -> type:
+def make_accelerator_processor_class() -> type:
     """Return the class of the processor for vLLM's newer model runner, which it uses on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
@@ -218,16 +218,16 @@ def accelerator_processor() -> type:
                     parameters, turn_start = self._requests[slot]
                     rows.append(row)
                     # Within a chunked prefill nothing is sampled, and the position would be negative.
-                    sampling.append(sampling_at(parameters, max(0, lengths[row] - turn_start)))
+                    sampling.append(resolve_schedules(parameters, max(0, lengths[row] - turn_start)))
             if rows:
                 index = torch.tensor(rows, device=logits.device)
-                logits[index] = sampled_logits(logits[index], sampling)
+                logits[index] = apply_temperature_and_filters(logits[index], sampling)
             return logits
 
     return ScheduleProcessor
 
 
-def routing_arguments() -> dict[str, Any]:
+def make_routing_arguments() -> dict[str, Any]:
     """Return the engine arguments that make an engine record the experts of its tokens."""
     if device.on_host():
         # A token with a prefix-cache hit passes through no router.
@@ -235,7 +235,7 @@ def routing_arguments() -> dict[str, Any]:
     return {"enable_return_routed_experts": True}
 
 
-def capture_experts(runner: Any) -> None:
+def install_expert_capture(runner: Any) -> None:
     """Install the capture function in the routers of a model on the host.
 
     ``runner`` is vLLM's model runner: it has the requests of the tokens of a step.
@@ -280,7 +280,7 @@ def add_expert_record(
         parameters.extra_args = {**(parameters.extra_args or {}), _EXPERTS_KEY: record}
 
 
-def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
+def extract_experts(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
     """Return the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
     The last token is left out: it was sampled, but never an input of the model.

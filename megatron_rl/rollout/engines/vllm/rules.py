@@ -22,7 +22,7 @@ _SIZE_KEY = "megatron_rl_ngram_size"
 
 def logits_processors() -> list[type]:
     """Return the classes of logits processors that an engine needs for the rules of `add_rules`."""
-    return [host_processor() if device.on_host() else accelerator_processor()]
+    return [make_host_processor_class() if device.on_host() else make_accelerator_processor_class()]
 
 
 def add_rules(parameters: Any, request: GenerationRequest) -> None:
@@ -38,7 +38,7 @@ def _ngram_size(parameters: Any) -> int:
 
 
 @cache
-def host_processor() -> type:
+def make_host_processor_class() -> type:
     """Return the class for the model runner of the host; it is defined here because vLLM is imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -87,7 +87,7 @@ def _request_tokens(
 
 
 @cache
-def accelerator_processor() -> type:
+def make_accelerator_processor_class() -> type:
     """Return the class for vLLM's newer model runner, which it uses on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 

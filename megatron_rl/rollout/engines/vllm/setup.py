@@ -145,7 +145,7 @@ def _name_shared_memory_by_job() -> None:
     join = _CPUSHMDistributed._init_cpu_shm
 
     def make_job_name(group: Any) -> str:
-        return shared_memory_name(make_group_name(group))
+        return make_shared_memory_name(make_group_name(group))
 
     def join_and_unlink(group: Any) -> int:
         # The join ends with a barrier, so every rank has opened the segment.
@@ -188,7 +188,7 @@ def _choose_experts_without_adapters() -> None:
     setattr(expert_layer, "FusedMoEConfig", make_config_without_adapters)
 
 
-def shared_memory_name(group: str) -> str:
+def make_shared_memory_name(group: str) -> str:
     """Return the name of a group's shared memory, equal on the group's ranks and unique to the job.
 
     The parent's process id is the job's: all its ranks on a host have one parent, and shared memory does not
@@ -289,7 +289,7 @@ def _route_by_sigmoid_without_groups() -> None:
     setattr(CPURouter, "_compute_routing", route)
 
 
-def bytes_asleep() -> int:
+def count_sleeping_bytes() -> int:
     """Return the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
@@ -297,7 +297,7 @@ def bytes_asleep() -> int:
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
 
-def host_cache_bytes(
+def compute_host_cache_bytes(
     shape: ModelShape,
     tensor: int,
     dtype: str,
@@ -337,7 +337,7 @@ class _DistributedOfLayout:
             # Unsorted: the order of a layout's ranks need not be ascending.
             options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
             return self._distributed.new_group(ranks, **options)
-        # The job's own group of these ranks, which `join_groups` created on the whole world.
+        # The job's own group of these ranks, which `create_layout_groups` created on the whole world.
         return communicator(tuple(ranks))
 
 
@@ -351,7 +351,7 @@ class _TorchOfLayout:
         return getattr(torch, name)
 
 
-def join_groups(layout: ParallelLayout) -> None:
+def create_layout_groups(layout: ParallelLayout) -> None:
     """Create the process groups that engines on ``layout`` use.
 
     Collective over the world, before ranks of the layout build their engines. If the layout is the whole
@@ -381,7 +381,7 @@ def local_rank(index: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
+def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     """Make vLLM build its groups as if ``layout.ranks``, in that order, were the world.
 
     Replica r is then ``layout.ranks[r * tensor : (r + 1) * tensor]``.
@@ -416,7 +416,7 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 
 
 @contextmanager
-def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
+def prepare_language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments for a checkpoint whose config.json is not the one that transformers has.
 
     vLLM reads the config.json of `engine_config` from a temporary folder within the context. It would
@@ -434,14 +434,14 @@ def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
         yield {"hf_config_path": folder}
 
 
-def count_engine(change: int) -> int:
+def change_engine_count(change: int) -> int:
     """Add ``change`` to the number of engines in this process and return it."""
     global _engines
     _engines += change
     return _engines
 
 
-def forget_groups() -> None:
+def drop_vllm_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
@@ -453,7 +453,7 @@ def forget_groups() -> None:
 
 
 @contextmanager
-def unchanged_random_state() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the state of the process's random generators at the end of the context.
 
     The trainer draws from them too, and its numbers must not depend on the engine's draws.

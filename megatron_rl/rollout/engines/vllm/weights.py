@@ -6,7 +6,7 @@ becomes a `TensorBox`: a region of a checkpoint tensor and its position in a par
 on weights are written to these positions, without the loader.
 
 Three kinds of storage need more than that: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
-values that layers derive from their weights (`refresh_derived`).
+values that layers derive from their weights (`recompute_derived_tensors`).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class LiveWeights:
         Requests in flight survive an update: they continue with the new weights, and their key-value cache
         is recomputed. Raises UserError if `prepare_vllm` was not called before vLLM was imported.
         """
-        model = live_model(llm)
-        check_writable(model)
+        model = get_vllm_model(llm)
+        require_writable(model)
         return cls(
             model,
             llm.llm_engine.model_config.model,
@@ -117,7 +117,7 @@ class LiveWeights:
         clear_padding(self._parameters, self.map().padding)
         self._packed.pack()
         dtype = next(iter(self._parameters.values())).dtype
-        refresh_derived(self._model, dtype)
+        recompute_derived_tensors(self._model, dtype)
 
         if not self._reset_cache():
             raise RuntimeError(f"weights of version {version} are unused: requests are still running")
@@ -131,7 +131,7 @@ class LiveWeights:
         """Do nothing; see `sleep`."""
 
 
-def live_model(llm: Any) -> nn.Module:
+def get_vllm_model(llm: Any) -> nn.Module:
     """Return the module inside a ``vllm.LLM`` of this process."""
     return model_runner(llm).get_model()
 
@@ -143,7 +143,7 @@ def model_runner(llm: Any) -> Any:
     return getattr(worker, "worker", worker).model_runner
 
 
-def check_writable(model: nn.Module) -> None:
+def require_writable(model: nn.Module) -> None:
     """Raise UserError if vLLM has packed plain weights into copies, which a write would not reach."""
     if not device.on_host():
         return
@@ -208,7 +208,7 @@ def trace_weights(
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
     zeros = dict.fromkeys(recorder.zeroed, 0)
-    padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters) | zeros)
+    padding = check_coverage(boxes, parameters, _find_vocabulary_padding(model, parameters) | zeros)
     return WeightMap(tuple(boxes), padding)
 
 
@@ -239,7 +239,7 @@ def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     return merge_boxes(renamed)
 
 
-def _vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+def _find_vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Return, for each vocabulary-parallel parameter, the index of its first padding element."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -281,7 +281,7 @@ def model_parameters(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
+def recompute_derived_tensors(model: nn.Module, dtype: torch.dtype) -> None:
     """Recompute the tensors that latent attention derives from its weights."""
     from vllm.model_executor.layers.attention import MLAAttention
 
@@ -300,7 +300,7 @@ class PackedModules:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _refuse_quantised(model)
+        _require_unquantised(model)
         self._modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             if _is_packed(module):
@@ -337,7 +337,7 @@ class PackedModules:
     def pack(self) -> None:
         """Pack the raw weights again, into the storage that kernels already use."""
         for path, module in self._modules.items():
-            raw = {name: _alias_of(parameter) for name, parameter in self._raw[path].items()}
+            raw = {name: _make_alias(parameter) for name, parameter in self._raw[path].items()}
             live = self._swap_parameters(path, raw)
 
             method: Any = module.quant_method
@@ -387,7 +387,7 @@ def _is_packed(module: nn.Module) -> bool:
     return method.unquantized_backend.name not in ("TRITON", "BATCHED_TRITON")
 
 
-def _refuse_quantised(model: nn.Module) -> None:
+def _require_unquantised(model: nn.Module) -> None:
     """Raise UserError if a module stores quantised weights instead of the checkpoint's."""
     unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
     for path, module in model.named_modules():
@@ -417,7 +417,7 @@ def _raw_parameters(module: nn.Module) -> dict[str, Any]:
         }
 
 
-def _alias_of(parameter: Any) -> Any:
+def _make_alias(parameter: Any) -> Any:
     """Return a second parameter object on the same storage, which vLLM may replace or rebind."""
     alias = parameter.data.view_as(parameter)
     alias.__class__ = parameter.__class__
@@ -425,7 +425,7 @@ def _alias_of(parameter: Any) -> Any:
     return alias
 
 
-def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
+def make_adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
     """Return the engine arguments that reserve storage for an adapter.
 
     Raises UserError for a dtype that vLLM's adapter kernels do not support.
@@ -463,7 +463,7 @@ class AdapterSlots:
         # The path is not read: the adapter is loaded from stand-ins.
         self.request = LoRARequest("policy", _ADAPTER_ID, "memory")
         self._manager = model_runner(llm).lora_manager._adapter_manager
-        self._storages = _adapter_storages(self._manager)
+        self._storages = _collect_adapter_storages(self._manager)
 
         dtype = next(iter(self._storages.values())).dtype
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
@@ -513,7 +513,7 @@ class AdapterSlots:
         return self._storages
 
 
-def _adapter_storages(manager: Any) -> dict[str, Tensor]:
+def _collect_adapter_storages(manager: Any) -> dict[str, Tensor]:
     """Return the stacked A and B matrices of every layer with an adapter; a fused layer has several."""
     storages: dict[str, Tensor] = {}
     for name, module in manager.modules.items():

@@ -25,13 +25,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.sampling import (
-    continuation_seed,
-    vllm_filters,
-    vllm_finish_code,
-    vllm_parameters,
-    vllm_stops,
+    derive_continuation_seed,
+    make_vllm_filters,
+    make_vllm_parameters,
+    make_vllm_stop_fields,
+    map_vllm_finish_reason,
 )
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
 
@@ -147,13 +147,13 @@ class VllmServer:
         timeout: float,
     ) -> Completion:
         """See `Server.generate`."""
-        seed = continuation_seed(request.seed, request.done)
+        seed = derive_continuation_seed(request.seed, request.done)
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
-            **vllm_parameters(request.sampling, request.limit, seed, request.done),
-            **vllm_filters(request.sampling),
-            **vllm_stops(request.sampling),
+            **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
+            **make_vllm_filters(request.sampling),
+            **make_vllm_stop_fields(request.sampling),
         }
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
@@ -252,8 +252,11 @@ class VllmServer:
         except (ServerError, TypeError, ValueError):
             return False
 
-    def require_open(self) -> None:
-        """See `Server.require_open`. Not for the server of another run, whose updates it would disturb."""
+    def require_token_sampling(self) -> None:
+        """See `Server.require_token_sampling`.
+
+        Not for the server of another run, whose updates it would disturb.
+        """
         try:
             # A job that was killed during an update has left the server paused.
             self.call("resume", {})
@@ -410,7 +413,7 @@ def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
         # A server that is being stopped ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
 
-    finish_reason = vllm_finish_code(tokens, log_probs, reason)
+    finish_reason = map_vllm_finish_reason(tokens, log_probs, reason)
     if finish_reason == FINISH_FAILED:
-        return failed_completion(number)
+        return make_failed_completion(number)
     return Completion(number, tokens, log_probs, finish_reason)
