@@ -29,11 +29,11 @@ class RecomputingDecoder:
         self._logits = logits
         self._rows: list[list[int]] = []
 
-    def start(self, rows: abc.Sequence[abc.Sequence[int]]) -> Tensor:
-        self._rows = [list(row) for row in rows]
+    def prefill(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Tensor:
+        self._rows = [list(prompt) for prompt in prompts]
         return self._last()
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def append_tokens(self, tokens: Tensor) -> Tensor:
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             row.append(token)
         return self._last()

@@ -267,7 +267,7 @@ class ServedWeights:
     def _query_state(self, server: Server) -> _ServerState:
         """Query the version of one server's weights and return the server's state."""
         try:
-            weights = server.weights()
+            weights = server.fetch_weights_name()
         except (ServerError, KeyError, TypeError) as error:
             return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
         if weights == self._weights_name:
@@ -342,7 +342,7 @@ class ServedWeights:
                 server.require_token_sampling()
                 # A killed job may have left an unfinished update and its process group.
                 server.reset_updates(timeout)
-                rendezvous = _find_rendezvous_address(server) | {"workers": server.workers()}
+                rendezvous = _find_rendezvous_address(server) | {"workers": server.count_workers()}
 
             # Requests in flight must not read weights of two versions.
             server.pause(timeout)

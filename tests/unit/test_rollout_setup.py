@@ -14,7 +14,7 @@ import torch
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engines.servers import Lease
 from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, make_shared_memory_name
-from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_model
+from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_same_model
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
@@ -98,10 +98,10 @@ def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other
         "task": {"size": 1},
     }
     if other is None:
-        _require_model(settings, served, "here")
+        _require_same_model(settings, served, "here")
         return
     with pytest.raises(UserError) as refused:
-        _require_model(settings, served, "here")
+        _require_same_model(settings, served, "here")
     assert str(refused.value.got).startswith(other)
 
 
