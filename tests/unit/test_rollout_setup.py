@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engines.servers import Lease
-from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, make_shared_memory_name
+from megatron_rl.rollout.engines.vllm.setup import apply_linear, make_shared_memory_name, set_local_rank
 from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_same_model
 
 # As vLLM names a group of two ranks that a launcher started.
@@ -37,9 +37,9 @@ def test_names_of_shared_memory_differ_by_job_restart_and_group(monkeypatch) -> 
 
 def test_an_engine_counts_the_devices_that_its_process_sees(monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
-    with local_rank(0):
+    with set_local_rank(0):
         assert os.environ["LOCAL_RANK"] == "0"
-    with local_rank(None):
+    with set_local_rank(None):
         assert os.environ["LOCAL_RANK"] == "5"
     assert os.environ["LOCAL_RANK"] == "5"
 
@@ -52,7 +52,7 @@ def test_a_host_multiplies_by_the_weights_that_are_written_in_place(dtype, rows)
         weight.fill_(number)
         for added in (bias, None):
             expected = torch.nn.functional.linear(values, weight, added)
-            torch.testing.assert_close(linear(values, weight, added), expected)
+            torch.testing.assert_close(apply_linear(values, weight, added), expected)
 
 
 @pytest.mark.parametrize("vllm", [False, True])

@@ -36,7 +36,7 @@ def copy_output_after_loading() -> None:
 
 if __name__ == "__main__":
     if os.environ["STALE"] == "experts":
-        weights.PackedModules.pack = leave_experts_packed
+        weights.PackedModules.repack = leave_experts_packed
     else:
         copy_output_after_loading()
     sys.exit(main())

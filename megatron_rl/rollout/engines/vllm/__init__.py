@@ -35,7 +35,9 @@ def make_engine(
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
-    """Return vLLM's tool-call parser ``name``, for any engine; None if ``name`` is None.
+    """Make a function that parses tool calls with vLLM's parser ``name``; None if ``name`` is None.
+
+    Engines other than vLLM can use it, too.
 
     Raises UserError for an unknown parser, or one that refuses the tokenizer.
     """
@@ -48,25 +50,25 @@ def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
     from vllm.tool_parsers import ToolParserManager
 
     try:
-        make_parser = ToolParserManager.get_tool_parser(name)
-        make_parser(tokenizer)
+        parser_class = ToolParserManager.get_tool_parser(name)
+        parser_class(tokenizer)
     except Exception as error:
         # Any exception: a parser may need tokens that the tokenizer lacks, and each has an error of its own.
         raise UserError(
-            "the parser of tool calls cannot be made",
+            "the tool-call parser cannot be constructed",
             where="rollout.environment.tool_parser",
-            expected="a parser of vLLM that takes the model's tokenizer",
+            expected="a tool-call parser of vLLM that accepts the model's tokenizer",
             got=f"{type(error).__name__}: {error}",
             fix="name the one that vLLM's documentation has for the model (--tool-call-parser)",
         ) from None
 
-    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    def parse_tool_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         request: Any = ChatCompletionRequest(messages=[], model="policy", tools=tools)  # pyright: ignore
         # A parser for each turn: some keep state between calls.
-        parsed = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        parsed = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [
             {"name": call.function.name, "arguments": call.function.arguments} for call in parsed.tool_calls
         ]
         return parsed.content or "", calls
 
-    return parse
+    return parse_tool_calls

@@ -1,7 +1,8 @@
 """Weight-transfer backend of vLLM that `hybrid_engine` plugs in.
 
 vLLM calls a backend on both sides of a transfer: `HybridTransferEngine` in its workers, `HybridTrainerEngine`
-in the trainer's ranks. Both only run a transfer; `register` receives the function that connects one.
+in the trainer's ranks. Both only run a transfer; `register_backend` receives the function that joins a
+rendezvous and plans the transfer.
 """
 
 from __future__ import annotations
@@ -83,12 +84,13 @@ class Update(WeightTransferUpdateInfo):
     version: int
 
 
-Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
-"""Function that connects a rank: (rendezvous, this process's vLLM weights or None, rank) -> (transfer,
-function that leaves its process group)."""
+JoinRendezvous = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
+"""Function that makes a rank join a rendezvous: (rendezvous, this process's vLLM weights or None, rank) ->
+(transfer, function that leaves the transfer's process group)."""
 
-_connect: list[Connect] = []
-"""The function that `register` received. Module state, since vLLM constructs the backends itself."""
+_join_functions: list[JoinRendezvous] = []
+"""The function that `register_backend` received, or empty before. Module state, since vLLM constructs the
+backends itself."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
@@ -111,8 +113,10 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         require_writable(self.model)
         parallel: Any = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        live = LiveWeights(self.model, self.model_config.model, worker)
-        self._transfer, self._leave = _connect[0](init_info, live, init_info.trainers + worker)
+        engine_storage = LiveWeights(self.model, self.model_config.model, worker)
+        self._transfer, self._leave = _join_functions[0](
+            init_info, engine_storage, init_info.trainers + worker
+        )
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
@@ -179,10 +183,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         client: Any,
         source: Any = None,
     ) -> HybridTrainerEngine:
-        """Connect to vLLM's workers; the sender calls vLLM's server. Collective over the rendezvous.
+        """Join the rendezvous with vLLM's workers; the sender makes them join by a call of ``client``.
 
-        The server's call returns only once workers and trainers have planned the transfer together, so it
-        runs in a thread while this rank connects.
+        The call returns only once workers and trainers have planned the transfer together, so it runs in a
+        thread while this rank joins. Collective over the ranks of the rendezvous.
         """
         # Workers have neither the trainer's model nor its rank.
         shared_fields = {
@@ -192,7 +196,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if init_info.is_sender:
             call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
-        transfer, leave = _connect[0](rendezvous, None, init_info.rank)
+        transfer, leave = _join_functions[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
         return cls(transfer, leave, client, init_info.is_sender)
@@ -215,9 +219,12 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         self._leave()
 
 
-def register(connect: Connect) -> None:
-    """Register the backend with vLLM in this process. May be called repeatedly."""
-    _connect[:] = [connect]
+def register_backend(join_rendezvous: JoinRendezvous) -> None:
+    """Register the backends of both sides with vLLM in this process. May be called repeatedly.
+
+    ``join_rendezvous`` is the function that the backends call to join a rendezvous.
+    """
+    _join_functions[:] = [join_rendezvous]
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HybridTransferEngine)
         WeightTransferTrainerFactory.register_engine(TRANSFER_BACKEND, HybridTrainerEngine)
