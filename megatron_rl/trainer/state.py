@@ -241,7 +241,7 @@ def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
     """Return the rollout policy's weights in the form in which checkpoints save a role."""
-    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
+    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.swap_into_model)
 
 
 class Checkpoints:

@@ -86,8 +86,8 @@ class _OpenRequest:
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
         """Search the tokens sampled since the last call; return whether a stop text is complete.
 
-        ``tokens`` are all sampled tokens of the vLLM request. If a stop text is found, ``num_searched`` becomes
-        the number of tokens up to its end.
+        ``tokens`` are all sampled tokens of the vLLM request. ``num_searched`` ends at the end of the stop
+        text if one is complete.
         """
         if self.search is None:
             return self.is_stopped
