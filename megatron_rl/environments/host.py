@@ -418,7 +418,7 @@ class EnvironmentPool:
         ]
 
     def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
-        """Fail the late episodes of a process that has responded to a ping; append their ends to ``events``."""
+        """Fail the late episodes of a process that answered a ping; append their ends to ``events``."""
         host.ping_time = None
         for episode in self._find_late_episodes(host):
             self.cancel_episode(episode.number)
