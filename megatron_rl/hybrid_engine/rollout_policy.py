@@ -36,25 +36,25 @@ class RolloutPolicy:
         self._model = model
         self._copy: dict[str, Tensor] = {}
 
-    def version_at(self, version: int) -> int:
-        """Return the version of the weights to sample from while the model has ``version``.
+    def version_at(self, model_version: int) -> int:
+        """Return the version of the weights to sample from while the model has ``model_version``.
 
         Example:
             >>> policy = RolloutPolicy(None, every=3)
             >>> policy.version_at(1)
             1
-            >>> policy.capture(1)
+            >>> policy.capture_weights(1)
             >>> [policy.version_at(version) for version in (1, 2, 3, 4)]
             [1, 1, 1, 4]
         """
         if self.version is None or self.every == 1:
-            return version
-        is_sync_due = self.every > 0 and version - self.version >= self.every
+            return model_version
+        is_sync_due = self.every > 0 and model_version - self.version >= self.every
         if is_sync_due:
-            return version
+            return model_version
         return self.version
 
-    def capture(self, version: int) -> None:
+    def capture_weights(self, version: int) -> None:
         """Make the model's current weights, of ``version``, the rollout policy; copy them if needed."""
         self.version = version
         # With a sync at every version the model is never newer than the engine, so no copy is needed.

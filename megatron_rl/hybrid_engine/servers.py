@@ -228,7 +228,7 @@ class ServedWeights:
         self._started = True
         if not newest and self._served_version != self.rollout_policy.version:
             with self._resident():
-                self.rollout_policy.capture(self._served_version)
+                self.rollout_policy.capture_weights(self._served_version)
         available_servers = [server for server in self._servers if server not in unavailable_reasons]
         if self._generator is not None:
             self._generator.use_servers(available_servers, self._weights_name)

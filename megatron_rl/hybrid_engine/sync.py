@@ -328,7 +328,7 @@ class HybridEngine:
             # With a sync at every version no weights are copied, so the model need not be in device memory.
             resident = self._resident() if self.rollout_policy.every != 1 else nullcontext()
             with resident:
-                self.rollout_policy.capture(version)
+                self.rollout_policy.capture_weights(version)
 
         try:
             yield metrics

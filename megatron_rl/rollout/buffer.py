@@ -39,7 +39,7 @@ class RolloutBuffer:
         """Return the groups whose sequences are all finished, which can be trained on."""
         return [group for group in self.started if group.is_finished]
 
-    def add(self, groups: abc.Sequence[SequenceGroup]) -> None:
+    def add_started(self, groups: abc.Sequence[SequenceGroup]) -> None:
         """Append groups with new sequences to the started ones."""
         self.started += groups
 
@@ -69,7 +69,7 @@ class RolloutBuffer:
         between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.
-        ages = [group.age(version) + updates_ahead + 1 for group in self.started]
+        ages = [group.compute_age(version) + updates_ahead + 1 for group in self.started]
         return tuple(age > max_updates for age in ages)
 
     def select(
@@ -117,7 +117,7 @@ class RolloutBuffer:
         stale = []
         remaining = []
         for group in self.started:
-            if group.age(version) > max_updates:
+            if group.compute_age(version) > max_updates:
                 stale.append(group)
             else:
                 remaining.append(group)

@@ -220,10 +220,10 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
-                self._hosts.start_episode(conversation.episode, self._episode_values(number))
+                self._hosts.start_episode(conversation.episode, self._make_episode_values(number))
 
-    def _episode_values(self, number: int) -> dict[str, Any]:
-        """Return the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
+    def _make_episode_values(self, number: int) -> dict[str, Any]:
+        """Make the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
         admitted = self.admitted[number]
         prompt = self.queue.round.groups[admitted.group].prompt
         return {

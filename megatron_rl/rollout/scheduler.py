@@ -223,13 +223,13 @@ class ReplicaQueue:
         self._assigned_groups = [*cached_groups, *round_robin_groups]
         self._shared_queue = uncached_groups[num_round_robin:]
 
-        # Sequences of the current group that `pop` has not returned yet; admitted sequences of each
+        # Sequences of the current group that `pop_sequence` has not returned yet; admitted sequences of each
         # unfinished group.
         self._admitting: list[Admitted] = []
         self._in_progress: dict[int, list[Admitted]] = {}
 
-    def pop(self) -> Admitted | None:
-        """Return the next sequence that this replica admits, or None if no group remains.
+    def pop_sequence(self) -> Admitted | None:
+        """Remove and return the next sequence that this replica admits, or None if no group remains.
 
         All sequences of a group are copied when its first one is returned.
         """
@@ -462,7 +462,7 @@ class ReplicaScheduler:
 
     def _admit_next(self) -> int | None:
         """Admit the next sequence; return its index in ``admitted``, or None if no group remains."""
-        admitted = self.queue.pop()
+        admitted = self.queue.pop_sequence()
         if admitted is None:
             return None
         self.admitted.append(admitted)

@@ -36,7 +36,7 @@ class StopSearch:
         >>> def decode(tokens):
         ...     return "".join(map(chr, tokens))
         >>> search = StopSearch(decode, ("ab",), preceding_tokens=b"a", turn_tokens=b"ba")
-        >>> search.is_found(), search.append(ord("c")), search.append(ord("a")), search.append(ord("b"))
+        >>> search.has_stop_text(), search.append_token(ord("c")), search.append_token(ord("a")), search.append_token(ord("b"))
         (False, False, False, True)
     """
 
@@ -55,12 +55,12 @@ class StopSearch:
         self._tokens = [*preceding_tokens, *turn_tokens]
         self._turn_start = len(decode(list(preceding_tokens)))
 
-    def append(self, token: int) -> bool:
+    def append_token(self, token: int) -> bool:
         """Append a sampled token; return whether it completes a stop text."""
         self._tokens.append(token)
-        return self.is_found()
+        return self.has_stop_text()
 
-    def is_found(self) -> bool:
+    def has_stop_text(self) -> bool:
         """Return whether the tokens so far contain a stop text."""
         text = self._decode(self._tokens)
         if any(text.find(stop_text, self._turn_start) >= 0 for stop_text in self._stop_texts):
@@ -127,7 +127,7 @@ class StopTextFinder:
         if tokens[-1] in sampling.stop_token_ids:
             return True
         search = self.make_search(sampling, tokens, turn_tokens)
-        return search is not None and search.is_found()
+        return search is not None and search.has_stop_text()
 
     def trim_completion(
         self,
@@ -140,7 +140,7 @@ class StopTextFinder:
             return completion
 
         for count, token in enumerate(completion.tokens, start=1):
-            if search.append(token):
+            if search.append_token(token):
                 return cut_stopped_completion(request, completion, count)
         return completion
 

@@ -258,7 +258,7 @@ class SequenceGroup:
         """Return the number of tokens that the policy sampled in all sequences."""
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
-    def age(self, version: int) -> int:
-        """Return the number of weight updates between the group's oldest token and weights of ``version``."""
+    def compute_age(self, version: int) -> int:
+        """Compute the number of weight updates between the group's oldest token and weights of ``version``."""
         # Versions only increase, so a sequence's oldest token is its first one.
         return version - min(sequence.policy_version for sequence in self.sequences)

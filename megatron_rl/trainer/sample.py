@@ -255,7 +255,7 @@ class RolloutSource:
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
             waiting = self.limits.with_limits(self._take_waiting_groups(missing_groups))
-            self.buffer.add(
+            self.buffer.add_started(
                 start_groups(
                     waiting,
                     self.config.batch.samples_per_prompt,

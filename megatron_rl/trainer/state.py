@@ -179,7 +179,7 @@ class TrainerState:
         with roles.keep_learners_resident():
             if restores_rollout_weights:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
-                rollout_policy.capture(roles.hybrid_engine.version)
+                rollout_policy.capture_weights(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
             state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 

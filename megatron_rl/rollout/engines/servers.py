@@ -50,7 +50,9 @@ class ServerError(RuntimeError):
 
 
 class Server(Protocol):
-    """One server. Every call has a time limit and raises ServerError, except where another error is named.
+    """Client of a server that samples for the run and receives its weights.
+
+    Every call has a time limit and raises ServerError, except where another error is named.
 
     A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and a line
     in the table of `config.engines`.
@@ -137,7 +139,7 @@ class Server(Protocol):
 
 
 def make_servers(config: RunConfig) -> list[Server]:
-    """Return the servers of a run with a server engine, in the order of `rollout.server.urls`."""
+    """Make the clients of the run's servers, in the order of `rollout.server.urls`."""
     # Imported once it is chosen: the libraries of other engines need not be installed.
     engine_module = import_module(ENGINES[config.rollout.engine].module)
     return [engine_module.make_server(url) for url in config.rollout.server.urls]

@@ -351,7 +351,7 @@ def _decode_batch(
                 support[row].append(extract_support_ids(support_masks[index], sampling[index]))
 
             search = searches[row]
-            completes_text = search is not None and search.append(token)
+            completes_text = search is not None and search.append_token(token)
             if completes_text or token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
             elif len(tokens[row]) < request.limit:

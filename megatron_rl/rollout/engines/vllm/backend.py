@@ -34,8 +34,11 @@ class Transfer(Protocol):
     """Transfer of weights between the trainers and this process; a `HybridEngine` is one."""
 
     version: int
+    """Version of the weights that the next `sync` moves."""
 
-    def sync(self) -> Any: ...
+    def sync(self) -> Any:
+        """Move the weights into the engines and verify them, as ``version``. Collective over both sides."""
+        ...
 
 
 @dataclass

@@ -95,7 +95,7 @@ class _OpenRequest:
         while self.num_searched < len(tokens):
             token = tokens[self.num_searched]
             self.num_searched += 1
-            if self.search.append(token):
+            if self.search.append_token(token):
                 self.search = None
                 self.is_stopped = True
                 break

@@ -57,7 +57,9 @@ def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
 
         # If the server died before the watchdog started, the engine's parent is now a process of another
         # session, whose children must not be killed.
-        is_serving = engine.ppid() == server_pid and _session_id(server_pid) == _session_id(engine.pid)
+        is_serving = engine.ppid() == server_pid and _get_session_id(server_pid) == _get_session_id(
+            engine.pid
+        )
         if is_serving:
             with suppress(psutil.NoSuchProcess):
                 processes = psutil.Process(server_pid).children()
@@ -72,7 +74,7 @@ def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _session_id(pid: int) -> int | None:
+def _get_session_id(pid: int) -> int | None:
     """Return the session id of a process, or None if the process has ended."""
     with suppress(ProcessLookupError):
         return os.getsid(pid)

@@ -106,7 +106,7 @@ def keep_weights_writable() -> None:
     _writable = True
 
 
-def weights_are_writable() -> bool:
+def are_weights_writable() -> bool:
     """Return whether the weights of models that vLLM loads can be written in place."""
     return _writable
 
@@ -122,7 +122,7 @@ def _preserve_process_groups() -> None:
 
 
 def _inspect_models_in_process() -> None:
-    """Inspect model classes in this process.
+    """Make vLLM inspect model classes in this process.
 
     vLLM starts a process per rank for it, with the sole purpose of leaving devices uninitialised here.
     """
@@ -132,7 +132,7 @@ def _inspect_models_in_process() -> None:
 
 
 def _name_shared_memory_by_job() -> None:
-    """Name the shared memory of tensor-parallel groups by job, and unlink it early.
+    """Make vLLM name the shared memory of tensor-parallel groups by job, and unlink it early.
 
     vLLM uses the same names in every job on a host, and a killed job leaves them behind. A segment needs its
     name only until all ranks have joined it.
@@ -158,7 +158,7 @@ def _name_shared_memory_by_job() -> None:
 
 
 def _omit_message_queues() -> None:
-    """Create vLLM's groups without message queues, which ranks of a launcher never use.
+    """Make vLLM create its groups without message queues, which ranks of a launcher never use.
 
     Each queue leaves sockets in the temporary folder, and shared memory, when its process ends.
     """
@@ -203,7 +203,7 @@ def make_shared_memory_name(group_name: str) -> str:
 
 
 def _store_weights_unpacked() -> None:
-    """Store linear and embedding weights as plain tensors on the host.
+    """Make vLLM store linear and embedding weights as plain tensors on the host.
 
     vLLM would replace them by packed copies, which a write does not reach. Accelerators store them plainly.
     """
@@ -246,10 +246,10 @@ def _run_sampler_eagerly() -> None:
 
 
 def _rotate_heads_in_torch() -> None:
-    """Rotate queries and keys of shape [tokens, heads, size], as in latent attention, in torch on the host.
+    """Make vLLM rotate queries and keys of shape [tokens, heads, size] in torch on the host.
 
-    vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind RotaryEmbedding.forward_cpu) reads the heads of such a
-    tensor as further tokens.
+    Latent attention has tensors of this shape. vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind
+    RotaryEmbedding.forward_cpu) reads their heads as further tokens.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -104,7 +104,7 @@ class LiveWeights:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
                 shapes = read_checkpoint_shapes(shapes)
-            with self._packed.unpacked(), without_wrappers(self._model):
+            with self._packed.use_raw_parameters(), without_wrappers(self._model):
                 self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
 
@@ -148,7 +148,7 @@ def require_writable(model: nn.Module) -> None:
     if not device.on_host():
         return
     empty_parameters = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    if empty_parameters or not setup.weights_are_writable():
+    if empty_parameters or not setup.are_weights_writable():
         raise UserError(
             "vLLM has packed this model's weights, so that they cannot be written in place",
             where="the vLLM engine",
@@ -204,7 +204,7 @@ def trace_weights(
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
     boxes = boxes_of_experts(merge_boxes(recorder.boxes), expert_storage)
-    boxes = _without_tied_duplicates(boxes)
+    boxes = _merge_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
     zeros = dict.fromkeys(recorder.zeroed, 0)
@@ -220,7 +220,7 @@ def _find_fused_experts(model: Any) -> FusedExperts | None:
     return family.fused_experts
 
 
-def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
+def _merge_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     """Rename the boxes of a tied output layer to the embedding, and merge the duplicates.
 
     Both names have the same storage, which would otherwise count as written twice.
@@ -325,7 +325,7 @@ class PackedModules:
         return storages
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def use_raw_parameters(self) -> Iterator[None]:
         """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
         packed = {path: self._swap_parameters(path, self._raw_parameters[path]) for path in self._modules}
         try:

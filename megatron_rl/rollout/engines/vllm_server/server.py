@@ -58,7 +58,7 @@ _EXPECTED_BY_STATUS = {
 
 
 class VllmServer:
-    """One API server of vLLM; see `engines.servers.Server`."""
+    """Client of one API server of vLLM; see `engines.servers.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
