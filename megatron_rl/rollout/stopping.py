@@ -36,8 +36,8 @@ class StopSearch:
         >>> def decode(tokens):
         ...     return "".join(map(chr, tokens))
         >>> search = StopSearch(decode, ("ab",), preceding_tokens=b"a", turn_tokens=b"ba")
-        >>> search.has_stop_text(), search.append_token(ord("c")), search.append_token(ord("a")), search.append_token(ord("b"))
-        (False, False, False, True)
+        >>> search.has_stop_text(), [search.append_token(ord(letter)) for letter in "cab"]
+        (False, [False, False, True])
     """
 
     def __init__(

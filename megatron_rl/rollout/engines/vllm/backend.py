@@ -115,10 +115,10 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         """Trace the model's loader and plan the transfer. Collective over the ranks of the rendezvous."""
         require_writable(self.model)
         parallel: Any = self.parallel_config
-        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        engine_storage = LiveWeights(self.model, self.model_config.model, worker)
-        self._transfer, self._leave = _join_functions[0](
-            init_info, engine_storage, init_info.trainers + worker
+        worker_index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        engine_storage = LiveWeights(self.model, self.model_config.model, worker_index)
+        self._transfer, self._leave_group = _join_functions[0](
+            init_info, engine_storage, init_info.trainers + worker_index
         )
 
     def start_weight_update(self) -> None:
@@ -138,9 +138,9 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
     def shutdown(self) -> None:
         """Leave the rendezvous."""
-        if hasattr(self, "_leave"):
-            self._leave()
-            del self._transfer, self._leave
+        if hasattr(self, "_leave_group"):
+            self._leave_group()
+            del self._transfer, self._leave_group
 
 
 @dataclass
@@ -169,13 +169,13 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     def __init__(
         self,
         transfer: Transfer,
-        leave: Callable[[], None],
+        leave_group: Callable[[], None],
         client: Any,
         is_sender: bool,
     ) -> None:
         super().__init__(client=client, is_sender=is_sender)
         self._transfer = transfer
-        self._leave = leave
+        self._leave_group = leave_group
         self._version = 0
 
     @classmethod
@@ -199,10 +199,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if init_info.is_sender:
             call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
-        transfer, leave = _join_functions[0](rendezvous, None, init_info.rank)
+        transfer, leave_group = _join_functions[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
-        return cls(transfer, leave, client, init_info.is_sender)
+        return cls(transfer, leave_group, client, init_info.is_sender)
 
     def send_weights(self) -> None:
         """Transfer and verify the next version. Collective over the ranks of the rendezvous."""
@@ -219,7 +219,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 
     def shutdown(self) -> None:
         """Leave the rendezvous."""
-        self._leave()
+        self._leave_group()
 
 
 def register_backend(join_rendezvous: JoinRendezvous) -> None:

@@ -57,9 +57,9 @@ def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
 
         # If the server died before the watchdog started, the engine's parent is now a process of another
         # session, whose children must not be killed.
-        is_serving = engine.ppid() == server_pid and _get_session_id(server_pid) == _get_session_id(
-            engine.pid
-        )
+        engine_session = _get_session_id(engine.pid)
+        is_parent = engine.ppid() == server_pid
+        is_serving = is_parent and _get_session_id(server_pid) == engine_session
         if is_serving:
             with suppress(psutil.NoSuchProcess):
                 processes = psutil.Process(server_pid).children()
