@@ -42,7 +42,7 @@ def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
 
 
 def to_prompts(groups: abc.Sequence[SequenceGroup]) -> PromptBatch:
-    """Concatenate the prompts of the groups to one batch."""
+    """Concatenate the prompts of the groups into one batch."""
     if not groups:
         empty = torch.zeros(0, dtype=torch.int64)
         return PromptBatch(empty, empty, empty, (), (), (), (), ())
@@ -55,7 +55,7 @@ def start_groups(
     seed: int,
     version: int,
 ) -> list[SequenceGroup]:
-    """Return groups with the prompts of waiting ``groups`` and ``samples_per_prompt`` new sequences each.
+    """Start waiting groups: return groups of ``samples_per_prompt`` new sequences with the same prompts.
 
     ``version`` is the version of the weights that will sample. The seed of a sequence depends only on
     ``seed`` and on the sequence's index among all new ones.

@@ -213,14 +213,11 @@ class VllmEngine:
     def _make_engine_arguments(
         self,
         config: RolloutConfig,
-        tensor: int,
+        tensor_parallel_size: int,
         dtype: str,
         seed: int,
     ) -> dict[str, Any]:
-        """Make vLLM's engine arguments; raises UserErrors for invalid ones in ``config.vllm``.
-
-        ``tensor`` is the number of tensor-parallel ranks.
-        """
+        """Make vLLM's engine arguments; raises UserErrors for invalid ones in ``config.vllm``."""
         model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
@@ -229,7 +226,7 @@ class VllmEngine:
             ),
             # Ranks of torchrun are the workers: vLLM starts no processes.
             "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": tensor,
+            "tensor_parallel_size": tensor_parallel_size,
             "seed": seed,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -248,7 +245,7 @@ class VllmEngine:
         errors = check_engine_arguments(config.vllm)
         if device.on_host():
             errors += chunked_prefill_errors(config.vllm)
-            arguments |= self._make_host_arguments(model, tensor, dtype)
+            arguments |= self._make_host_arguments(model, tensor_parallel_size, dtype)
         else:
             arguments |= _make_accelerator_arguments(config)
         if errors:
@@ -259,12 +256,17 @@ class VllmEngine:
     def _make_host_arguments(
         self,
         model: PretrainedModel,
-        tensor: int,
+        tensor_parallel_size: int,
         dtype: str,
     ) -> dict[str, Any]:
-        """Make the engine arguments of a host without accelerator; ``tensor`` as for the other arguments."""
-        cache_bytes = setup.compute_host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
-        arguments = {"kv_cache_memory_bytes": cache_bytes, **host_arguments(self.max_model_len, tensor)}
+        """Make the engine arguments of a host without accelerator."""
+        cache_bytes = setup.compute_host_cache_bytes(
+            model.shape, tensor_parallel_size, dtype, self.max_model_len
+        )
+        arguments = {
+            "kv_cache_memory_bytes": cache_bytes,
+            **host_arguments(self.max_model_len, tensor_parallel_size),
+        }
         if model.shape.kv_lora:
             # On processors with AMX vLLM chooses another backend, which computes with packed copies of the
             # weights that no write reaches.
