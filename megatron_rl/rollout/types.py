@@ -259,6 +259,6 @@ class SequenceGroup:
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
     def compute_age(self, version: int) -> int:
-        """Compute the number of weight updates between the group's oldest token and the weights ``version``."""
+        """Compute the number of weight updates from the group's oldest token to weights ``version``."""
         # Versions only increase, so a sequence's oldest token is its first one.
         return version - min(sequence.policy_version for sequence in self.sequences)
