@@ -242,7 +242,7 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(
     assert sorted(one.position for one in admitted) == list(range(10))
 
     scheduler = scheduler_of(hosts, ReplicaQueue(round_of(groups, 3), 0, 200))
-    scheduler.queue.pop = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.queue.pop_sequence = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     scheduler.admitted = admitted
     take_in(scheduler)
     same(to_rollouts(groups), expected)
