@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from megatron_rl.rollout.collate import start_groups, waiting_groups
+from megatron_rl.rollout.collate import make_waiting_groups, start_groups
 from megatron_rl.rollout.scheduler import GenerationRound, ReplicaQueue, ReplicaScheduler
 from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
@@ -51,7 +51,7 @@ def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict
         metadata=({},) * count,
         sampling=(SamplingParameters(max_response_tokens=limit),) * count,
     )
-    groups = tuple(start_groups(waiting_groups(prompts), samples, seed=1, version=0))
+    groups = tuple(start_groups(make_waiting_groups(prompts), samples, seed=1, version=0))
     generation_round = GenerationRound(
         groups,
         (True,) * count,

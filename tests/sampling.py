@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.rollout.collate import append_new_tokens, start_groups, to_rollouts, waiting_groups
+from megatron_rl.rollout.collate import append_new_tokens, make_waiting_groups, start_groups, to_rollouts
 from megatron_rl.rollout.engines.base import Generator
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
-from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.sampling import derive_row_seeds
 from megatron_rl.rollout.scheduler import GenerationRound, ReplicaQueue, ReplicaScheduler
 from megatron_rl.rollout.types import Sequence, SequenceGroup
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
@@ -29,11 +29,11 @@ class RecomputingDecoder:
         self._logits = logits
         self._rows: list[list[int]] = []
 
-    def start(self, rows: abc.Sequence[abc.Sequence[int]]) -> Tensor:
-        self._rows = [list(row) for row in rows]
+    def prefill(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Tensor:
+        self._rows = [list(prompt) for prompt in prompts]
         return self._last()
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def append_tokens(self, tokens: Tensor) -> Tensor:
         for row, token in zip(self._rows, tokens.tolist(), strict=True):
             row.append(token)
         return self._last()
@@ -74,7 +74,7 @@ def started(
     version: int,
 ) -> list[SequenceGroup]:
     """Return groups of ``samples`` sequences without a token yet."""
-    return start_groups(waiting_groups(prompts), samples, seed, version)
+    return start_groups(make_waiting_groups(prompts), samples, seed, version)
 
 
 def copied(groups: abc.Sequence[SequenceGroup]) -> list[SequenceGroup]:
@@ -101,7 +101,7 @@ def take_in(scheduler: ReplicaScheduler, routing: tuple[int, int] | None = None)
 
     generation_round = scheduler.queue.round
     sequences = [sequence for _, sequence in generation_round.unfinished]
-    append_new_tokens(sequences, scheduler.new_tokens(routing), generation_round.version)
+    append_new_tokens(sequences, scheduler.report_new_tokens(routing), generation_round.version)
 
 
 def generate(
@@ -114,14 +114,14 @@ def generate(
 ) -> Rollouts:
     """Sample one response per prompt; ``rows`` are the prompts' positions in the global batch.
 
-    ``routing`` as in `ReplicaScheduler.new_tokens`.
+    ``routing`` is ``routing_shape`` of `ReplicaScheduler.report_new_tokens`.
     """
     # Weights that an engine loaded itself have version -1; they count as the first version here.
     version = max(0, engine.weights_version)  # pyright: ignore[reportAttributeAccessIssue]
     groups = started(prompts, 1, seed, version)
     # Seeds depend on the position in the global batch, so a part of it samples as the full batch does.
     if rows is not None:
-        for group, row_seed in zip(groups, row_seeds(seed, rows), strict=True):
+        for group, row_seed in zip(groups, derive_row_seeds(seed, rows), strict=True):
             group.sequences[0].seed = row_seed
     continue_all(engine, groups, None, version, routing)
     return to_rollouts(groups)

@@ -70,7 +70,10 @@ class Conversation:
         self._is_busy = False
 
     async def complete_chat(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Sample a turn for a request and return its chat completion; raises Refused for an invalid one."""
+        """Sample a turn of the policy for a chat request; return it as a chat completion.
+
+        Raises Refused for an invalid request.
+        """
         _require_supported(request)
         messages = _normalize_messages(request.get("messages"))
 
@@ -88,7 +91,7 @@ class Conversation:
             self._is_busy = False
 
     def _require_continuation(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise Refused unless the messages and tools extend the history of the episode."""
+        """Raise Refused unless the messages extend the episode's history and the tools are the first ones."""
         history_length = len(self._history)
         if messages[:history_length] != self._history or len(messages) == history_length:
             raise Refused(400, "history", "the messages do not extend the conversation of this episode")
@@ -113,8 +116,8 @@ class Conversation:
             message = await self._episode.generate(token_limit)
         except Truncated as error:
             # OpenAI's own sentence and code, by which clients recognise a full context.
-            text = f"This model's maximum context length is reached: {error}"
-            raise Refused(400, "context_length_exceeded", text) from None
+            reason = f"This model's maximum context length is reached: {error}"
+            raise Refused(400, "context_length_exceeded", reason) from None
         except WrongUse as error:
             raise Refused(400, "messages", str(error)) from None
 
@@ -122,12 +125,13 @@ class Conversation:
         if message.tool_calls:
             answer["tool_calls"] = list(message.tool_calls)
         self._history = [*messages, *_normalize_messages([answer])]
-        self._last_completion = _make_completion(message, answer, bool(request.get("logprobs")))
+        with_log_probs = bool(request.get("logprobs"))
+        self._last_completion = _make_completion(message, answer, with_log_probs)
         return self._last_completion
 
 
 def _require_supported(request: Mapping[str, Any]) -> None:
-    """Raise Refused for a field, a model or tools that the endpoint does not support."""
+    """Raise Refused if a chat request has a field, a model or tools that the endpoint does not support."""
     for name, neutral_values in _UNSUPPORTED.items():
         if request.get(name) not in neutral_values:
             raise Refused(
@@ -140,7 +144,7 @@ def _require_supported(request: Mapping[str, Any]) -> None:
 
     tools = request.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refused(400, "tools", f"expected a list of tools in OpenAI's form, got {tools!r:.80}")
+        raise Refused(400, "tools", f"expected a list of tools in OpenAI's format, got {tools!r:.80}")
 
 
 def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
@@ -230,7 +234,7 @@ async def serve_endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     conversation = Conversation(episode)
     api_key = secrets.token_hex(16)
 
-    async def handle(request: web.Request) -> web.Response:
+    async def handle_request(request: web.Request) -> web.Response:
         try:
             return web.json_response(await _respond(conversation, api_key, request))
         except Refused as error:
@@ -238,8 +242,8 @@ async def serve_endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
             return web.json_response({"error": details}, status=error.status)
 
     application = web.Application(client_max_size=LARGEST_REQUEST)
-    # One handler for every path, so that the response to a wrong path or method has OpenAI's form, too.
-    application.router.add_route("*", "/{path:.*}", handle)
+    # One handler for every path, so that the response to a wrong path or method has OpenAI's format, too.
+    application.router.add_route("*", "/{path:.*}", handle_request)
 
     # Signal handlers work only on a process's main thread; an episode runs in another thread.
     runner = web.AppRunner(
@@ -260,7 +264,7 @@ async def _respond(
     api_key: str,
     request: web.Request,
 ) -> dict[str, Any]:
-    """Return the JSON object that answers an HTTP request; raises Refused for an invalid request.
+    """Make the JSON response to an HTTP request; raises Refused for an invalid request.
 
     ``api_key`` is the episode's key, which the request must have.
     """
@@ -372,7 +376,7 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
     environment, even if they run in another session.
     """
     # Files, not pipes: a child that outlives the program would keep a pipe open.
-    with _temporary_file() as stdout, _temporary_file() as stderr:
+    with _open_temporary_file() as stdout, _open_temporary_file() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -398,7 +402,7 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
         return _read_text(stdout)
 
 
-def _temporary_file() -> IO[bytes]:
+def _open_temporary_file() -> IO[bytes]:
     """Create an unnamed temporary file, which is opened in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
     # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier

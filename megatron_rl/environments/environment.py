@@ -214,13 +214,13 @@ class StepEnvironment(Environment):
         if inspect.isawaitable(reset_result):
             await reset_result
 
-        total = 0.0
+        reward_sum = 0.0
         while True:
             try:
                 response = await episode.generate()
             except Truncated:
                 # A truncated episode gets the sum of its rewards so far.
-                return total
+                return reward_sum
 
             result = self.step(response)
             if inspect.isawaitable(result):
@@ -230,8 +230,10 @@ class StepEnvironment(Environment):
 
             # `done`, or Gym's `terminated` or `truncated`, ends the episode; Gym's `info` is ignored.
             observation, reward = result[:2]
-            total += reward
-            if any(result[2:4]):
-                return total
+            is_done = any(result[2:4])
+            reward_sum += reward
+            if is_done:
+                return reward_sum
+
             observations = observation if isinstance(observation, list) else [observation]
             episode.observe(*observations)

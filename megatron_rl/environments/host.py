@@ -168,12 +168,16 @@ Event = TurnRequest | EpisodeEnd | EpisodeRestart
 
 @dataclass
 class _OpenEpisode:
-    """Episode that has not ended: it runs in a process, or waits for one."""
+    """Episode that has not ended: it runs in a process, or waits for one.
+
+    Example: ``_OpenEpisode(3, {"prompt": "1+2=", "ground_truth": 3, "metadata": {}, "seed": 7})`` waits.
+    """
 
     number: int
+    """Number of the episode in the pool."""
 
     values: dict[str, Any]
-    """Arguments of `Episode`."""
+    """Arguments of the environment's `Episode`: prompt, ground truth, metadata and seed."""
 
     busy_since: float | None = None
     """Time (monotonic) since which the environment has been running, or None while it awaits a turn."""
@@ -192,12 +196,12 @@ class _Host:
     episodes: dict[int, _OpenEpisode] = field(default_factory=dict)
     """Number of an episode -> its state, for the episodes that have not ended."""
 
-    closing: dict[int, float] = field(default_factory=dict)
+    closing_deadlines: dict[int, float] = field(default_factory=dict)
     """Number of each cancelled episode -> time (monotonic) by which it must release its thread."""
 
-    pinged: float | None = None
-    """Time (monotonic) of a ping without response, or None. A ping is sent if an environment is late, to
-    distinguish a late environment from a process that is blocked as a whole."""
+    ping_time: float | None = None
+    """Time (monotonic) of a ping that awaits its response, or None. A ping is sent if an environment is late,
+    to distinguish a late environment from a process that is blocked as a whole."""
 
 
 class EnvironmentPool:
@@ -238,9 +242,9 @@ class EnvironmentPool:
             "own_files": MAX_OWN_PER_EPISODE * MAX_EPISODES,
             "own_processes": MAX_OWN_PER_EPISODE * MAX_PROGRAMS,
         }
-        process = ContainedProcess("megatron_rl.environments.host:serve", limits, self.config.name)
+        process = ContainedProcess("megatron_rl.environments.host:serve_episodes", limits, self.config.name)
         try:
-            ready = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
+            load_reply = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
         except LoadFailed as error:
             raise error.as_error(
                 f"the environment {self.config.name}",
@@ -248,11 +252,11 @@ class EnvironmentPool:
                 "module:Class or path/to/file.py:Class that can be imported",
             ) from None
 
-        if ready.get("errors"):
+        if load_reply.get("errors"):
             process.kill()
-            raise UserErrors(UserError(**error) for error in ready["errors"])
+            raise UserErrors(UserError(**error) for error in load_reply["errors"])
         self._hosts.append(_Host(process))
-        return [str(item) for item in ready.get("missing", ())]
+        return [str(description) for description in load_reply.get("missing", ())]
 
     def reserve_numbers(self, count: int) -> int:
         """Reserve ``count`` consecutive new episode numbers and return the first."""
@@ -261,7 +265,7 @@ class EnvironmentPool:
         return first
 
     def start_episode(self, number: int, values: Mapping[str, Any]) -> None:
-        """Start the environment of an episode; ``values`` are the arguments of its `Episode`."""
+        """Start the environment of episode ``number``; ``values`` are the arguments of its `Episode`."""
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
     def send_turn(self, number: int, text: str, *attributes: Any) -> None:
@@ -281,10 +285,10 @@ class EnvironmentPool:
         for host in self._hosts:
             if host.episodes.pop(number, None) is not None:
                 host.process.send_request((CANCEL, number))
-                host.closing[number] = time.monotonic() + GRACE_SECONDS
+                host.closing_deadlines[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a request to an episode's process; its environment is running from now on."""
+        """Send a request of a ``kind`` such as `TURN` to an episode's process; its environment then runs."""
         for host in self._hosts:
             if number in host.episodes:
                 host.process.send_request((kind, number, *values))
@@ -309,7 +313,7 @@ class EnvironmentPool:
         now = time.monotonic()
         remaining_seconds = [seconds]
         for host in self._hosts:
-            remaining_seconds += [deadline - now for deadline in self._deadlines(host)]
+            remaining_seconds += [deadline - now for deadline in self._list_deadlines(host)]
         wait_seconds = max(0.0, min(remaining_seconds))
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
@@ -330,11 +334,11 @@ class EnvironmentPool:
         An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
         """
         for episode in list(self._waiting):
-            available_hosts: list[_Host] = []
+            shared_hosts: list[_Host] = []
             for candidate in self._hosts:
-                if not any(resident.runs_alone for resident in candidate.episodes.values()):
-                    available_hosts.append(candidate)
-            host = min(available_hosts, key=lambda host: len(host.episodes), default=None)
+                if not any(running.runs_alone for running in candidate.episodes.values()):
+                    shared_hosts.append(candidate)
+            host = min(shared_hosts, key=lambda host: len(host.episodes), default=None)
             # An episode that waits for an empty process does not delay the episodes behind it.
             if host is None or (episode.runs_alone and host.episodes):
                 continue
@@ -344,11 +348,11 @@ class EnvironmentPool:
             host.process.send_request((START, episode.number, episode.values))
             episode.busy_since = time.monotonic()
 
-    def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times (monotonic) by which a process must answer a ping, or an environment must act."""
-        if host.pinged is not None:
-            return [host.pinged + GRACE_SECONDS]
-        deadlines = list(host.closing.values())
+    def _list_deadlines(self, host: _Host) -> list[float]:
+        """List the times (monotonic) by which a process must answer a ping, or its environments must act."""
+        if host.ping_time is not None:
+            return [host.ping_time + GRACE_SECONDS]
+        deadlines = list(host.closing_deadlines.values())
         for episode in host.episodes.values():
             if episode.busy_since is not None:
                 deadlines.append(episode.busy_since + self.config.turn_timeout)
@@ -364,13 +368,13 @@ class EnvironmentPool:
             number = frame.get("episode")
             kind = frame.get("kind")
             if kind == CLOSED and isinstance(number, int):
-                host.closing.pop(number, None)
+                host.closing_deadlines.pop(number, None)
                 continue
-            if kind == ALIVE and host.pinged is not None:
+            if kind == ALIVE and host.ping_time is not None:
                 self._fail_late_episodes(host, events)
                 continue
             # Drop a message that was sent before the environment was cancelled.
-            if number in host.closing:
+            if number in host.closing_deadlines:
                 continue
 
             event = _parse_event(frame, host.episodes)
@@ -391,20 +395,21 @@ class EnvironmentPool:
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
         """Ping a process with a late environment; replace a process that does not respond.
 
-        The ping comes first, because a late environment may be the victim of another that blocks the process.
+        Appends the events of a replaced process to ``events``. The ping comes first, because a late
+        environment may be the victim of another that blocks the process.
         """
         now = time.monotonic()
-        if host.pinged is not None:
-            if now >= host.pinged + GRACE_SECONDS:
+        if host.ping_time is not None:
+            if now >= host.ping_time + GRACE_SECONDS:
                 self._handle_lost_process(host, events, TIMEOUT)
-        elif self._late_episodes(host):
-            host.pinged = now
+        elif self._find_late_episodes(host):
+            host.ping_time = now
             host.process.send_request((PING, -1))
-        elif any(now >= deadline for deadline in host.closing.values()):
+        elif any(now >= deadline for deadline in host.closing_deadlines.values()):
             self._replace_process(host, events)
 
-    def _late_episodes(self, host: _Host) -> list[_OpenEpisode]:
-        """Return the open episodes of a process whose environments have exceeded ``turn_timeout``."""
+    def _find_late_episodes(self, host: _Host) -> list[_OpenEpisode]:
+        """Find the episodes of a process whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
             episode
@@ -413,19 +418,19 @@ class EnvironmentPool:
         ]
 
     def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
-        """Fail the episodes of a process that exceed ``turn_timeout`` although it has responded to a ping."""
-        host.pinged = None
-        for episode in self._late_episodes(host):
+        """Fail the late episodes of a process that answered a ping; append their ends to ``events``."""
+        host.ping_time = None
+        for episode in self._find_late_episodes(host):
             self.cancel_episode(episode.number)
-            events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
+            events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._make_timeout_message()))
 
-    def _timeout_message(self) -> str:
-        """Return the failure message of an episode whose environment exceeded ``turn_timeout``."""
+    def _make_timeout_message(self) -> str:
+        """Make the failure message of an episode whose environment exceeded ``turn_timeout``."""
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
     def _handle_lost_process(self, host: _Host, events: list[Event], reason: str) -> None:
-        """Replace a lost process and fail the episode that caused the loss.
+        """Replace a lost process and fail the episode that caused the loss, for ``reason``.
 
         The cause is the only busy episode, or the episode with ``runs_alone``. If several episodes are busy,
         the cause is unknown, and each of them is restarted with ``runs_alone``.
@@ -436,7 +441,7 @@ class EnvironmentPool:
         message = f"its process ended with status {status}"
         limit_message = describe_exceeded_limit(status, asdict(self.config.limits), f"{CONFIG_KEY}.limits")
         if reason == TIMEOUT:
-            message = self._timeout_message()
+            message = self._make_timeout_message()
         elif host.process.protocol_error:
             message = host.process.protocol_error
         elif limit_message:
@@ -451,7 +456,7 @@ class EnvironmentPool:
             episode.runs_alone = True
 
     def _replace_process(self, host: _Host, events: list[Event]) -> int:
-        """Kill a lost process, start a replacement and restart its episodes; return its exit status."""
+        """Kill a process, start another one and restart the episodes; return the killed one's exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
@@ -484,7 +489,7 @@ class EnvironmentPool:
             time.sleep(wait_seconds)
 
     def _fail_waiting_episodes(self, events: list[Event]) -> None:
-        """Fail the waiting episodes, for which no process could be started."""
+        """Fail all waiting episodes, since no process could be started; append their ends to ``events``."""
         message = f"no process of {self.config.name} could be started again: {self._start_failure}"
         for episode in self._waiting:
             events.append(EpisodeEnd(episode.number, failure=CRASHED, message=message))
@@ -556,7 +561,9 @@ def _parse_episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | No
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None
-    reward = None if answer.reason else answer.reward
+    reward = answer.reward
+    if answer.reason:
+        reward = None
     return EpisodeEnd(number, reward, answer.components, truncated, answer.reason, answer.message)
 
 
@@ -565,7 +572,9 @@ def _is_opening(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != {"messages", "tools"}:
         return False
     messages = value["messages"]
-    tools = [] if value["tools"] is None else value["tools"]
+    tools = value["tools"]
+    if tools is None:
+        tools = []
     if not isinstance(messages, list) or not isinstance(tools, list):
         return False
     return all(isinstance(entry, dict) for entry in [*messages, *tools])
@@ -584,9 +593,10 @@ def _is_message(value: Any) -> bool:
 # The process
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
-    """Load the environment's class, report that it is ready, and run every episode that the trainer starts.
+def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
+    """Load the environment's class and run the trainer's episodes: the main function of the process.
 
+    ``requests`` exchanges messages with the trainer, and ``limits`` are the limits of the process.
     ``unenforced_limits`` are descriptions of limits that this machine's kernel does not enforce, which are
     reported to the trainer.
     """
@@ -633,7 +643,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list
 
 
 def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
-    """Return a function that constructs an environment of a class from ``settings``.
+    """Make a function that constructs an environment of the class at ``class_path`` from ``settings``.
 
     Raises UserError for a wrong class or wrong settings.
     """
@@ -662,7 +672,7 @@ def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> pa
 
 
 def _load_environment_class(class_path: str) -> type[Environment]:
-    """Load a class of environments; raises UserError for any other object and for an invalid class."""
+    """Load the class of environments at ``class_path``; raises UserError if it is none or invalid."""
     loaded_class = load_callable(class_path)
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, Environment)):
         raise UserError(
@@ -761,7 +771,7 @@ class _RunningEpisode:
     def deliver_turn(self, turn: Message | Truncated) -> None:
         """Deliver the awaited turn to the environment, or raise Truncated there."""
 
-        def deliver() -> None:
+        def set_turn() -> None:
             awaited_turn = self._awaited_turn
             if awaited_turn is None or awaited_turn.done():
                 return
@@ -770,7 +780,7 @@ class _RunningEpisode:
             else:
                 awaited_turn.set_result(turn)
 
-        self._call_on_loop(deliver)
+        self._call_on_loop(set_turn)
 
     def cancel(self) -> None:
         """Cancel the environment at its next await; its thread then sends `CLOSED`."""
@@ -791,7 +801,7 @@ class _RunningEpisode:
         opening: Opening | None,
     ) -> Message:
         """Send the observed messages to the trainer and return the policy's next turn; see `TurnSource`."""
-        self._require_order(observed, limit)
+        self._require_turn_allowed(observed, limit)
         if self._turns_left == 0:
             raise Truncated("the episode has used all its turns")
         self._turns_left -= 1
@@ -804,7 +814,7 @@ class _RunningEpisode:
         self._send(frame)
         return await self._awaited_turn
 
-    def _require_order(self, observed: list[dict[str, str]], limit: int | None) -> None:
+    def _require_turn_allowed(self, observed: list[dict[str, str]], limit: int | None) -> None:
         """Raise WrongUse unless the environment may request a turn now."""
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
@@ -825,7 +835,7 @@ class _RunningEpisode:
         self._reply({"episode": self._number, **frame})
 
     def _run_thread(self) -> None:
-        """Run the episode on its event loop: the main function of its thread."""
+        """Run the episode on its event loop, then report that it is closed: the thread's main function."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run_episode())
@@ -839,20 +849,20 @@ class _RunningEpisode:
         self._started.set()
         try:
             reward = await self._compute_reward()
-            answer = {"kind": SCORED, "reward": None, "components": {}}
+            result_frame = {"kind": SCORED, "reward": None, "components": {}}
             if reward is not None:
-                answer = reward_frame(reward)
+                result_frame = reward_frame(reward)
         except asyncio.CancelledError:
             return
         except WrongUse as error:
-            answer = failure_frame(WRONG_TYPE, str(error))
+            result_frame = failure_frame(WRONG_TYPE, str(error))
         except BaseException as error:
             # BaseException: an environment that calls sys.exit must not end the process of other episodes.
-            answer = failure_frame(EXCEPTION, format_error(error))
+            result_frame = failure_frame(EXCEPTION, format_error(error))
 
-        # In this protocol "kind" is the kind of the message, so the kind of the answer is under "result".
-        answer["result"] = answer.pop("kind")
-        self._send({"kind": ENDED, "truncated": self._episode.truncated, **answer})
+        # In this protocol "kind" is the kind of the message, so the kind of the result is under "result".
+        result_frame["result"] = result_frame.pop("kind")
+        self._send({"kind": ENDED, "truncated": self._episode.truncated, **result_frame})
 
     async def _compute_reward(self) -> Any:
         """Run the environment; return its reward, or None for a truncated episode."""

@@ -32,8 +32,12 @@ class ReasoningGym(Environment):
             import reasoning_gym  # noqa: F401
 
     async def run(self, episode: Episode) -> Mapping[str, float]:
-        """Score answers until one is correct; raises Truncated if there is no room for the first answer."""
+        """Request and score answers until one is correct; return the reward.
+
+        Raises Truncated if there is no room for the first answer.
+        """
         scores: list[float] = []
+        # The loop ends with an answer of full score, or with the last attempt.
         while not scores or (scores[-1] < 1 and len(scores) < self.attempts):
             if scores:
                 episode.observe(self.feedback.replace("{score}", f"{scores[-1]:g}"))

@@ -36,35 +36,35 @@ class RolloutPolicy:
         self._model = model
         self._copy: dict[str, Tensor] = {}
 
-    def version_at(self, version: int) -> int:
-        """Return the version to sample from while the model has ``version``.
+    def version_at(self, model_version: int) -> int:
+        """Return the version of the weights to sample from while the model has ``model_version``.
 
         Example:
             >>> policy = RolloutPolicy(None, every=3)
             >>> policy.version_at(1)
             1
-            >>> policy.capture(1)
+            >>> policy.capture_weights(1)
             >>> [policy.version_at(version) for version in (1, 2, 3, 4)]
             [1, 1, 1, 4]
         """
         if self.version is None or self.every == 1:
-            return version
-        is_sync_due = self.every > 0 and version - self.version >= self.every
+            return model_version
+        is_sync_due = self.every > 0 and model_version - self.version >= self.every
         if is_sync_due:
-            return version
+            return model_version
         return self.version
 
-    def capture(self, version: int) -> None:
+    def capture_weights(self, version: int) -> None:
         """Make the model's current weights, of ``version``, the rollout policy; copy them if needed."""
         self.version = version
         # With a sync at every version the model is never newer than the engine, so no copy is needed.
         if self.every != 1 and self._model is not None:
             self._copy = {
-                name: weight.to(host(), copy=True) for name, weight in self._trained_weights().items()
+                name: weight.to(host(), copy=True) for name, weight in self._get_trained_weights().items()
             }
 
     @contextmanager
-    def in_model(self) -> Iterator[None]:
+    def swap_into_model(self) -> Iterator[None]:
         """Put the copied weights into the model inside the block, and restore its newer ones afterwards."""
         self._swap_weights()
         try:
@@ -72,22 +72,22 @@ class RolloutPolicy:
         finally:
             self._swap_weights()
 
-    def weights_of(self, version: int, newest: int) -> AbstractContextManager[None]:
-        """Return a context in which the model, at version ``newest``, has the weights of ``version``."""
-        if version == newest:
+    def use_version(self, version: int, model_version: int) -> AbstractContextManager[None]:
+        """Return a context in which the model, now at ``model_version``, has the weights of ``version``."""
+        if version == model_version:
             return nullcontext()
-        return self.in_model()
+        return self.swap_into_model()
 
     @torch.no_grad()
     def _swap_weights(self) -> None:
         """Swap the copy with the model's weights, in place."""
         # One tensor at a time, so that the swap needs extra memory only for the largest weight.
-        for name, weight in self._trained_weights().items():
-            copy = self._copy[name]
+        for name, weight in self._get_trained_weights().items():
+            other_weight = self._copy[name]
             self._copy[name] = weight.to(host(), copy=True)
-            weight.copy_(copy)
+            weight.copy_(other_weight)
 
-    def _trained_weights(self) -> dict[str, Tensor]:
+    def _get_trained_weights(self) -> dict[str, Tensor]:
         """Return the trained weights by name; with adapters these are the adapters and the buffers."""
         if self._model is None:
             return {}

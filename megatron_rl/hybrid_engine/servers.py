@@ -33,9 +33,9 @@ from megatron_rl.rollout.engines.servers import (
     ServerError,
     ServerGenerator,
     make_servers,
-    start_call,
+    start_in_thread,
 )
-from megatron_rl.rollout.stopping import StopTexts
+from megatron_rl.rollout.stopping import StopTextFinder
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
@@ -69,7 +69,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
             capacity = sum(server.require_fit(config) for server in servers)
             lease.acquire()
             for server in servers:
-                server.require_open()
+                server.require_token_sampling()
         except UserError as error:
             capacity = error
 
@@ -81,14 +81,14 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
 
     # The servers' capacity is divided among the ranks that send requests.
     rank_in_layout = layout.ranks.index(rank)
-    sequences = max(1, capacity // len(layout.ranks))
+    max_sequences = max(1, capacity // len(layout.ranks))
     return ServerGenerator(
         config.rollout.server,
         longest_row(config),
-        sequences,
+        max_sequences,
         rank_in_layout,
         lease.close,
-        StopTexts.of_model(config.model.path),
+        StopTextFinder.from_model(config.model.path),
     )
 
 
@@ -151,7 +151,8 @@ class ServedWeights:
 
         self._servers = make_servers(config)
         self._links: dict[Server, _ServerLink] = {}
-        self._unavailable: dict[Server, str] = {}
+        # Server that was unavailable in the last sync -> reason.
+        self._unavailable_reasons: dict[Server, str] = {}
         self._is_leader = device.rank() == actor[0]
         # Unique, so that a server with weights of another job is never mistaken for a current one.
         self._job_name = self._call_on_leader(lambda: uuid.uuid4().hex)
@@ -162,7 +163,11 @@ class ServedWeights:
 
         Collective over the world.
         """
-        return gather_objects(function() if self._is_leader else None)[self._actor[0]]
+        result = None
+        if self._is_leader:
+            result = function()
+        results_by_rank = gather_objects(result)
+        return results_by_rank[self._actor[0]]
 
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
@@ -198,64 +203,67 @@ class ServedWeights:
             states, timed_out = self._call_on_leader(
                 lambda: (self._query_states(), time.monotonic() > deadline)
             )
-            unavailable: dict[Server, str] = {}
-            foreign: list[Server] = []
+            unavailable_reasons: dict[Server, str] = {}
+            foreign_servers: list[Server] = []
             for server, state in zip(self._servers, states, strict=True):
                 if state.name == UNREACHABLE:
-                    unavailable[server] = state.reason
+                    unavailable_reasons[server] = state.reason
                 if state.name in (FOREIGN, UNREACHABLE):
                     self._leave_group(server)
                 if state.name == FOREIGN:
-                    foreign.append(server)
+                    foreign_servers.append(server)
                 if state.name in (FOREIGN, OUTDATED):
                     sync_metrics, failure = self._sync_server(server)
                     metrics += sync_metrics
                     if failure is not None:
-                        unavailable[server] = failure
+                        unavailable_reasons[server] = failure
 
-            self._report_changes(unavailable, foreign)
-            if len(unavailable) < len(self._servers) or timed_out or not self._started:
+            self._report_changes(unavailable_reasons, foreign_servers)
+            # Wait for a server if there is none. At the start of a run this is an error without a wait.
+            if len(unavailable_reasons) < len(self._servers) or timed_out or not self._started:
                 break
             time.sleep(_POLL_SECONDS)
 
-        self._require_servers(unavailable)
+        self._require_servers(unavailable_reasons)
         self._started = True
         if not newest and self._served_version != self.rollout_policy.version:
             with self._resident():
-                self.rollout_policy.capture(self._served_version)
-        available = [server for server in self._servers if server not in unavailable]
+                self.rollout_policy.capture_weights(self._served_version)
+        available_servers = [server for server in self._servers if server not in unavailable_reasons]
         if self._generator is not None:
-            self._generator.use_servers(available, self._weights_name)
-        yield metrics + Metrics.of({"rollout/servers": float(len(available))})
+            self._generator.use_servers(available_servers, self._weights_name)
+        yield metrics + Metrics.of({"rollout/servers": float(len(available_servers))})
 
-    def _report_changes(self, unavailable: dict[Server, str], foreign: list[Server]) -> None:
+    def _report_changes(self, unavailable_reasons: dict[Server, str], foreign_servers: list[Server]) -> None:
         """Print which servers became unavailable, which are back, and which had foreign weights.
 
         Prints nothing at the start of a run, when every server has foreign weights.
         """
-        if device.rank() == 0 and self._started:
-            for server in self._unavailable.keys() - unavailable.keys():
-                self._say(f"server {server.url} is back, with the newest weights")
-            for server in foreign:
-                if server not in unavailable and server not in self._unavailable:
-                    self._say(f"warning: server {server.url} had weights of another run, or was restarted")
-            for server in unavailable.keys() - self._unavailable.keys():
-                self._say(f"warning: server {server.url} is away: {unavailable[server]}")
-            if len(unavailable) == len(self._servers) > len(self._unavailable):
-                self._say(f"warning: no server is left: waiting for {self._config.wait:g} s for one")
+        earlier_reasons = self._unavailable_reasons
+        self._unavailable_reasons = unavailable_reasons
+        if device.rank() != 0 or not self._started:
+            return
 
-        self._unavailable = unavailable
+        for server in earlier_reasons.keys() - unavailable_reasons.keys():
+            self._say(f"server {server.url} is back, with the newest weights")
+        for server in foreign_servers:
+            if server not in unavailable_reasons and server not in earlier_reasons:
+                self._say(f"warning: server {server.url} had weights of another run, or was restarted")
+        for server in unavailable_reasons.keys() - earlier_reasons.keys():
+            self._say(f"warning: server {server.url} is unavailable: {unavailable_reasons[server]}")
+        if len(unavailable_reasons) == len(self._servers) > len(earlier_reasons):
+            self._say(f"warning: no server is available: waiting up to {self._config.wait:g} s for one")
 
-    def _require_servers(self, unavailable: dict[Server, str]) -> None:
+    def _require_servers(self, unavailable_reasons: dict[Server, str]) -> None:
         """Raise UserError if no server has the weights; at the start of a run, if any lacks them."""
-        some_available = len(unavailable) < len(self._servers)
-        if not unavailable or (some_available and self._started):
+        some_available = len(unavailable_reasons) < len(self._servers)
+        if not unavailable_reasons or (some_available and self._started):
             return
         raise UserError(
-            "servers do not take the run's weights",
+            "servers have not received the run's weights",
             where="rollout.server.urls",
             expected="at least one server" if self._started else "every server",
-            got="\n".join(f"{server.url}: {reason}" for server, reason in unavailable.items()),
+            got="\n".join(f"{server.url}: {reason}" for server, reason in unavailable_reasons.items()),
             fix="start them again; a run that has ended resumes from its last checkpoint",
         )
 
@@ -267,13 +275,13 @@ class ServedWeights:
     def _query_state(self, server: Server) -> _ServerState:
         """Query the version of one server's weights and return the server's state."""
         try:
-            weights = server.weights()
+            weights_name = server.fetch_weights_name()
         except (ServerError, KeyError, TypeError) as error:
             return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
-        if weights == self._weights_name:
+        if weights_name == self._weights_name:
             return _ServerState(CURRENT)
-        # Without a link, a server with weights of this job must be connected again, like a foreign one.
-        if weights.startswith(f"{self._job_name} ") and server in self._links:
+        # Without a link, a server with weights of this job needs a new process group, like a foreign one.
+        if weights_name.startswith(f"{self._job_name} ") and server in self._links:
             return _ServerState(OUTDATED)
         return _ServerState(FOREIGN)
 
@@ -285,12 +293,12 @@ class ServedWeights:
         """
         start = time.perf_counter()
         metrics = None
-        address, failure = self._call_on_leader(lambda: self._prepare_server(server))
-        weights = self.rollout_policy.weights_of(self._served_version, self.version)
-        with self._resident(), weights:
+        rendezvous, failure = self._call_on_leader(lambda: self._prepare_server(server))
+        served_weights = self.rollout_policy.use_version(self._served_version, self.version)
+        with self._resident(), served_weights:
             # All ranks of the actor complete each action before any rank starts the next one.
             for action in (
-                partial(self._connect, address=address),
+                partial(self._join_rendezvous, rendezvous=rendezvous),
                 self._start_update,
                 self._transfer_weights,
             ):
@@ -308,7 +316,7 @@ class ServedWeights:
         return Metrics({"time/reshard": (time.perf_counter() - start, 1.0)}, maxima), None
 
     def _run_on_actor(self, server: Server, action: Callable[[Server], Any]) -> tuple[Any, str | None]:
-        """Run an action on the actor's ranks; return its result, and the reason if it failed on any of them.
+        """Run an action on the actor's ranks; return its result, and the error if it failed on any of them.
 
         A rank on which it fails leaves the process group, so that no other rank waits for it in a collective.
         Collective over the world.
@@ -339,10 +347,10 @@ class ServedWeights:
             # Without a link the server is new to this job, or was restarted.
             if server not in self._links:
                 server.require_fit(self._run_config)
-                server.require_open()
+                server.require_token_sampling()
                 # A killed job may have left an unfinished update and its process group.
                 server.reset_updates(timeout)
-                rendezvous = _free_address(server) | {"workers": server.workers()}
+                rendezvous = _find_rendezvous_address(server) | {"workers": server.count_workers()}
 
             # Requests in flight must not read weights of two versions.
             server.pause(timeout)
@@ -350,10 +358,11 @@ class ServedWeights:
             return {}, str(error)
         return rendezvous, None
 
-    def _connect(self, server: Server, address: dict[str, Any]) -> None:
+    def _join_rendezvous(self, server: Server, rendezvous: dict[str, Any]) -> None:
         """Form the process group with a server's workers and build the plan, unless the server has a link.
 
-        ``address`` is the rendezvous that `_prepare_server` returned: address, port and number of workers.
+        ``rendezvous`` has the address, the port and the number of workers, from `_prepare_server`. Collective
+        over the actor's ranks and the server's workers.
         """
         if server in self._links:
             return
@@ -366,18 +375,18 @@ class ServedWeights:
             "verify": hybrid_engine.verify,
         }
         timeout = self._config.update_timeout
-        actor_ranks = len(self._actor)
+        num_actor_ranks = len(self._actor)
         call = None
         if self._is_leader:
-            rendezvous = address | settings | {"trainers": actor_ranks}
-            call = start_call(server.join_transfer, rendezvous, timeout)
+            arguments = rendezvous | settings | {"trainers": num_actor_ranks}
+            call = start_in_thread(server.join_transfer, arguments, timeout)
 
-        with _wait_for(call):
+        with _wait_for_server_call(call):
             group = join_span(
-                address["address"],
-                address["port"],
+                rendezvous["address"],
+                rendezvous["port"],
                 self._actor.index(device.rank()),
-                actor_ranks + address["workers"],
+                num_actor_ranks + rendezvous["workers"],
                 timeout,
             )
             self._links[server] = _ServerLink(
@@ -398,8 +407,8 @@ class ServedWeights:
         timeout = self._config.update_timeout
         call = None
         if self._is_leader:
-            call = start_call(server.receive_weights, self._served_version, timeout)
-        with _wait_for(call):
+            call = start_in_thread(server.receive_weights, self._served_version, timeout)
+        with _wait_for_server_call(call):
             transfer = self._links[server].transfer
             transfer.version = self._served_version
             metrics = transfer.sync()
@@ -417,10 +426,11 @@ class ServedWeights:
 
 
 @contextmanager
-def _wait_for(call: Future[Any] | None) -> Iterator[None]:
-    """Wait for a server's call at the end of the block.
+def _wait_for_server_call(call: Future[Any] | None) -> Iterator[None]:
+    """Wait at the end of the block for a call of a server that runs in a thread; None for no call.
 
-    If both fail, the server's error is raised, because it contains the reason why the process group broke.
+    If the block and the call both fail, the call's error is raised: it has the reason why the process group
+    broke.
     """
     try:
         yield
@@ -435,14 +445,15 @@ def _wait_for(call: Future[Any] | None) -> Iterator[None]:
         call.result()
 
 
-def _free_address(server: Server) -> dict[str, Any]:
-    """Return an address of this machine that the server can reach, and a free port there."""
+def _find_rendezvous_address(server: Server) -> dict[str, Any]:
+    """Find an address of this machine that the server can reach, and a free port: ``address``, ``port``."""
     url = urllib.parse.urlsplit(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         # Connecting a datagram socket selects the local address and sends nothing.
         route.connect((url.hostname, url.port))
         address = route.getsockname()[0]
-    # The operating system chooses the port; it is free again when the probe is closed.
+
+    # Port 0: the operating system chooses a free port. It is free again when the probe is closed.
     with socket.socket() as probe:
         probe.bind((address, 0))
         return {"address": address, "port": probe.getsockname()[1]}

@@ -72,7 +72,8 @@ class WeightTransfer:
         self._rank = rank_in_world_or_span(group)
         self._plan: ReshardPlan | None = None
         self._execution: Execution | None = None
-        self._compiled_for: Any = None
+        # Identity of the storages that `_execution` is compiled for.
+        self._compiled_key: Any = None
 
     @property
     def plan(self) -> ReshardPlan:
@@ -81,14 +82,14 @@ class WeightTransfer:
             self._plan = self._build_plan()
         return self._plan
 
-    def compile(self) -> Execution:
-        """Return the execution of the plan on the current storages; compile it again if one was replaced."""
+    def compile_execution(self) -> Execution:
+        """Compile the execution of the plan on the current storages, again only if a storage was replaced."""
         plan = self.plan
 
         # Compiled views reference the storages, and any storage may have been replaced since the last call.
-        source, target = self._storages()
-        key = (storage_key(source), storage_key(target))
-        if self._execution is None or key != self._compiled_for:
+        source, target = self._get_storages()
+        storages_key = (storage_key(source), storage_key(target))
+        if self._execution is None or storages_key != self._compiled_key:
             self._execution = Execution(
                 plan,
                 self._rank,
@@ -97,17 +98,17 @@ class WeightTransfer:
                 self._staging_bytes,
                 self._group,
             )
-            self._compiled_for = key
+            self._compiled_key = storages_key
         return self._execution
 
-    def release(self) -> None:
+    def release_views(self) -> None:
         """Drop the compiled views, and with them tensors that nothing else references."""
         self._execution = None
 
-    def _storages(
+    def _get_storages(
         self,
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """Return this rank's source and destination storages by name."""
+        """Return this rank's source storages and target storages, each by name."""
         source: Mapping[str, Tensor] = {}
         if self._source is not None:
             source = self._source.parameters()
@@ -118,7 +119,7 @@ class WeightTransfer:
 
     def _build_plan(self) -> ReshardPlan:
         """Gather the layouts of all ranks and build the plan. Collective over the group."""
-        source, target = self._storages()
+        source, target = self._get_storages()
         source_boxes: list[TensorBox] | None = None
         if self._source is not None:
             source_boxes = self._source.boxes()
@@ -129,27 +130,28 @@ class WeightTransfer:
 
         # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
         create_communicator(self._group)
-        sources = gather_layout(source_boxes, _storage_dtypes(source), self._group)
-        destinations = gather_layout(target_boxes, _storage_dtypes(target), self._group)
+        source_layout = gather_layout(source_boxes, _get_dtypes(source), self._group)
+        target_layout = gather_layout(target_boxes, _get_dtypes(target), self._group)
 
         # The plan prefers senders on the receiver's node; the ranks on one host form a node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         hosts = sorted(set(host_of.values()))
         node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
-        return build_plan(sources, destinations, node_of)
+        return build_plan(source_layout, target_layout, node_of)
 
     def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
         """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or verified."""
         # Gather the engines so that all ranks raise: else the others would wait in the gather of layouts.
-        name = None
+        engine_name = None
         if boxes is not None and not boxes:
-            name = f"{type(self._target).__name__} on rank {self._rank}"
-        engines = [engine for engine in gather_objects(name, self._group) if engine is not None]
+            engine_name = f"{type(self._target).__name__} on rank {self._rank}"
+        names_by_rank = gather_objects(engine_name, self._group)
+        engines_without_boxes = [name for name in names_by_rank if name is not None]
 
-        if engines:
+        if engines_without_boxes:
             raise UserError(
                 "A generation engine names no weights, so none would ever reach it.",
-                where=engines[0],
+                where=engines_without_boxes[0],
                 expected="boxes() that cover every parameter of the engine",
                 got="no boxes",
                 fix="build the engine from a model, and return a box for each of its parameters",
@@ -208,14 +210,16 @@ class HybridEngine:
         # Weights before adapters: the engine needs the base weights when it activates adapters.
         self._transfers = [
             WeightTransfer(
-                _weight_source(model, separate_adapters),
+                _make_weight_source(model, separate_adapters),
                 engine,
                 staging_bytes,
                 group,
             )
         ]
         if separate_adapters:
-            self._transfers.append(WeightTransfer(_adapter_source(model), adapters, staging_bytes, group))
+            self._transfers.append(
+                WeightTransfer(_make_adapter_source(model), adapters, staging_bytes, group)
+            )
 
         self._base_synced = False
         self._synced_version: int | None = None
@@ -250,7 +254,7 @@ class HybridEngine:
         # Build and compile all plans before any weight moves.
         start = time.perf_counter()
         transfers = self._pending_transfers()
-        executions = [transfer.compile() for transfer in transfers]
+        executions = [transfer.compile_execution() for transfer in transfers]
         for execution in executions:
             execution.run(self._verify, version)
         device.synchronize()
@@ -271,7 +275,7 @@ class HybridEngine:
         # Free the tensors of merged or exported adapters, which were created only for this sync.
         if getattr(self._model, "adapters", None) is not None:
             for transfer in transfers:
-                transfer.release()
+                transfer.release_views()
 
         plans = [transfer.plan for transfer in transfers]
         # Report the bytes of the busiest rank, which need not be among the ranks that gather metrics.
@@ -280,8 +284,8 @@ class HybridEngine:
             "time/reshard_verify": verify_end - transfer_end,
         }
         maxima = {
-            "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
-            "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
+            "reshard/bytes_received_max": _find_largest_total(plan.received for plan in plans),
+            "reshard/bytes_local_max": _find_largest_total(plan.local for plan in plans),
             "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
         }
         return Metrics.of(timings) + Metrics({}, maxima)
@@ -291,9 +295,9 @@ class HybridEngine:
         if len(self._transfers) == 1:
             return self._transfers
 
-        # If the weights of any rank's engine were discarded, all ranks move the base weights again.
-        discarded = self._engine is not None and self._engine.needs_weights
-        if self._is_true_on_any_rank(discarded or not self._base_synced):
+        # If any rank's engine has dropped its weights, all ranks move the base weights again.
+        has_dropped_weights = self._engine is not None and self._engine.needs_weights
+        if self._is_true_on_any_rank(has_dropped_weights or not self._base_synced):
             return self._transfers
         return self._transfers[1:]
 
@@ -302,7 +306,7 @@ class HybridEngine:
 
         Raises WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
-        return sum(transfer.compile().verify("full", 0) for transfer in self._transfers)
+        return sum(transfer.compile_execution().verify("full", 0) for transfer in self._transfers)
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
@@ -318,12 +322,13 @@ class HybridEngine:
         version = self.version if newest else self.rollout_version
         metrics = Metrics()
         if self._is_stale(version):
-            with self._resident(), self.rollout_policy.weights_of(version, self.version):
+            with self._resident(), self.rollout_policy.use_version(version, self.version):
                 metrics = self.sync(version)
         if not newest and version != self.rollout_policy.version:
-            # With a sync at every version there is no copy, so the model need not be in device memory.
-            with self._resident() if self.rollout_policy.every != 1 else nullcontext():
-                self.rollout_policy.capture(version)
+            # With a sync at every version no weights are copied, so the model need not be in device memory.
+            resident = self._resident() if self.rollout_policy.every != 1 else nullcontext()
+            with resident:
+                self.rollout_policy.capture_weights(version)
 
         try:
             yield metrics
@@ -334,8 +339,8 @@ class HybridEngine:
 
     def _is_stale(self, version: int) -> bool:
         """Return whether any engine lacks the weights of ``version``. Collective over the group."""
-        discarded = self._engine is not None and self._engine.needs_weights
-        return self._is_true_on_any_rank(discarded or self._synced_version != version)
+        has_dropped_weights = self._engine is not None and self._engine.needs_weights
+        return self._is_true_on_any_rank(has_dropped_weights or self._synced_version != version)
 
     def _is_true_on_any_rank(self, condition: bool) -> bool:
         """Return whether a condition is true on any rank. Collective over the group."""
@@ -343,14 +348,14 @@ class HybridEngine:
 
     def _check_engine_versions(self, version: int) -> None:
         """Raise RuntimeError on all ranks if an engine lacks the new version. Collective over the group."""
-        outdated = self._engine is not None and self._engine.weights_version != version
-        count = sum_over_ranks(torch.tensor([int(outdated)]), self._group).item()
-        if count:
-            raise RuntimeError(f"{count} engines do not use version {version} of the weights")
+        is_outdated = self._engine is not None and self._engine.weights_version != version
+        num_outdated = sum_over_ranks(torch.tensor([int(is_outdated)]), self._group).item()
+        if num_outdated:
+            raise RuntimeError(f"{num_outdated} engines do not use version {version} of the weights")
 
 
-def _weight_source(model: ChunkedModel | None, separate_adapters: bool) -> WeightSource | None:
-    """Return the weights of a model as a source, or None without a model.
+def _make_weight_source(model: ChunkedModel | None, separate_adapters: bool) -> WeightSource | None:
+    """Make the source of a model's weights; None without a model.
 
     Adapters are merged into them unless ``separate_adapters`` is set.
     """
@@ -362,19 +367,24 @@ def _weight_source(model: ChunkedModel | None, separate_adapters: bool) -> Weigh
     return WeightSource(partial(parameters, model), partial(source_boxes, model))
 
 
-def _adapter_source(model: Any) -> WeightSource | None:
-    """Return a source of a model's adapters under PEFT's names, or None without a model."""
+def _make_adapter_source(model: Any) -> WeightSource | None:
+    """Make the source of a model's adapters under PEFT's names; None without a model."""
     if model is None:
         return None
     return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
-def _max_over_ranks(bytes_by_plan: Iterable[Mapping[int, int]]) -> float:
-    """Add up the bytes of several plans by rank; return the sum of the busiest rank."""
-    total = sum((Counter(rank_bytes) for rank_bytes in bytes_by_plan), Counter[int]())
-    return float(max(total.values(), default=0))
+def _find_largest_total(bytes_by_plan: Iterable[Mapping[int, int]]) -> float:
+    """Add up the bytes of several plans for each rank; return the largest total.
+
+    Each mapping of ``bytes_by_plan`` is rank -> bytes.
+    """
+    total_by_rank = Counter[int]()
+    for bytes_by_rank in bytes_by_plan:
+        total_by_rank.update(bytes_by_rank)
+    return float(max(total_by_rank.values(), default=0))
 
 
-def _storage_dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+def _get_dtypes(storages: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """Return the dtype of each storage by name."""
     return {name: tensor.dtype for name, tensor in storages.items()}

@@ -54,7 +54,7 @@ class TrainedModel:
 
 
 def _unwrap(chunk: Any) -> Any:
-    """Return the GPTModel inside wrappers such as DDP."""
+    """Return the GPTModel that wrappers such as DDP contain."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
@@ -75,17 +75,22 @@ def register_in_worker() -> None:
     keep_weights_writable()
     from megatron_rl.rollout.engines.vllm import backend
 
-    backend.register(_connect)
+    backend.register_backend(_join_rendezvous)
 
 
-def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Callable[[], None]]:
+def _join_rendezvous(
+    rendezvous: Any,
+    engine_storage: Any,
+    rank: int,
+) -> tuple[HybridEngine, Callable[[], None]]:
     """Join the rendezvous; return a hybrid engine with its plan, and a function that leaves the group.
 
-    ``live`` is the engine's storage. Collective over the trainers and workers.
+    ``rendezvous`` is a `TransferRendezvous`; ``engine_storage`` has the weights of this process's engine, or
+    is None without one. Collective over the trainers and workers.
     """
     # In one job the process group is the world, which no rank leaves.
     group = None
-    leave = _no_op
+    leave_group = _do_nothing
     if rendezvous.address is not None:
         group = join_span(
             rendezvous.address,
@@ -94,20 +99,20 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
             rendezvous.trainers + rendezvous.workers,
         )
 
-        def leave() -> None:
+        def leave_group() -> None:
             leave_span(group)
 
     hybrid = HybridEngine(
         rendezvous.model,
-        live,
+        engine_storage,
         staging_bytes=rendezvous.staging_bytes,
         verify=rendezvous.verify,
         group=group,
     )
     # The first access builds the plan, which is collective.
     _ = hybrid.plan
-    return hybrid, leave
+    return hybrid, leave_group
 
 
-def _no_op() -> None:
+def _do_nothing() -> None:
     """Do nothing."""

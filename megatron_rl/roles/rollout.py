@@ -134,7 +134,7 @@ class RolloutRole:
                 is_led,
             ),
             make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
-            routing=self._routing,
+            routing_shape=self._routing,
             max_in_flight=self._max_in_flight,
             on_finished=finish_callback,
         )
@@ -166,7 +166,7 @@ class RolloutRole:
         prompts = {}
         resubmitted = 0
         if self.environment is not None or not self._in_process:
-            objects = (new_tokens.outcomes, new_tokens.prompts, new_tokens.resubmitted)
+            objects = (new_tokens.outcomes, new_tokens.replaced_prompts, new_tokens.resubmitted)
             for rank_outcomes, rank_prompts, rank_resubmitted in members.gather_objects(objects):
                 outcomes |= rank_outcomes
                 prompts |= rank_prompts

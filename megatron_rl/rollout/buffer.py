@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.rollout.collate import to_groups, to_prompts, to_rollouts, waiting_groups
+from megatron_rl.rollout.collate import make_waiting_groups, to_groups, to_prompts, to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
 
 
@@ -39,7 +39,7 @@ class RolloutBuffer:
         """Return the groups whose sequences are all finished, which can be trained on."""
         return [group for group in self.started if group.is_finished]
 
-    def add(self, groups: abc.Sequence[SequenceGroup]) -> None:
+    def add_started(self, groups: abc.Sequence[SequenceGroup]) -> None:
         """Append groups with new sequences to the started ones."""
         self.started += groups
 
@@ -50,10 +50,10 @@ class RolloutBuffer:
         return groups
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Discard the sequences of groups and insert their prompts in front of the waiting ones."""
+        """Insert the prompts of groups in front of the waiting ones, without the groups' sequences."""
         # New groups: a restarted prompt gets new seeds, and has no early rewards.
-        prompts = [SequenceGroup(group.prompt) for group in groups]
-        self.waiting = [*prompts, *self.waiting]
+        restarted = [SequenceGroup(group.prompt) for group in groups]
+        self.waiting = [*restarted, *self.waiting]
 
     def flag_required(
         self,
@@ -62,14 +62,14 @@ class RolloutBuffer:
         updates_ahead: int,
         max_updates: int,
     ) -> tuple[bool, ...]:
-        """Return, for each started group, whether it would be too old if it finished in the next step.
+        """Return a flag for each started group: whether it would be too old if it finished in the next step.
 
         A group that finishes in this step is trained on ``updates_ahead`` updates after weights ``version``,
         and one update later if it finishes in the next step. ``max_updates`` is the maximum number of updates
         between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.
-        ages = [group.age(version) + updates_ahead + 1 for group in self.started]
+        ages = [group.compute_age(version) + updates_ahead + 1 for group in self.started]
         return tuple(age > max_updates for age in ages)
 
     def select(
@@ -77,15 +77,18 @@ class RolloutBuffer:
         required: abc.Sequence[bool],
         count: int,
     ) -> list[SequenceGroup]:
-        """Remove and return ``count`` finished groups for the training batch; see `select_groups`."""
-        finished_in = [group.finished_in for group in self.started]
-        selected = set(select_groups(finished_in, required, count))
+        """Remove and return ``count`` finished groups for the training batch; see `select_groups`.
 
-        groups = []
+        ``required`` has the flags of `flag_required`.
+        """
+        finished_in = [group.finished_in for group in self.started]
+        selected_indices = set(select_groups(finished_in, required, count))
+
+        selected = []
         remaining = []
         for index, group in enumerate(self.started):
-            if index in selected:
-                groups.append(group)
+            if index in selected_indices:
+                selected.append(group)
             else:
                 remaining.append(group)
         self.started = remaining
@@ -95,7 +98,7 @@ class RolloutBuffer:
         for group in self.started:
             for sequence in group.sequences:
                 sequence.finished_in = 0
-        return groups
+        return selected
 
     def restart_unstarted(self) -> int:
         """Move the prompts of groups without a token back to the waiting ones; return their number."""
@@ -114,7 +117,7 @@ class RolloutBuffer:
         stale = []
         remaining = []
         for group in self.started:
-            if group.age(version) > max_updates:
+            if group.compute_age(version) > max_updates:
                 stale.append(group)
             else:
                 remaining.append(group)
@@ -146,7 +149,7 @@ class RolloutBuffer:
 
         self.waiting = []
         if waiting is not None:
-            self.waiting = waiting_groups(waiting)
+            self.waiting = make_waiting_groups(waiting)
 
         self.started = []
         if started is not None:
@@ -174,13 +177,14 @@ def select_groups(
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
         [0, 2]
     """
-    # Sorted as (not required, token round, index): False sorts before True.
+    # Candidates are sorted by (not required, token round, index): False sorts before True.
     candidates = [
         (not required[index], token_round, index)
         for index, token_round in enumerate(finished_in)
         if token_round is not None
     ]
-    selected = sorted(candidates)[: max(count, sum(required))]
+    num_selected = max(count, sum(required))
+    selected = sorted(candidates)[:num_selected]
     return sorted(index for _, _, index in selected)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed.exchange import RowShard
-from megatron_rl.rollout.sampling import log_prob_temperature, row_seeds
+from megatron_rl.rollout.sampling import derive_row_seeds, resolve_log_prob_temperature
 from megatron_rl.rollout.types import OBSERVED, Sequence, SequenceGroup
 from megatron_rl.types import LogitRules, Outcome, PromptBatch, Rollouts, split_rows
 
@@ -24,8 +24,8 @@ RoutingShape = tuple[int, int]
 """(layers, experts per token) of a model whose routing an engine reports."""
 
 
-def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
-    """Return a waiting group for each prompt of a batch."""
+def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
+    """Make a waiting group for each prompt of a batch."""
     if not len(prompts):
         return []
 
@@ -42,7 +42,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
 
 
 def to_prompts(groups: abc.Sequence[SequenceGroup]) -> PromptBatch:
-    """Return the prompts of the groups as one batch."""
+    """Concatenate the prompts of the groups into one batch."""
     if not groups:
         empty = torch.zeros(0, dtype=torch.int64)
         return PromptBatch(empty, empty, empty, (), (), (), (), ())
@@ -51,36 +51,40 @@ def to_prompts(groups: abc.Sequence[SequenceGroup]) -> PromptBatch:
 
 def start_groups(
     groups: abc.Sequence[SequenceGroup],
-    samples: int,
+    samples_per_prompt: int,
     seed: int,
     version: int,
 ) -> list[SequenceGroup]:
-    """Return groups with the prompts of waiting ``groups`` and ``samples`` new sequences each.
+    """Start waiting groups: return groups of ``samples_per_prompt`` new sequences with the same prompts.
 
     ``version`` is the version of the weights that will sample. The seed of a sequence depends only on
     ``seed`` and on the sequence's index among all new ones.
     """
     # Every rank computes the same seeds.
-    seeds = row_seeds(seed, range(len(groups) * samples))
+    seeds = derive_row_seeds(seed, range(len(groups) * samples_per_prompt))
     started = []
     for index, group in enumerate(groups):
         (sampling,) = group.prompt.sampling
         # All samples share the array: it may be replaced by another one, but is never modified.
         prompt = array("q", group.prompt.tokens.tolist())
 
-        first = index * samples
-        group_seeds = seeds[first : first + samples]
+        first_seed = index * samples_per_prompt
+        group_seeds = seeds[first_seed : first_seed + samples_per_prompt]
         sequences = [Sequence(prompt, sampling, sequence_seed, version) for sequence_seed in group_seeds]
         started.append(SequenceGroup(group.prompt, sequences))
     return started
 
 
 def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
-    """Concatenate all sequences into one ragged batch, group after group, with every token's version."""
+    """Concatenate the sequences of all groups into one ragged batch, in the order of the groups."""
     sequences = [sequence for group in groups for sequence in group.sequences]
 
     # Concatenate the per-token values. Prompt tokens have version `OBSERVED`, log-prob 0 and no support.
-    tokens, log_probs, versions, sizes, support = (array(type_code) for type_code in "qdiii")
+    tokens = array("q")
+    log_probs = array("d")
+    versions = array("i")
+    support_sizes = array("i")
+    support = array("i")
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
@@ -88,17 +92,19 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
         versions += array("i", [OBSERVED]) * prompt_length + sequence.versions
-        sizes.frombytes(bytes(prompt_length * sizes.itemsize))
-        sizes += sequence.support_sizes
+        support_sizes.frombytes(bytes(prompt_length * support_sizes.itemsize))
+        support_sizes += sequence.support_sizes
         support += sequence.support
     token_versions = _to_tensor(versions, torch.int32)
 
     # Per-sequence values.
-    lengths = _sequence_lengths(sequences)
-    group_indices = [index for index, group in enumerate(groups) for _ in group.sequences]
+    lengths = _make_length_tensor(sequences)
+    group_indices: list[int] = []
+    for index, group in enumerate(groups):
+        group_indices += [index] * len(group.sequences)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
     policy_versions = [sequence.policy_version for sequence in sequences]
-    temperatures = [log_prob_temperature(sequence.sampling) for sequence in sequences]
+    temperatures = [resolve_log_prob_temperature(sequence.sampling) for sequence in sequences]
     limits = [sequence.sampling.max_response_tokens for sequence in sequences]
 
     # Optional values are None unless at least one sequence has them.
@@ -108,11 +114,11 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         outcomes = None
     rules: tuple[LogitRules | None, ...] | None = None
     if any(_has_rules(sequence) for sequence in sequences):
-        rules = tuple(_logit_rules(sequence) for sequence in sequences)
+        rules = tuple(_make_logit_rules(sequence) for sequence in sequences)
     experts = None
-    routing = _routing_shape(sequences)
-    if routing is not None:
-        experts = _experts(sequences, lengths, routing)
+    routing_shape = _find_routing_shape(sequences)
+    if routing_shape is not None:
+        experts = _concatenate_experts(sequences, lengths, routing_shape)
 
     return Rollouts(
         tokens=_to_tensor(tokens, torch.int64),
@@ -124,7 +130,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
         policy_version=torch.tensor(policy_versions, dtype=torch.int64),
         temperature=torch.tensor(temperatures, dtype=torch.float32),
         token_versions=token_versions,
-        support_sizes=_to_tensor(sizes, torch.int32),
+        support_sizes=_to_tensor(support_sizes, torch.int32),
         support=_to_tensor(support, torch.int32),
         experts=experts,
         outcomes=outcomes,
@@ -147,8 +153,9 @@ def to_groups(
     tokens = split_rows(rollouts.tokens, lengths)
     log_probs = split_rows(rollouts.rollout_log_probs, lengths)
     versions = split_rows(rollouts.token_versions, lengths)
-    sizes = split_rows(rollouts.support_sizes, lengths)
-    supports = split_rows(rollouts.support, _row_sums(rollouts.support_sizes, lengths))
+    support_sizes = split_rows(rollouts.support_sizes, lengths)
+    support_lengths = _sum_rows(rollouts.support_sizes, lengths)
+    supports = split_rows(rollouts.support, support_lengths)
     experts: abc.Sequence[Tensor | None] = [None] * len(rollouts)
     if rollouts.experts is not None:
         experts = split_rows(rollouts.experts, lengths)
@@ -159,27 +166,27 @@ def to_groups(
     assert len(seed_list) == len(rollouts)
     outcomes = rollouts.outcomes or [None] * len(rollouts)
 
-    groups = waiting_groups(prompts)
-    samples = len(rollouts) // max(len(groups), 1)
+    groups = make_waiting_groups(prompts)
+    samples_per_prompt = len(rollouts) // max(len(groups), 1)
     for row in range(len(rollouts)):
-        group = groups[row // samples]
+        group = groups[row // samples_per_prompt]
         (sampling,) = group.prompt.sampling
 
         # The prompt ends before the first sampled token. The length of the record's prompt may be wrong,
         # since environments can replace it.
-        sampled = versions[row] != OBSERVED
-        start = len(tokens[row])
-        if bool(sampled.any()):
-            start = int(sampled.int().argmax())
+        is_sampled = versions[row] != OBSERVED
+        prompt_length = len(tokens[row])
+        if bool(is_sampled.any()):
+            prompt_length = int(is_sampled.int().argmax())
         sequence = Sequence(
-            prompt=_to_array("q", tokens[row][:start]),
+            prompt=_to_array("q", tokens[row][:prompt_length]),
             sampling=sampling,
             seed=seed_list[row],
             policy_version=policy_versions[row],
-            tokens=_to_array("q", tokens[row][start:]),
-            log_probs=_to_array("d", log_probs[row][start:].double()),
-            versions=_to_array("i", versions[row][start:]),
-            support_sizes=_to_array("i", sizes[row][start:]),
+            tokens=_to_array("q", tokens[row][prompt_length:]),
+            log_probs=_to_array("d", log_probs[row][prompt_length:].double()),
+            versions=_to_array("i", versions[row][prompt_length:]),
+            support_sizes=_to_array("i", support_sizes[row][prompt_length:]),
             support=_to_array("i", supports[row]),
             experts=experts[row],
             finish_reason=finish_reasons[row],
@@ -206,7 +213,7 @@ class NewTokens(NamedTuple):
     outcomes: dict[int, Outcome]
     """Outcomes of environments that have ended, by position in `GenerationRound.unfinished`."""
 
-    prompts: dict[int, list[int]]
+    replaced_prompts: dict[int, list[int]]
     """Token ids of prompts that environments replaced, by position in `GenerationRound.unfinished`."""
 
     experts: RowShard | None = None
@@ -220,23 +227,28 @@ def collect_new_tokens(
     positions: abc.Sequence[int],
     sequences: abc.Sequence[Sequence],
     starts: abc.Sequence[int],
-    prompts: dict[int, list[int]],
-    routing: RoutingShape | None,
+    replaced_prompts: dict[int, list[int]],
+    routing_shape: RoutingShape | None,
 ) -> NewTokens:
     """Collect the tokens that a replica has added to ``sequences`` in a round, for the gather.
 
-    ``positions`` are the sequences' positions in `GenerationRound.unfinished`, and ``starts`` the numbers of
-    tokens that their responses had before. ``prompts`` maps positions to the token ids of prompts that
-    environments replaced. ``routing`` is (layers, experts per token) if the engine records routers' choices,
-    or None.
+    ``positions`` are the sequences' positions in `GenerationRound.unfinished`. ``starts`` are the numbers of
+    response tokens that the sequences had before the round. ``replaced_prompts`` maps positions to the token
+    ids of prompts that environments replaced. ``routing_shape`` is (layers, experts per token) if the engine
+    records the experts of each token, or None.
     """
-    tokens, log_probs, versions, sizes, support = (array(type_code) for type_code in "qdiii")
+    tokens = array("q")
+    log_probs = array("d")
+    versions = array("i")
+    support_sizes = array("i")
+    support = array("i")
     for sequence, start in zip(sequences, starts, strict=True):
         tokens += sequence.tokens[start:]
         log_probs += sequence.log_probs[start:]
         versions += sequence.versions[start:]
-        sizes += sequence.support_sizes[start:]
-        support += sequence.support[sum(sequence.support_sizes[:start]) :]
+        support_sizes += sequence.support_sizes[start:]
+        support_start = sum(sequence.support_sizes[:start])
+        support += sequence.support[support_start:]
 
     rows = torch.tensor(positions, dtype=torch.int64)
     counts = []
@@ -251,7 +263,7 @@ def collect_new_tokens(
             "tokens": _to_tensor(tokens, torch.int64),
             "mask": _to_tensor(versions, torch.int32) != OBSERVED,
             "log_probs": _to_tensor(log_probs, torch.float32),
-            "support_sizes": _to_tensor(sizes, torch.int32),
+            "support_sizes": _to_tensor(support_sizes, torch.int32),
         },
         {
             "finish_reason": torch.tensor(finish_reasons, dtype=torch.int64),
@@ -265,14 +277,14 @@ def collect_new_tokens(
         for position, sequence in zip(positions, sequences, strict=True)
         if sequence.outcome is not None
     }
-    if routing is None:
-        return NewTokens(shard, outcomes, prompts)
+    if routing_shape is None:
+        return NewTokens(shard, outcomes, replaced_prompts)
 
     # Experts of all tokens, not only of new ones: an engine records them for the whole request.
-    lengths = _sequence_lengths(sequences)
-    experts = _experts(sequences, lengths, routing)
+    lengths = _make_length_tensor(sequences)
+    experts = _concatenate_experts(sequences, lengths, routing_shape)
     expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
-    return NewTokens(shard, outcomes, prompts, expert_shard)
+    return NewTokens(shard, outcomes, replaced_prompts, expert_shard)
 
 
 def append_new_tokens(
@@ -294,11 +306,11 @@ def append_new_tokens(
     tokens = split_rows(shard.tokens["tokens"], lengths)
     log_probs = split_rows(shard.tokens["log_probs"].double(), lengths)
     versions = split_rows(token_versions, lengths)
-    sizes = split_rows(shard.tokens["support_sizes"], lengths)
-    support_lengths = _row_sums(shard.tokens["support_sizes"], lengths)
+    support_sizes = split_rows(shard.tokens["support_sizes"], lengths)
+    support_lengths = _sum_rows(shard.tokens["support_sizes"], lengths)
     supports = split_rows(shard.items["support_sizes"], support_lengths)
     finish_reasons = shard.values["finish_reason"].tolist()
-    token_rounds = shard.values["round"].tolist()
+    finish_rounds = shard.values["round"].tolist()
     assert len(tokens) == len(sequences), "one replica must report each unfinished sequence"
 
     for row, sequence in enumerate(sequences):
@@ -307,15 +319,15 @@ def append_new_tokens(
         sequence.tokens += _to_array("q", tokens[row])
         sequence.log_probs += _to_array("d", log_probs[row])
         sequence.versions += _to_array("i", versions[row])
-        sequence.support_sizes += _to_array("i", sizes[row])
+        sequence.support_sizes += _to_array("i", support_sizes[row])
         sequence.support += _to_array("i", supports[row])
         sequence.finish_reason = finish_reasons[row]
-        sequence.finished_in = token_rounds[row]
+        sequence.finished_in = finish_rounds[row]
 
     # Optional values: outcomes and prompts of environments, experts of models with routing replay.
     for position, outcome in new.outcomes.items():
         sequences[position].outcome = outcome
-    for position, prompt in new.prompts.items():
+    for position, prompt in new.replaced_prompts.items():
         sequences[position].prompt = array("q", prompt)
     if new.experts is not None:
         all_experts = split_rows(new.experts.tokens["experts"], new.experts.lengths)
@@ -328,32 +340,33 @@ def _has_rules(sequence: Sequence) -> bool:
     return sequence.sampling.has_rules or sequence.sampling.temperature_tokens > 0
 
 
-def _logit_rules(sequence: Sequence) -> LogitRules | None:
+def _make_logit_rules(sequence: Sequence) -> LogitRules | None:
     """Return the rules, such as penalties, that changed a sequence's logits, or None without rules."""
     if not _has_rules(sequence):
         return None
     turn_starts: tuple[int, ...] = ()
     if sequence.sampling.temperature_tokens:
-        turn_starts = _turn_starts(sequence)
+        turn_starts = _find_turn_starts(sequence)
     return LogitRules(sequence.sampling, len(sequence.prompt), turn_starts)
 
 
-def _turn_starts(sequence: Sequence) -> tuple[int, ...]:
-    """Return the index in the row of the first token of each turn of the policy."""
+def _find_turn_starts(sequence: Sequence) -> tuple[int, ...]:
+    """Return the index of the first token of each turn of the policy, in prompt and response together."""
     # A turn starts at a sampled token that follows the prompt or an observed token.
     is_sampled = numpy.asarray(sequence.versions) != OBSERVED
     is_first = is_sampled.copy()
     is_first[1:] &= ~is_sampled[:-1]
-    return tuple((is_first.nonzero()[0] + len(sequence.prompt)).tolist())
+    response_indices = is_first.nonzero()[0]
+    return tuple((response_indices + len(sequence.prompt)).tolist())
 
 
-def _sequence_lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
+def _make_length_tensor(sequences: abc.Sequence[Sequence]) -> Tensor:
     """Return the number of tokens of each sequence, including the prompt: [B] int64."""
     lengths = [len(sequence.prompt) + len(sequence.tokens) for sequence in sequences]
     return torch.tensor(lengths, dtype=torch.int64)
 
 
-def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
+def _find_routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
     """Return (layers, experts per token) of the sequences' recorded experts, or None without any."""
     for sequence in sequences:
         if sequence.experts is not None:
@@ -362,14 +375,17 @@ def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
     return None
 
 
-def _experts(
+def _concatenate_experts(
     sequences: abc.Sequence[Sequence],
     lengths: Tensor,
-    routing: RoutingShape,
+    routing_shape: RoutingShape,
 ) -> Tensor:
-    """Return the experts of all tokens, [N, layers, experts per token] int16, with -1 if not recorded."""
+    """Concatenate the experts of all tokens: [N, layers, experts per token] int16, -1 if not recorded.
+
+    ``lengths`` [B] are the sequences' numbers of tokens, prompts included.
+    """
     num_tokens = int(lengths.sum())
-    experts = torch.full((num_tokens, *routing), -1, dtype=torch.int16)
+    experts = torch.full((num_tokens, *routing_shape), -1, dtype=torch.int16)
     # The rows are views of the tensor, so that assignments to them fill it.
     rows = split_rows(experts, lengths)
     for row, sequence in zip(rows, sequences, strict=True):
@@ -378,12 +394,13 @@ def _experts(
     return experts
 
 
-def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
+def _sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of ``values`` [N] over each row of a ragged batch: [B] int64."""
     zero = torch.zeros(1, dtype=torch.int64)
     cumulative = torch.cat([zero, values.long().cumsum(0)])
-    ends = lengths.cumsum(0)
-    return cumulative[ends] - cumulative[ends - lengths]
+    row_ends = lengths.cumsum(0)
+    row_starts = row_ends - lengths
+    return cumulative[row_ends] - cumulative[row_starts]
 
 
 def _to_tensor(values: array, dtype: torch.dtype) -> Tensor:

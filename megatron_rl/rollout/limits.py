@@ -30,39 +30,43 @@ class AutoLimits:
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
         self._config = rollout.auto_limit
-        # Length class, see `_class_name` -> response lengths in tokens, the oldest first.
+        # Length class, see `_name_length_class` -> response lengths in tokens, the oldest first.
         self._lengths: dict[str, list[int]] = {}
 
-    def limit(self, task: str, prompt_tokens: int) -> int:
-        """Return the maximum number of response tokens for a prompt of ``prompt_tokens`` tokens of a task."""
+    def compute_limit(self, task: str, prompt_tokens: int) -> int:
+        """Compute the maximum number of response tokens for a task's prompt of ``prompt_tokens`` tokens."""
         config = self._config
-        lengths = self._lengths.get(_class_name(task, prompt_tokens), [])
+        lengths = self._lengths.get(_name_length_class(task, prompt_tokens), [])
+
         # With too few responses for a quantile, the limit is the largest one.
         if len(lengths) < config.responses:
             return config.at_most
 
-        # The quantile: the smallest length that is not exceeded by a fraction `quantile` of the lengths.
-        index = max(0, math.ceil(config.quantile * len(lengths) - 1e-9) - 1)
-        limit = math.ceil(sorted(lengths)[index] * config.margin - 1e-9)
+        # The quantile is the smallest length that is not exceeded by a fraction `quantile` of the lengths. A
+        # product that is an integer up to a rounding error is not rounded up to the next one.
+        rounding_error = 1e-9
+        num_within = math.ceil(config.quantile * len(lengths) - rounding_error)
+        quantile_length = sorted(lengths)[max(0, num_within - 1)]
+        limit = math.ceil(quantile_length * config.margin - rounding_error)
         return min(max(limit, config.at_least), config.at_most)
 
     def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Return waiting groups whose sampling parameters have the limits of their responses."""
+        """Return the waiting groups with the limits of response tokens in their sampling parameters."""
         return [self._with_limit(group) for group in groups]
 
     def _with_limit(self, group: SequenceGroup) -> SequenceGroup:
-        """Return a waiting group with its limit of response tokens, if its task has the limit `AUTO`."""
+        """Return a waiting group with its limit of response tokens, if the limit of its task is `AUTO`."""
         prompt = group.prompt
         (task,) = prompt.tasks
         if self._rollout.limit_setting(task) != AUTO:
             return group
 
         (sampling,) = prompt.sampling
-        limit = self.limit(task, int(prompt.lengths))
+        limit = self.compute_limit(task, int(prompt.lengths))
         sampling = sampling._replace(max_response_tokens=limit)
         return replace(group, prompt=replace(prompt, sampling=(sampling,)))
 
-    def observe(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
+    def record_lengths(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
         """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
@@ -73,15 +77,15 @@ class AutoLimits:
             strict=True,
         )
 
-        for group, reason, length in rows:
+        for group, finish_reason, length in rows:
             task = prompts.tasks[group]
-            if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
+            if finish_reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
                 continue
 
             # Retain only the latest lengths: the policy's lengths change during a run.
-            name = _class_name(task, prompt_tokens[group])
-            class_lengths = [*self._lengths.get(name, []), length]
-            self._lengths[name] = class_lengths[-self._config.window :]
+            length_class = _name_length_class(task, prompt_tokens[group])
+            class_lengths = [*self._lengths.get(length_class, []), length]
+            self._lengths[length_class] = class_lengths[-self._config.window :]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the recorded lengths by length class."""
@@ -92,22 +96,22 @@ class AutoLimits:
         self._lengths = {name: list(lengths)[-self._config.window :] for name, lengths in state.items()}
 
 
-def _class_name(task: str, prompt_tokens: int) -> str:
+def _name_length_class(task: str, prompt_tokens: int) -> str:
     """Return the name of a length class: the task, and the prompt's length rounded up to a power of two.
 
     Example:
-        >>> [_class_name("math", tokens) for tokens in (1, 2, 3, 4, 5)]
+        >>> [_name_length_class("math", tokens) for tokens in (1, 2, 3, 4, 5)]
         ['math/1', 'math/2', 'math/4', 'math/4', 'math/8']
     """
     return f"{task}/{1 << max(0, prompt_tokens - 1).bit_length()}"
 
 
-def length_metrics(
+def compute_length_metrics(
     prompts: PromptBatch,
     rollouts: Rollouts,
     rollout: RolloutConfig,
 ) -> Metrics:
-    """Return the metrics of response lengths by task.
+    """Compute the metrics of response lengths by task.
 
     They are the fraction of truncated responses and, for tasks without a fixed limit, the mean limit.
     """
@@ -119,16 +123,19 @@ def length_metrics(
     assert rollouts.max_response_tokens is not None
     # Task -> (whether it is truncated, its limit in tokens) of each response.
     responses: dict[str, list[tuple[bool, int]]] = defaultdict(list)
-    reasons = rollouts.finish_reason.tolist()
+    finish_reasons = rollouts.finish_reason.tolist()
     limits = rollouts.max_response_tokens.tolist()
-    for group, reason, limit in zip(rollouts.group.tolist(), reasons, limits, strict=True):
-        responses[prompts.tasks[group]].append((reason == FINISH_LENGTH, limit))
+    for group, finish_reason, limit in zip(rollouts.group.tolist(), finish_reasons, limits, strict=True):
+        task = prompts.tasks[group]
+        responses[task].append((finish_reason == FINISH_LENGTH, limit))
 
     metrics = Metrics()
     for task in tasks:
-        truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
-        metrics += Metrics.mean(f"response/truncated_fraction/{task}", truncated, len(responses[task]))
+        count = len(responses[task])
+        num_truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
+        metrics += Metrics.mean(f"response/truncated_fraction/{task}", num_truncated, count)
+
         if not isinstance(rollout.limit_setting(task), int):
-            total = float(sum(limit for _, limit in responses[task]))
-            metrics += Metrics.mean(f"response/limit/{task}", total, len(responses[task]))
+            sum_of_limits = float(sum(limit for _, limit in responses[task]))
+            metrics += Metrics.mean(f"response/limit/{task}", sum_of_limits, count)
     return metrics

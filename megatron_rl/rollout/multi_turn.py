@@ -25,8 +25,13 @@ from megatron_rl.environments.host import EnvironmentPool, EpisodeEnd, EpisodeRe
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser
-from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, SchedulerOutput, response_room
-from megatron_rl.rollout.stopping import StopTexts
+from megatron_rl.rollout.scheduler import (
+    ReplicaQueue,
+    ReplicaScheduler,
+    SchedulerOutput,
+    compute_response_room,
+)
+from megatron_rl.rollout.stopping import StopTextFinder
 from megatron_rl.rollout.types import Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
@@ -60,7 +65,7 @@ class _Conversation:
     max_model_len: int | None
     """The engine's maximum number of prompt and response tokens, or None for no limit."""
 
-    stops: StopTexts
+    stops: StopTextFinder
     """Search for stop texts in the policy's turns."""
 
     exchanged_tokens: int = 0
@@ -93,7 +98,7 @@ class _Conversation:
     @property
     def is_full(self) -> bool:
         """Return whether the response has reached its maximum length."""
-        return len(self.sequence.tokens) >= response_room(self.sequence, self.max_model_len)
+        return len(self.sequence.tokens) >= compute_response_room(self.sequence, self.max_model_len)
 
     @property
     def is_idle(self) -> bool:
@@ -112,17 +117,17 @@ class _Conversation:
         return self.round_tokens_left != 0
 
     def is_turn_complete(self, end: int) -> bool:
-        """Return whether the tokens from ``exchanged_tokens`` to ``end`` are a complete turn."""
+        """Return whether the response tokens from ``exchanged_tokens`` to ``end`` are a complete turn."""
         # In a replay, the turn ends before the observation that follows it in the sequence.
         is_replayed = end < len(self.sequence.tokens)
         if is_replayed or self.is_full or self.turn_tokens_left == 0:
             return True
-        return self.is_stopped(end)
+        return self.ends_with_stop(end)
 
-    def is_stopped(self, end: int) -> bool:
+    def ends_with_stop(self, end: int) -> bool:
         """Return whether the turn from ``exchanged_tokens`` to ``end`` ends with a stop token or text."""
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.exchanged_tokens)
+        return self.stops.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_tokens)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -134,7 +139,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     Arguments that `ReplicaScheduler` does not have:
         hosts: processes that run the environments.
         chat: chat formats that render the environments' messages.
-        parse: parser of the tool calls in a turn, or None without tools.
+        parse_tool_calls: function that parses the tool calls in a turn, or None without tools.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         queue: ReplicaQueue,
         hosts: EnvironmentPool,
         chat: ChatFormats,
-        parse: ToolParser | None = None,
+        parse_tool_calls: ToolParser | None = None,
         *,
         stop_when: Callable[[], bool] | None = None,
         ranks: tuple[int, ...] = (0,),
@@ -158,8 +163,8 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         self._hosts = hosts
         self._chat = chat
-        self._stops = StopTexts(lambda: chat.tokenizer)
-        self._parse = parse
+        self._stops = StopTextFinder(lambda: chat.tokenizer)
+        self._parse_tool_calls = parse_tool_calls
 
         # Conversations in the order of `admitted`, and by their episode's number.
         self._conversations: list[_Conversation] = []
@@ -178,11 +183,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         requests = []
         for conversation in self._conversations:
             if conversation.needs_request:
-                bounds = (conversation.round_tokens_left, conversation.turn_tokens_left)
+                optional_limits = (conversation.round_tokens_left, conversation.turn_tokens_left)
                 # Without limits, the request is bounded only by the room of the response.
-                limits = [bound for bound in bounds if bound is not None]
+                limits = [limit for limit in optional_limits if limit is not None]
                 limit = min(limits, default=None)
-                requests.append(self.request(conversation.number, limit, conversation.exchanged_tokens))
+                requests.append(self.make_request(conversation.number, limit, conversation.exchanged_tokens))
                 conversation.in_engine = True
 
         # After the requests: a sequence needs its first request only when its new environment has responded.
@@ -198,7 +203,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     def _start_environments(self) -> None:
         """Admit sequences up to the in-flight limit, and start their environments."""
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
-        self.admit(num_busy)
+        self.admit_sequences(num_busy)
 
         # Create a conversation for each new sequence, even if it has failed for lack of room.
         for number in range(len(self._conversations), len(self.admitted)):
@@ -215,10 +220,10 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
-                self._hosts.start_episode(conversation.episode, self._episode_values(number))
+                self._hosts.start_episode(conversation.episode, self._make_episode_values(number))
 
-    def _episode_values(self, number: int) -> dict[str, Any]:
-        """Return the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
+    def _make_episode_values(self, number: int) -> dict[str, Any]:
+        """Make the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
         admitted = self.admitted[number]
         prompt = self.queue.round.groups[admitted.group].prompt
         return {
@@ -228,10 +233,10 @@ class MultiTurnScheduler(ReplicaScheduler):
             "seed": admitted.sequence.seed,
         }
 
-    def update(self, completions: abc.Sequence[Completion]) -> None:
+    def process_completions(self, completions: abc.Sequence[Completion]) -> None:
         """Append the engine's completions, and process the events of environments."""
         for completion in completions:
-            self._append(self._conversations[completion.number], completion)
+            self._append_completion(self._conversations[completion.number], completion)
 
         # Wait for environments only if the engine has no requests.
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
@@ -247,7 +252,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
             else:
-                self._finish(conversation, event)
+                self._finish_sequence(conversation, event)
 
     def close(self) -> None:
         """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
@@ -255,25 +260,25 @@ class MultiTurnScheduler(ReplicaScheduler):
             if not conversation.sequence.is_finished:
                 self._hosts.cancel_episode(conversation.episode)
 
-    def new_prompts(self) -> dict[int, list[int]]:
-        """See `ReplicaScheduler.new_prompts`."""
-        prompts = {}
+    def collect_replaced_prompts(self) -> dict[int, list[int]]:
+        """See `ReplicaScheduler.collect_replaced_prompts`."""
+        replaced_prompts = {}
         for conversation in self._conversations:
             admitted = self.admitted[conversation.number]
             # A continued sequence has already reported its prompt in an earlier step.
             if conversation.has_own_prompt and admitted.start == 0:
-                prompts[admitted.position] = admitted.sequence.prompt.tolist()
-        return prompts
+                replaced_prompts[admitted.position] = admitted.sequence.prompt.tolist()
+        return replaced_prompts
 
-    def _append(
+    def _append_completion(
         self,
         conversation: _Conversation,
         completion: Completion,
     ) -> None:
-        """Append a completion to its sequence, and send the turn to the environment if it is complete."""
+        """Append a completion to its sequence; if the turn is then complete, send it to the environment."""
         conversation.in_engine = False
         if completion.finish_reason == FINISH_FAILED:
-            self._fail(conversation, ENGINE, "the engine could not sample")
+            self._fail_episode(conversation, ENGINE, "the engine could not sample")
             return
 
         sequence = conversation.sequence
@@ -287,27 +292,27 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._send_turn(conversation, len(sequence.tokens))
 
     def _send_turn(self, conversation: _Conversation, end: int) -> None:
-        """Send the tokens from ``exchanged_tokens`` to ``end`` to the environment, with parsed tool calls."""
+        """Send the response tokens from ``exchanged_tokens`` to ``end`` to the environment as a turn."""
         sequence = conversation.sequence
         start = conversation.exchanged_tokens
         turn = sequence.tokens[start:end].tolist()
-        is_cut = not conversation.is_stopped(end)
-        context = len(sequence.prompt) + start
+        is_cut = not conversation.ends_with_stop(end)
+        context_tokens = len(sequence.prompt) + start
         text = self._chat.prompts.decode(turn)
 
         calls: list[dict[str, Any]] = []
-        if self._parse is not None and conversation.tools:
+        if self._parse_tool_calls is not None and conversation.tools:
             # Parsers need special tokens to recognize calls. The stop token is not part of the turn's text.
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
-            with_special = self._chat.prompts.decode(parsed_tokens, with_special_tokens=True)
-            content, parsed = self._parse(with_special, conversation.tools)
-            if parsed:
+            full_text = self._chat.prompts.decode(parsed_tokens, with_special_tokens=True)
+            content, parsed_calls = self._parse_tool_calls(full_text, conversation.tools)
+            if parsed_calls:
                 # Deterministic ids, not random ones: a replay must send the same turn.
                 calls = [
-                    {"id": f"call_{context}_{index}", "type": "function", "function": call}
-                    for index, call in enumerate(parsed)
+                    {"id": f"call_{context_tokens}_{index}", "type": "function", "function": call}
+                    for index, call in enumerate(parsed_calls)
                 ]
                 text = content
 
@@ -321,7 +326,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             tuple(turn),
             is_cut,
             log_probs,
-            context,
+            context_tokens,
             calls,
         )
 
@@ -330,17 +335,19 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation: _Conversation,
         event: TurnRequest,
     ) -> None:
-        """Append the environment's observation; then request the turn, or send it if it is complete.
+        """Process an environment's request for a turn, which may contain an observation.
 
-        The sequence already has tokens of this turn if sampling was interrupted, or in a replay.
+        Appends the observation. Then sends the turn if it is already complete, else marks it as awaited. The
+        sequence already has tokens of this turn if sampling was interrupted, or in a replay.
         """
         if conversation.exchanged_tokens:
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
-            self._fail(conversation, WRONG_TYPE, "the environment observed before the policy's first turn")
+            message = "the environment observed before the policy's first turn"
+            self._fail_episode(conversation, WRONG_TYPE, message)
             return
-        elif event.opening is not None and not self._open(conversation, event.opening):
+        elif event.opening is not None and not self._replace_prompt(conversation, event.opening):
             return
 
         # Find the end of the tokens of this turn that have already been sampled.
@@ -376,40 +383,40 @@ class MultiTurnScheduler(ReplicaScheduler):
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
         chat = self._chat.environment_format if conversation.has_own_prompt else self._chat.prompts
-        observed = chat.encode_between_turns(stop_token, event.messages)
-        if not observed:
-            self._fail(conversation, WRONG_TYPE, "the observation has no tokens")
+        observed_tokens = chat.encode_between_turns(stop_token, event.messages)
+        if not observed_tokens:
+            self._fail_episode(conversation, WRONG_TYPE, "the observation has no tokens")
             return False
 
-        end = start + len(observed)
+        end = start + len(observed_tokens)
         if start < len(sequence.tokens):
             # Replay: the observation must equal the existing tokens, none of which was sampled.
             existing = sequence.tokens[start:end].tolist()
-            is_same = existing == observed and not any(map(sequence.is_sampled, range(start, end)))
-            if not is_same:
-                self._fail(conversation, DIVERGED, "the replayed environment observed something else")
+            has_sampled = any(sequence.is_sampled(position) for position in range(start, end))
+            if has_sampled or existing != observed_tokens:
+                self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
-        elif end >= response_room(sequence, self.engine.max_model_len):
+        elif end >= compute_response_room(sequence, self.engine.max_model_len):
             # Without room for the observation and a token after it, the episode is truncated before it.
-            conversation.dropped_tokens = len(observed)
+            conversation.dropped_tokens = len(observed_tokens)
             self._hosts.reject_turn(conversation.episode)
             return False
         else:
-            sequence.append_observed(observed)
+            sequence.append_observed(observed_tokens)
         conversation.exchanged_tokens = end
         return True
 
-    def _open(
+    def _replace_prompt(
         self,
         conversation: _Conversation,
         opening: Opening,
     ) -> bool:
-        """Replace the prompt by the environment's messages; return False if the episode has failed."""
+        """Replace the prompt by the environment's opening messages; return False if the episode fails."""
         sequence = conversation.sequence
         try:
             tokens = self._chat.environment_format.encode_prompt(*opening)
         except UserError as error:
-            self._fail(conversation, PROMPT, str(error))
+            self._fail_episode(conversation, PROMPT, str(error))
             return False
 
         # Compute the room for a response after the new prompt.
@@ -419,17 +426,17 @@ class MultiTurnScheduler(ReplicaScheduler):
             room = min(room, self.engine.max_model_len - len(prompt))
 
         if sequence.tokens and sequence.prompt != prompt:
-            self._fail(conversation, DIVERGED, "the replayed environment opened with another prompt")
+            self._fail_episode(conversation, DIVERGED, "the replayed environment opened with another prompt")
         elif not prompt or room < 1:
             reason = f"a prompt of {len(prompt)} tokens leaves no room for a response"
-            self._fail(conversation, PROMPT, reason)
+            self._fail_episode(conversation, PROMPT, reason)
         else:
             sequence.prompt = prompt
             conversation.has_own_prompt = True
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(
+    def _fail_episode(
         self,
         conversation: _Conversation,
         reason: str,
@@ -438,9 +445,9 @@ class MultiTurnScheduler(ReplicaScheduler):
         """End the environment, and finish the sequence as failed for ``reason``, such as `DIVERGED`."""
         self._hosts.cancel_episode(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
-        self._finish(conversation, event)
+        self._finish_sequence(conversation, event)
 
-    def _finish(
+    def _finish_sequence(
         self,
         conversation: _Conversation,
         event: EpisodeEnd,

@@ -3,7 +3,7 @@
 A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
 batch or the replica. After an interruption, the torch engine continues the sequence's random stream. vLLM
 starts a new stream for each request, so the continuation gets another seed, derived from the sequence's
-(`continuation_seed`).
+(`derive_continuation_seed`).
 """
 
 from __future__ import annotations
@@ -22,53 +22,55 @@ from megatron_rl.types import BANNED, FINISH_FAILED, FINISH_LENGTH, FINISH_STOP,
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
 
-_MASK = 2**64 - 1
-"""Mask of 64 bits: SplitMix64 computes modulo 2**64."""
+_UINT64_MASK = 2**64 - 1
+"""Largest unsigned integer of 64 bits: SplitMix64 computes modulo 2**64."""
 
 
-def _splitmix64_hash(value: int) -> int:
+def _hash_splitmix64(value: int) -> int:
     """Return a hash of 64 bits: the output function of the random generator SplitMix64."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64_MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _UINT64_MASK
     return value ^ (value >> 31)
 
 
-def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """Return an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
+def derive_row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
+    """Derive an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
 
-    They are outputs of SplitMix64, each of which can be computed without the preceding ones.
+    The seeds are outputs of SplitMix64, each of which can be computed without the preceding ones.
     """
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
-    start = _splitmix64_hash((seed + 0x9E3779B97F4A7C15) & _MASK)
-    states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
+    increment = 0x9E3779B97F4A7C15
+    start = _hash_splitmix64((seed + increment) & _UINT64_MASK)
+    states = [(start + (row + 1) * increment) & _UINT64_MASK for row in rows]
     # Shift to 63 bits: checkpoints store seeds as int64.
-    return [_splitmix64_hash(state) >> 1 for state in states]
+    return [_hash_splitmix64(state) >> 1 for state in states]
 
 
-def continuation_seed(seed: int, num_sampled: int) -> int:
-    """Return the seed of a request that continues a sequence after ``num_sampled`` tokens.
+def derive_continuation_seed(seed: int, num_sampled: int) -> int:
+    """Derive the seed of a request that continues a sequence after ``num_sampled`` sampled tokens.
 
     For engines that start a new random stream for each request: with the sequence's seed, the continuation
     would repeat the random draws of the first tokens.
     """
     if num_sampled == 0:
         return seed
-    return row_seeds(seed, [num_sampled])[0]
+    return derive_row_seeds(seed, [num_sampled])[0]
 
 
-def vllm_parameters(
+def make_vllm_parameters(
     sampling: SamplingParameters,
-    limit: int,
+    max_tokens: int,
     seed: int,
-    done: int = 0,
+    response_tokens: int = 0,
 ) -> dict[str, Any]:
-    """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
+    """Make the fields of vLLM's SamplingParams for at most ``max_tokens`` tokens, without filters.
 
-    ``done`` is the number of response tokens so far, which vLLM counts as part of the prompt. Fields with
-    vLLM's default value are included, since a server may have other defaults.
+    ``response_tokens`` is the number of response tokens so far, which vLLM counts as part of the prompt.
+    Fields with vLLM's default value are included, since a server may have other defaults.
     """
     # vLLM rejects a minimum that exceeds the request's limit.
-    min_tokens = min(max(0, sampling.min_response_tokens - done), limit)
+    missing_tokens = max(0, sampling.min_response_tokens - response_tokens)
+    min_tokens = min(missing_tokens, max_tokens)
 
     return {
         "temperature": sampling.temperature,
@@ -80,7 +82,7 @@ def vllm_parameters(
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
-        "max_tokens": limit,
+        "max_tokens": max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
         # Only the stop tokens of the run end a sequence.
@@ -91,22 +93,22 @@ def vllm_parameters(
     }
 
 
-def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
-    """Return the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
+def make_vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
+    """Make the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
 
     With them vLLM does not return which tokens passed the filters (the support), which training needs. So
     they are used only for responses that are not trained on, such as those to an evaluation set.
     """
-    if not truncates(sampling):
+    if not has_filters(sampling):
         return {}
     return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
 
 
-def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
-    """Return the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
+def make_vllm_stop_fields(sampling: SamplingParameters) -> dict[str, Any]:
+    """Make the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
 
     The server searches only the text of one request, not of the whole turn, so the client must still search
-    the response with `StopTexts`.
+    the response with `StopTextFinder`.
     """
     if not sampling.stop_texts:
         return {}
@@ -118,12 +120,12 @@ def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
     }
 
 
-def vllm_finish_code(
+def map_vllm_finish_reason(
     tokens: Sequence[int],
     log_probs: Sequence[float],
-    reason: str | None,
+    finish_reason: str | None,
 ) -> int:
-    """Map vLLM's finish reason to a ``FINISH_*`` code.
+    """Map vLLM's finish reason to a ``FINISH_*`` code, given the sampled tokens and their log-probs.
 
     A response with a missing or non-finite log-prob has failed: its logits were invalid, so its tokens are
     not samples of the policy.
@@ -134,18 +136,21 @@ def vllm_finish_code(
     if not isfinite(sum(log_probs)):
         return FINISH_FAILED
     codes = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
-    return codes.get(reason or "", FINISH_FAILED)
+    return codes.get(finish_reason or "", FINISH_FAILED)
 
 
-def sampling_at(sampling: SamplingParameters, position: int) -> SamplingParameters:
-    """Return the parameters of one token, whose temperature and top-p are constant.
+def resolve_schedules(sampling: SamplingParameters, position: int) -> SamplingParameters:
+    """Replace schedules of temperature and top-p over tokens by their values for one token.
 
-    ``position`` is the number of tokens that the policy has sampled before it in its turn.
+    ``position`` is the number of tokens that the policy has sampled before this token in its turn.
     """
     if not sampling.changes_over_tokens:
         return sampling
+
     temperature = LinearSchedule(sampling.temperature, sampling.last_temperature, sampling.temperature_tokens)
     top_p = LinearSchedule(sampling.top_p, sampling.last_top_p, sampling.top_p_tokens)
+
+    # A schedule over 0 tokens means a constant value.
     if sampling.temperature_tokens:
         sampling = sampling._replace(temperature=temperature.value_at(position), temperature_tokens=0)
     if sampling.top_p_tokens:
@@ -164,32 +169,34 @@ def has_schedule(sampling: SamplingParameters) -> bool:
     return sampling.changes_over_tokens and not is_greedy(sampling)
 
 
-def truncates(sampling: SamplingParameters) -> bool:
+def has_filters(sampling: SamplingParameters) -> bool:
     """Return whether top-p, top-k or min-p filters restrict the sampling of any token."""
     # Filters never remove the most likely token, so they have no effect on greedy decoding.
     if is_greedy(sampling):
         return False
+
     top_p = sampling.top_p
     if sampling.top_p_tokens:
         top_p = min(top_p, sampling.last_top_p)
     return filters_tokens(top_p, sampling.top_k, sampling.min_p)
 
 
-def support_ids(mask: Tensor, sampling: SamplingParameters) -> list[int]:
-    """Return the support of one draw: the token ids that passed the filters, none without filters.
+def extract_support_ids(mask: Tensor, sampling: SamplingParameters) -> list[int]:
+    """Extract the support of one draw: the token ids that passed the filters, none without filters.
 
-    ``mask`` [V] is True for these tokens. A filter may begin or end within a turn, and ``sampling`` has the
-    constant parameters of this draw, see `sampling_at`.
+    ``mask`` [V] is True for the tokens that passed. ``sampling`` has the constant parameters of this draw
+    (see `resolve_schedules`), since a filter may begin or end within a turn.
     """
-    if not truncates(sampling):
+    if not has_filters(sampling):
         return []
     return mask.nonzero()[:, 0].tolist()
 
 
-def log_prob_temperature(sampling: SamplingParameters) -> float:
+def resolve_log_prob_temperature(sampling: SamplingParameters) -> float:
     """Return the temperature at which engines compute log-probs: 1 for greedy decoding.
 
-    If it changes over tokens, it is that of a turn's first token; see `sampling_at` for the others.
+    For a schedule over tokens, this is the temperature of a turn's first token; see `resolve_schedules` for
+    the others.
     """
     if is_greedy(sampling):
         return 1.0
@@ -204,9 +211,9 @@ def apply_logit_rules(
 ) -> Tensor:
     """Apply each row's biases, bans and penalties to its logits [B, V]; return the new logits [B, V].
 
-    These rules precede temperature and filters. ``prompts`` and ``responses`` are the token ids of each row
-    so far. Returns ``logits`` itself if no row has a rule. The definitions are those of vLLM: biases and bans
-    first, then the penalties. The repetition penalty includes tokens of the prompt.
+    These rules precede temperature and filters. ``sampling``, ``prompts`` and ``responses`` have an entry per
+    row; the last two are the token ids so far. Returns ``logits`` itself if no row has a rule. The order is
+    vLLM's: biases and bans first, then the penalties. The repetition penalty includes tokens of the prompt.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -218,59 +225,61 @@ def apply_logit_rules(
         if len(responses[row]) < parameters.min_response_tokens:
             logits[row, list(parameters.stop_token_ids)] += BANNED
         if parameters.no_repeat_ngram_size:
-            earlier = torch.tensor([*prompts[row], *responses[row]], device=logits.device)
-            ban_repeated_ngrams(logits[row], earlier, parameters.no_repeat_ngram_size)
+            row_tokens = torch.tensor([*prompts[row], *responses[row]], device=logits.device)
+            ban_repeated_ngrams(logits[row], row_tokens, parameters.no_repeat_ngram_size)
         if parameters.has_penalties:
-            _penalize(logits[row], parameters, prompts[row], responses[row])
+            _apply_penalties(logits[row], parameters, prompts[row], responses[row])
     return logits
 
 
-def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, size: int) -> None:
+def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, ngram_size: int) -> None:
     """Ban tokens from the logits [V] of one row, in place, that would repeat an n-gram of the row.
 
-    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``size`` is n. Equivalent to
+    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``ngram_size`` is n. Equivalent to
     `NoRepeatNGramLogitsProcessor` of transformers.
     """
-    if len(tokens) < size:
+    if len(tokens) < ngram_size:
         return
 
-    ngrams = tokens.unfold(0, size, 1)
-    last = tokens[len(tokens) - size + 1 :]
+    ngrams = tokens.unfold(0, ngram_size, 1)
+    last_tokens = tokens[len(tokens) - ngram_size + 1 :]
 
     # Each n-gram adds to the logit of its last token: `BANNED` if its first n - 1 tokens are the row's last
     # ones, otherwise 0. Indexing only the matching n-grams would wait for the device to return their number.
-    repeats = (ngrams[:, :-1] == last).all(dim=1)
-    logits.index_add_(0, ngrams[:, -1].long(), repeats.to(logits.dtype) * BANNED)
+    is_match = (ngrams[:, :-1] == last_tokens).all(dim=1)
+    logits.index_add_(0, ngrams[:, -1].long(), is_match.to(logits.dtype) * BANNED)
 
 
-def _penalize(
+def _apply_penalties(
     logits: Tensor,
     sampling: SamplingParameters,
     prompt: Sequence[int],
     response: Sequence[int],
 ) -> None:
     """Apply the repetition, frequency and presence penalties to the logits [V] of one row, in place."""
-    earlier = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
-    earlier_ids = earlier.unique()
-    values = logits[earlier_ids]
+    # The repetition penalty lowers the logit of every token that occurs in the prompt or response.
+    tokens = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
+    token_ids = tokens.unique()
+    values = logits[token_ids]
     penalty = sampling.repetition_penalty
-    logits[earlier_ids] = torch.where(values > 0, values / penalty, values * penalty)
+    logits[token_ids] = torch.where(values > 0, values / penalty, values * penalty)
 
-    sampled = earlier[len(prompt) :]
-    counts = torch.bincount(sampled, minlength=len(logits))
+    # The other penalties count tokens of the response only.
+    response_tokens = tokens[len(prompt) :]
+    counts = torch.bincount(response_tokens, minlength=len(logits))
     logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
-def filter_tensors(
+def make_filter_tensors(
     sampling: Sequence[SamplingParameters],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
+    """Make the tensors top-k, top-p and min-p, [B] each, for `scale_and_filter_logits`."""
     # Rows without filters get the default parameters, which remove no tokens.
-    active = [parameters if truncates(parameters) else SamplingParameters() for parameters in sampling]
-    top_k = [parameters.top_k for parameters in active]
-    top_p = [parameters.top_p for parameters in active]
-    min_p = [parameters.min_p for parameters in active]
+    row_filters = [parameters if has_filters(parameters) else SamplingParameters() for parameters in sampling]
+    top_k = [parameters.top_k for parameters in row_filters]
+    top_p = [parameters.top_p for parameters in row_filters]
+    min_p = [parameters.min_p for parameters in row_filters]
 
     return (
         torch.tensor(top_k, dtype=torch.int64, device=device),
@@ -279,17 +288,19 @@ def filter_tensors(
     )
 
 
-def sampled_logits(logits: Tensor, sampling: Sequence[SamplingParameters]) -> Tensor:
-    """Apply temperature and filters of each row to its logits [B, V]; return them as `filtered_logits` does.
+def apply_temperature_and_filters(logits: Tensor, sampling: Sequence[SamplingParameters]) -> Tensor:
+    """Apply each row's temperature and filters to its logits [B, V]; return the new logits [B, V] float32.
 
-    ``sampling`` has constant temperatures and filters, see `sampling_at`.
+    Removed tokens have the logit -inf. ``sampling`` has an entry per row, with constant temperatures and
+    filters, see `resolve_schedules`.
     """
-    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
+    temperatures = [resolve_log_prob_temperature(parameters) for parameters in sampling]
     temperature = torch.tensor(temperatures, device=logits.device)
-    return filtered_logits(logits, temperature, *filter_tensors(sampling, logits.device))
+    top_k, top_p, min_p = make_filter_tensors(sampling, logits.device)
+    return scale_and_filter_logits(logits, temperature, top_k, top_p, min_p)
 
 
-def filtered_logits(
+def scale_and_filter_logits(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -306,45 +317,45 @@ def filtered_logits(
     top-p.
     """
     logits = logits.float() / temperature[:, None]
-    vocabulary = logits.shape[1]
+    vocabulary_size = logits.shape[1]
 
     # min-p: p >= min_p * p_max, as a lower bound of the logits.
     if bool((min_p > 0).any()):
-        lowest = logits.amax(dim=1) + min_p.log()
-        logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
+        lowest_logit = logits.amax(dim=1) + min_p.log()
+        logits = logits.masked_fill(logits < lowest_logit[:, None], -torch.inf)
 
-    has_top_k = (top_k > 0) & (top_k < vocabulary)
+    has_top_k = (top_k > 0) & (top_k < vocabulary_size)
     has_top_p = top_p < 1
     if not bool((has_top_k | has_top_p).any()):
         return logits
 
     # Top-k and top-p need the logits in ascending order.
-    ordered, order = logits.sort(dim=1)
+    sorted_logits, sorted_ids = logits.sort(dim=1)
     if bool(has_top_k.any()):
-        k = torch.where(has_top_k, top_k, vocabulary)
-        threshold = ordered.gather(1, (vocabulary - k)[:, None])
-        ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
+        k = torch.where(has_top_k, top_k, vocabulary_size)
+        threshold = sorted_logits.gather(1, (vocabulary_size - k)[:, None])
+        sorted_logits = sorted_logits.masked_fill(sorted_logits < threshold, -torch.inf)
 
     # A token is outside the nucleus if it and all less likely ones have a total probability of at most 1 - p.
     if bool(has_top_p.any()):
-        tail_mass = ordered.softmax(dim=1).cumsum(dim=1)
+        tail_mass = sorted_logits.softmax(dim=1).cumsum(dim=1)
         is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
         # The most likely token remains, even if rounding puts it into the tail.
         is_tail[:, -1] = False
-        ordered = ordered.masked_fill(is_tail, -torch.inf)
+        sorted_logits = sorted_logits.masked_fill(is_tail, -torch.inf)
 
     # Back into the order of the vocabulary.
-    return torch.empty_like(logits).scatter_(1, order, ordered)
+    return torch.empty_like(logits).scatter_(1, sorted_ids, sorted_logits)
 
 
 def draw_tokens(
     logits: Tensor,
-    greedy: Tensor,
+    is_greedy_row: Tensor,
     generators: Sequence[torch.Generator],
 ) -> Tensor:
-    """Draw one token per row of filtered ``logits`` [B, V]: [B] int64.
+    """Draw one token per row of filtered ``logits`` [B, V]; return the token ids, [B] int64.
 
-    Where ``greedy`` [B] bool is true, the most likely token is selected instead. In either case row i
+    Where ``is_greedy_row`` [B] bool is true, the most likely token is selected instead. In either case row i
     consumes exactly one number of ``generators[i]`` (on the CPU), so its random stream does not depend on
     other rows.
     """
@@ -360,4 +371,4 @@ def draw_tokens(
     target = uniform[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
     sampled = sampled.clamp(max=logits.shape[1] - 1)
-    return torch.where(greedy, logits.argmax(dim=1), sampled)
+    return torch.where(is_greedy_row, logits.argmax(dim=1), sampled)

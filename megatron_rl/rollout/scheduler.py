@@ -99,10 +99,10 @@ def enough_groups_finished(
 
 
 class Rendezvous:
-    """End of an open round: all learners (ranks without an engine) wait, and enough groups are finished.
+    """Condition that ends an open round: all learners wait for it, and enough groups are finished.
 
-    The conditions are counters in the job's store that only grow. So replicas may observe the end at
-    different engine steps, but each of them will observe it.
+    Learners are the ranks without an engine. The condition compares counters in the job's store, which only
+    grow. So replicas may observe the end at different engine steps, but each of them will observe it.
 
     ``learners``: number of ranks without an engine.
     """
@@ -113,27 +113,27 @@ class Rendezvous:
         learners: int,
     ) -> None:
         self._round = generation_round
-        self._learners = learners
+        self._num_learners = learners
 
         # Groups that were finished before the round are not counted in the store.
-        unfinished = {index for index, _ in generation_round.unfinished}
-        num_finished_before = len(generation_round.groups) - len(unfinished)
-        self._count = generation_round.batch_groups - num_finished_before
-        self._num_required = sum(generation_round.required[index] for index in unfinished)
+        unfinished_groups = {index for index, _ in generation_round.unfinished}
+        num_finished_before = len(generation_round.groups) - len(unfinished_groups)
+        self._num_to_finish = generation_round.batch_groups - num_finished_before
+        self._num_required = sum(generation_round.required[index] for index in unfinished_groups)
 
-    def count_finished(self, group: int) -> None:
-        """Count the finished group of index ``group``; call it once, on the first rank of its replica."""
+    def count_finished(self, group_index: int) -> None:
+        """Count a finished group of the round; call it once per group, on the first rank of its replica."""
         number = self._round.rendezvous
         store_increment(f"finished by rendezvous {number}")
-        if self._round.required[group]:
+        if self._round.required[group_index]:
             store_increment(f"required and finished by rendezvous {number}")
 
     def is_over(self) -> bool:
         """Return whether all learners wait and enough groups, including the required ones, are finished."""
         number = self._round.rendezvous
         return (
-            store_value(f"waiting for rendezvous {number}") >= self._learners
-            and store_value(f"finished by rendezvous {number}") >= self._count
+            store_value(f"waiting for rendezvous {number}") >= self._num_learners
+            and store_value(f"finished by rendezvous {number}") >= self._num_to_finish
             and store_value(f"required and finished by rendezvous {number}") >= self._num_required
         )
 
@@ -204,102 +204,102 @@ class ReplicaQueue:
 
         # Group -> positions of its unfinished sequences; group -> replica that has cached one of them.
         self._positions: dict[int, list[int]] = {}
-        cached: dict[int, int] = {}
+        caching_replica: dict[int, int] = {}
         for position, (group, sequence) in enumerate(generation_round.unfinished):
             self._positions.setdefault(group, []).append(position)
             if cached_on and sequence.seed in cached_on:
-                cached[group] = cached_on[sequence.seed]
+                caching_replica[group] = cached_on[sequence.seed]
 
         # Assign the first groups, up to the in-flight limits, round robin; the others are drawn. If any group
         # is cached, all uncached ones are drawn: cached groups alone may exceed a replica's in-flight limit.
-        uncached = [group for group in self._positions if group not in cached]
+        uncached_groups = [group for group in self._positions if group not in caching_replica]
         group_sizes = [len(group.sequences) for group in generation_round.groups]
-        samples = max(group_sizes, default=1)
-        num_assigned = 0
-        if not cached:
-            num_assigned = max(1, max_in_flight // max(samples, 1)) * replicas
-        cached_groups = [group for group, cached_replica in cached.items() if cached_replica == replica]
-        uncached_groups = uncached[:num_assigned][replica::replicas]
-        self._assigned = [*cached_groups, *uncached_groups]
-        self._shared_queue = uncached[num_assigned:]
+        largest_group = max(1, max(group_sizes, default=1))
+        num_round_robin = 0
+        if not caching_replica:
+            num_round_robin = max(1, max_in_flight // largest_group) * replicas
+        cached_groups = [group for group, index in caching_replica.items() if index == replica]
+        round_robin_groups = uncached_groups[:num_round_robin][replica::replicas]
+        self._assigned_groups = [*cached_groups, *round_robin_groups]
+        self._shared_queue = uncached_groups[num_round_robin:]
 
-        # Sequences of the current group that `pop` has not returned yet; admitted sequences of each
+        # Sequences of the current group that `pop_sequence` has not returned yet; admitted sequences of each
         # unfinished group.
         self._admitting: list[Admitted] = []
         self._in_progress: dict[int, list[Admitted]] = {}
 
-    def pop(self) -> Admitted | None:
-        """Return the next sequence that this replica admits, or None if no group remains.
+    def pop_sequence(self) -> Admitted | None:
+        """Remove and return the next sequence that this replica admits, or None if no group remains.
 
         All sequences of a group are copied when its first one is returned.
         """
         if not self._admitting:
-            group = self._next_group()
+            group = self._pop_next_group()
             if group is None:
                 return None
-            self._admitting = [self._admit(position) for position in self._positions[group]]
+            self._admitting = [self._copy_sequence(position) for position in self._positions[group]]
             self._in_progress[group] = list(self._admitting)
         return self._admitting.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
-        """Remove and return the groups that this replica has finished, with their index in the round."""
+        """Remove the groups that this replica has finished; return (index in the round, group) of each."""
         finished_indices = []
-        for index, admitted in self._in_progress.items():
-            if all(item.sequence.is_finished for item in admitted):
+        for index, admitted_sequences in self._in_progress.items():
+            if all(admitted.sequence.is_finished for admitted in admitted_sequences):
                 finished_indices.append(index)
 
         groups = []
         for index in finished_indices:
-            admitted = self._in_progress.pop(index)
-            groups.append((index, self._with_copies(index, admitted)))
+            admitted_sequences = self._in_progress.pop(index)
+            groups.append((index, self._with_copies(index, admitted_sequences)))
         return groups
 
     def _with_copies(
         self,
         index: int,
-        admitted: abc.Sequence[Admitted],
+        admitted_sequences: abc.Sequence[Admitted],
     ) -> SequenceGroup:
         """Return the round's group ``index`` with this replica's copies instead of the admitted sequences."""
         # Matched by identity: sequences that finished in an earlier step have no copy.
         copies = {}
-        for item in admitted:
-            _, sequence = self.round.unfinished[item.position]
-            copies[id(sequence)] = item.sequence
+        for admitted in admitted_sequences:
+            _, original = self.round.unfinished[admitted.position]
+            copies[id(original)] = admitted.sequence
 
         group = self.round.groups[index]
         sequences = [copies.get(id(sequence), sequence) for sequence in group.sequences]
         return SequenceGroup(group.prompt, sequences)
 
-    def _next_group(self) -> int | None:
-        """Return the index of the replica's next group, or None if no group remains for it."""
-        if self._assigned:
-            return self._assigned.pop(0)
+    def _pop_next_group(self) -> int | None:
+        """Remove and return the index of the replica's next group, or None if no group remains for it."""
+        if self._assigned_groups:
+            return self._assigned_groups.pop(0)
 
         # Do not draw from an empty queue: a draw can be a collective.
         if not self._shared_queue:
             return None
 
-        index = self._next_queue_index()
-        if index >= len(self._shared_queue):
+        queue_index = self._next_queue_index()
+        if queue_index >= len(self._shared_queue):
             self._shared_queue = []
             return None
-        return self._shared_queue[index]
+        return self._shared_queue[queue_index]
 
-    def _admit(self, position: int) -> Admitted:
+    def _copy_sequence(self, position: int) -> Admitted:
         """Copy the sequence at ``position``; mark the copy as failed if it has no room for a response."""
         group, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0
         start = len(copy.tokens)
-        if start == 0 and response_room(copy, self._max_model_len) < 1:
+        if start == 0 and compute_response_room(copy, self._max_model_len) < 1:
             copy.finish_reason = FINISH_FAILED
         return Admitted(position, group, start, copy)
 
 
-def response_room(sequence: Sequence, max_model_len: int | None) -> int:
-    """Return the maximum number of response tokens of a sequence.
+def compute_response_room(sequence: Sequence, max_model_len: int | None) -> int:
+    """Compute the maximum number of response tokens of a sequence.
 
-    It is 0 or less if the prompt is empty or fills the model's context of ``max_model_len`` tokens.
+    The result is 0 or less if the prompt is empty or fills the model's context of ``max_model_len`` tokens.
     """
     room = 0
     if sequence.prompt:
@@ -352,7 +352,7 @@ class ReplicaScheduler:
         self._stop_when = stop_when
         self._ranks = ranks
         self._is_led = is_led
-        self._schedules = is_leader or not is_led
+        self._computes_schedule = is_leader or not is_led
         self._version = queue.round.version
 
         # Maximum number of tokens per sequence in this token round, or None for no limit.
@@ -378,7 +378,7 @@ class ReplicaScheduler:
 
             # No requests are open unless `stop_when` has ended the round.
             completions = self.engine.interrupt()
-            if self._schedules:
+            if self._computes_schedule:
                 self._append_interrupted(completions)
 
     def start_token_round(self, tokens: int | None) -> None:
@@ -392,7 +392,7 @@ class ReplicaScheduler:
     def step(self) -> bool:
         """Submit the scheduled requests and run one engine step; return False at the end of the round."""
         output = None
-        if self._schedules:
+        if self._computes_schedule:
             output = self._schedule_or_stop()
         # The other ranks of a led replica receive the schedule, or None at the end of the round.
         if self._is_led:
@@ -407,8 +407,8 @@ class ReplicaScheduler:
             self.engine.submit(request)
         completions = self.engine.step()
 
-        if self._schedules:
-            self.update(completions)
+        if self._computes_schedule:
+            self.process_completions(completions)
         return True
 
     def _schedule_or_stop(self) -> SchedulerOutput | None:
@@ -420,8 +420,8 @@ class ReplicaScheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Return the next requests, or None if no request is open and no sequence needs one."""
         num_in_flight = self._num_running + len(self._pending)
-        self._pending += self.admit(num_in_flight)
-        requests = tuple(self.request(number, self._token_round) for number in self._pending)
+        self._pending += self.admit_sequences(num_in_flight)
+        requests = tuple(self.make_request(number, self._token_round) for number in self._pending)
         self._num_running += len(requests)
         self._pending = []
 
@@ -429,19 +429,19 @@ class ReplicaScheduler:
             return None
         return SchedulerOutput(requests)
 
-    def update(self, completions: abc.Sequence[Completion]) -> None:
+    def process_completions(self, completions: abc.Sequence[Completion]) -> None:
         """Append the engine's completions to their sequences."""
         self._num_running -= len(completions)
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             sequence.append_sampled(completion, self._version)
             # FINISH_LENGTH may only mean the end of the token round: the sequence is unfinished if it has
-            # room.
-            if completion.finish_reason != FINISH_LENGTH or self.room(sequence) < 1:
+            # room for tokens.
+            if completion.finish_reason != FINISH_LENGTH or self.compute_remaining_room(sequence) < 1:
                 sequence.finish_reason = completion.finish_reason
 
-    def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences up to the in-flight limit; ``num_in_flight`` are in flight already.
+    def admit_sequences(self, num_in_flight: int) -> list[int]:
+        """Admit sequences up to the in-flight limit, given that ``num_in_flight`` are in flight already.
 
         Returns the indices in ``admitted`` of the new sequences, except those that have already failed
         because their prompt leaves no room for a response.
@@ -462,29 +462,29 @@ class ReplicaScheduler:
 
     def _admit_next(self) -> int | None:
         """Admit the next sequence; return its index in ``admitted``, or None if no group remains."""
-        admitted = self.queue.pop()
+        admitted = self.queue.pop_sequence()
         if admitted is None:
             return None
         self.admitted.append(admitted)
         return len(self.admitted) - 1
 
-    def room(self, sequence: Sequence) -> int:
-        """Return the number of tokens that may still be added to the response."""
-        return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
+    def compute_remaining_room(self, sequence: Sequence) -> int:
+        """Compute the number of tokens that may still be added to the response."""
+        return compute_response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
-    def request(
+    def make_request(
         self,
         number: int,
         limit: int | None,
         turn_start: int = 0,
     ) -> GenerationRequest:
-        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
+        """Make the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
 
-        ``limit`` None means up to the sequence's room. ``turn_start`` is the number of tokens in the response
-        before the current turn.
+        Without a ``limit``, the request is for all tokens that the sequence has room for. ``turn_start`` is
+        the number of tokens in the response before the current turn.
         """
         sequence = self.admitted[number].sequence
-        max_tokens = self.room(sequence)
+        max_tokens = self.compute_remaining_room(sequence)
         if limit is not None:
             max_tokens = min(max_tokens, limit)
 
@@ -494,30 +494,36 @@ class ReplicaScheduler:
             sequence.sampling,
             max_tokens,
             sequence.seed,
-            len(sequence.tokens),
-            len(sequence.tokens) - turn_start,
+            done=len(sequence.tokens),
+            turn_tokens=len(sequence.tokens) - turn_start,
         )
 
-    def finished(self) -> list[tuple[int, SequenceGroup]]:
-        """Return the groups that have finished since the last call, with their index in the round."""
+    def pop_finished_groups(self) -> list[tuple[int, SequenceGroup]]:
+        """Return (index in the round, group) for each group that has finished since the last call."""
         return self.queue.pop_finished()
 
-    def new_prompts(self) -> dict[int, list[int]]:
-        """Return the prompts that environments have replaced, by position in `GenerationRound.unfinished`."""
+    def collect_replaced_prompts(self) -> dict[int, list[int]]:
+        """Collect the prompts that environments have replaced, by position in `GenerationRound.unfinished`.
+
+        There are none without environments.
+        """
         return {}
 
-    def new_tokens(self, routing: RoutingShape | None) -> NewTokens:
-        """Return the tokens that this replica has added to its admitted sequences in this round."""
+    def report_new_tokens(self, routing_shape: RoutingShape | None) -> NewTokens:
+        """Return the tokens that this replica has added to its admitted sequences in this round.
+
+        ``routing_shape`` is (layers, experts per token) if the engine records the experts, or None.
+        """
         return collect_new_tokens(
             [admitted.position for admitted in self.admitted],
             [admitted.sequence for admitted in self.admitted],
             [admitted.start for admitted in self.admitted],
-            self.new_prompts(),
-            routing,
+            self.collect_replaced_prompts(),
+            routing_shape,
         )
 
     def close(self) -> None:
-        """Release the resources of sequences that are unfinished at the end of the round."""
+        """Release the resources of unfinished sequences at the end of the round; this class has none."""
 
     def _append_interrupted(self, completions: abc.Sequence[Completion]) -> None:
         """Append the tokens of requests that were interrupted by the round's end."""
@@ -536,7 +542,7 @@ def sample_round(
     *,
     next_queue_index: Callable[[], int],
     make_scheduler: Callable[[Generator, ReplicaQueue], ReplicaScheduler] = ReplicaScheduler,
-    routing: RoutingShape | None = None,
+    routing_shape: RoutingShape | None = None,
     max_in_flight: int | None = None,
     on_finished: OnFinished | None = None,
 ) -> NewTokens:
@@ -549,7 +555,7 @@ def sample_round(
         generation_round: the round, equal on all ranks.
         next_queue_index: see `ReplicaQueue`.
         make_scheduler: creates the scheduler of this rank's replica.
-        routing: layers and experts per token if the engine records the routing, or None.
+        routing_shape: (layers, experts per token) if the engine records the experts of each token, or None.
         max_in_flight: maximum number of sequences in flight on a replica; None for the number of requests
             that the engine processes concurrently.
         on_finished: called on the first rank of a replica for each group that it finishes, during sampling.
@@ -581,7 +587,7 @@ def sample_round(
 
     def report_finished() -> None:
         if on_finished is not None and is_output_rank:
-            for index, group in scheduler.finished():
+            for index, group in scheduler.pop_finished_groups():
                 on_finished(index, group)
 
     if generation_round.token_round is None:
@@ -604,8 +610,8 @@ def sample_round(
 
     # The first rank reports for its replica: the other ranks have the same tokens, or none if it is led.
     if not is_output_rank:
-        return collect_new_tokens([], [], [], {}, routing)
-    return scheduler.new_tokens(routing)
+        return collect_new_tokens([], [], [], {}, routing_shape)
+    return scheduler.report_new_tokens(routing_shape)
 
 
 def _run_until_finished(
@@ -630,33 +636,33 @@ def _run_token_rounds(
     """Sample token rounds until enough groups are finished, counted over all replicas."""
     # Position of a sequence in the round -> token round in which it finished; equal on all ranks.
     finished_in: dict[int, int] = {}
-    token_round = 0
+    round_index = 0
     while not _has_enough_groups(generation_round, finished_in):
-        token_round += 1
+        round_index += 1
         scheduler.run_token_round(generation_round.token_round, report_finished)
 
         newly_finished = []
         for admitted in scheduler.admitted:
             if admitted.position not in finished_in and admitted.sequence.is_finished:
-                admitted.sequence.finished_in = token_round
+                admitted.sequence.finished_in = round_index
                 newly_finished.append(admitted.position)
 
         # Every rank needs the positions of all replicas, so that all make the same decision to continue.
         positions = newly_finished if is_output_rank else []
         for replica_positions in all_ranks.gather_objects(positions):
-            finished_in |= dict.fromkeys(replica_positions, token_round)
+            finished_in |= dict.fromkeys(replica_positions, round_index)
 
 
 def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
-    """Return whether enough groups of a round are finished.
+    """Return whether enough groups of a round are finished for the training batch.
 
     The keys of ``finished_in`` are the positions of the sequences that have finished during the round.
     """
-    finished = [True] * len(generation_round.groups)
+    is_finished = [True] * len(generation_round.groups)
     for position, (group, _) in enumerate(generation_round.unfinished):
         if position not in finished_in:
-            finished[group] = False
-    return enough_groups_finished(finished, generation_round.required, generation_round.batch_groups)
+            is_finished[group] = False
+    return enough_groups_finished(is_finished, generation_round.required, generation_round.batch_groups)
 
 
 def _gather_cached_sequences(
@@ -664,7 +670,7 @@ def _gather_cached_sequences(
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,
 ) -> dict[int, int]:
-    """Gather which replica's engine retains the key-value cache of which sequence: seed -> replica.
+    """Gather which sequences have a retained key-value cache: seed of the sequence -> replica of its cache.
 
     Collective over the ranks of ``layout``.
     """
@@ -682,10 +688,10 @@ def draw_queue_index(
     rank: int,
     is_led: bool,
 ) -> int:
-    """Draw the next index of the job's queue ``name``, on the first rank of a replica.
+    """Draw the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
 
-    The replica's other ranks receive it by broadcast. If the replica ``is_led``, only its first rank admits
-    sequences, and the others get an index beyond the end of every queue.
+    The first rank draws the index, and the other ranks receive it by broadcast. If the replica ``is_led``,
+    only its first rank admits sequences, and the others get an index beyond the end of every queue.
     """
     coordinates = layout.coordinates(rank)
     index = sys.maxsize

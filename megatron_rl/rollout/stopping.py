@@ -29,87 +29,90 @@ decoders drop a leading space."""
 class StopSearch:
     """Search for stop texts in the text of one turn, token by token.
 
-    ``decode`` returns the text of token ids. ``before`` has the token before the turn, or is empty if there
-    is none. ``turn`` has the turn's tokens so far.
+    ``decode`` converts token ids to text. ``preceding_tokens`` has the token before the turn, or is empty if
+    there is none. ``turn_tokens`` are the turn's tokens so far.
 
     Example:
-        >>> search = StopSearch(lambda tokens: "".join(map(chr, tokens)), ("ab",), before=b"a", turn=b"ba")
-        >>> search.is_found(), search.append(ord("c")), search.append(ord("a")), search.append(ord("b"))
-        (False, False, False, True)
+        >>> def decode(tokens):
+        ...     return "".join(map(chr, tokens))
+        >>> search = StopSearch(decode, ("ab",), preceding_tokens=b"a", turn_tokens=b"ba")
+        >>> search.has_stop_text(), [search.append_token(ord(letter)) for letter in "cab"]
+        (False, [False, False, True])
     """
 
     def __init__(
         self,
         decode: Callable[[list[int]], str],
-        texts: Sequence[str],
-        before: Sequence[int],
-        turn: Sequence[int],
+        stop_texts: Sequence[str],
+        preceding_tokens: Sequence[int],
+        turn_tokens: Sequence[int],
     ) -> None:
         self._decode = decode
-        self._texts = texts
-        self._longest = max(len(text) for text in texts) + _MARGIN
+        self._stop_texts = stop_texts
+        self._retained_characters = max(len(text) for text in stop_texts) + _MARGIN
 
         # The last tokens of the turn, and the index of the turn's first character in their text.
-        self._tokens = [*before, *turn]
-        self._start = len(decode(list(before)))
+        self._tokens = [*preceding_tokens, *turn_tokens]
+        self._turn_start = len(decode(list(preceding_tokens)))
 
-    def append(self, token: int) -> bool:
+    def append_token(self, token: int) -> bool:
         """Append a sampled token; return whether it completes a stop text."""
         self._tokens.append(token)
-        return self.is_found()
+        return self.has_stop_text()
 
-    def is_found(self) -> bool:
+    def has_stop_text(self) -> bool:
         """Return whether the tokens so far contain a stop text."""
         text = self._decode(self._tokens)
-        if any(text.find(stop, self._start) >= 0 for stop in self._texts):
+        if any(text.find(stop_text, self._turn_start) >= 0 for stop_text in self._stop_texts):
             return True
 
         # Drop the first half of the tokens if the second half is long enough to find every stop text that
         # further tokens complete.
-        if len(text) > 2 * self._longest:
+        if len(text) > 2 * self._retained_characters:
             second_half = self._tokens[len(self._tokens) // 2 :]
-            if len(self._decode(second_half)) >= self._longest:
+            if len(self._decode(second_half)) >= self._retained_characters:
                 self._tokens = second_half
-                self._start = 0
+                self._turn_start = 0
         return False
 
 
-class StopTexts:
-    """Factory of searches for stop texts, with the tokenizer that ``load`` returns.
+class StopTextFinder:
+    """Finder of stop texts in turns of the policy, with the tokenizer that ``load_tokenizer`` returns.
 
     The tokenizer is loaded at the first request with stop texts, since most runs have none.
     """
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        self._load = load
+    def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
+        self._load_tokenizer = load_tokenizer
 
     @classmethod
-    def of_model(cls, path: str | Path) -> StopTexts:
-        """Return a factory with the tokenizer of the Hugging Face model at ``path``."""
+    def from_model(cls, path: str | Path) -> StopTextFinder:
+        """Return a finder with the tokenizer of the Hugging Face model at ``path``."""
         return cls(lambda: load_tokenizer(path))
 
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
         """Return the function that decodes token ids to text, including special tokens."""
         # The backend of the tokenizers library: transformers' decode is slow, and this is called per token.
-        backend = self._load().backend_tokenizer
+        backend = self._load_tokenizer().backend_tokenizer
         return lambda tokens: backend.decode(tokens, skip_special_tokens=False)
 
-    def search(
+    def make_search(
         self,
         sampling: SamplingParameters,
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> StopSearch | None:
-        """Return a search in a turn, the last ``turn_tokens`` of ``tokens``, or None without stop texts."""
+        """Make a search in a turn, the last ``turn_tokens`` of ``tokens``; None without stop texts."""
         if not sampling.stop_texts:
             return None
-        start = len(tokens) - turn_tokens
-        # Decoders may drop the leading space of a text, so decode the turn after the token that precedes it.
-        preceding = tokens[max(0, start - 1) : start]
-        return StopSearch(self._decode, sampling.stop_texts, preceding, tokens[start:])
 
-    def is_stopped(
+        # Decoders may drop the leading space of a text, so decode the turn after the token that precedes it.
+        turn_start = len(tokens) - turn_tokens
+        preceding_tokens = tokens[max(0, turn_start - 1) : turn_start]
+        return StopSearch(self._decode, sampling.stop_texts, preceding_tokens, tokens[turn_start:])
+
+    def is_turn_ended(
         self,
         sampling: SamplingParameters,
         tokens: Sequence[int],
@@ -123,41 +126,41 @@ class StopTexts:
             return False
         if tokens[-1] in sampling.stop_token_ids:
             return True
-        search = self.search(sampling, tokens, turn_tokens)
-        return search is not None and search.is_found()
+        search = self.make_search(sampling, tokens, turn_tokens)
+        return search is not None and search.has_stop_text()
 
-    def trim(
+    def trim_completion(
         self,
         request: GenerationRequest,
         completion: Completion,
     ) -> Completion:
         """Cut a completion after the token that completes a stop text; return it unchanged without one."""
-        search = self.search(request.sampling, request.tokens, request.turn_tokens)
+        search = self.make_search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
             return completion
 
         for count, token in enumerate(completion.tokens, start=1):
-            if search.append(token):
-                return stopped_completion(request, completion, count)
+            if search.append_token(token):
+                return cut_stopped_completion(request, completion, count)
         return completion
 
 
-def stopped_completion(
+def cut_stopped_completion(
     request: GenerationRequest,
     completion: Completion,
-    count: int,
+    num_tokens: int,
 ) -> Completion:
-    """Cut a completion after its first ``count`` tokens, the last of which ended the response."""
+    """Cut a completion after its first ``num_tokens`` tokens, the last of which ended the response."""
     experts = completion.experts
     if experts is not None:
         # The last token has no recorded experts, because it was never an input of the model.
-        experts = experts[: len(request.tokens) + count - 1]
+        experts = experts[: len(request.tokens) + num_tokens - 1]
 
     return replace(
         completion,
-        tokens=completion.tokens[:count],
-        log_probs=completion.log_probs[:count],
-        support=completion.support[:count],
+        tokens=completion.tokens[:num_tokens],
+        log_probs=completion.log_probs[:num_tokens],
+        support=completion.support[:num_tokens],
         experts=experts,
         finish_reason=FINISH_STOP,
     )

@@ -61,7 +61,7 @@ class Completion:
     """Tokens that an engine sampled for one request.
 
     Example:
-        >>> failed_completion(3)
+        >>> make_failed_completion(3)
         Completion(number=3, tokens=(), log_probs=(), finish_reason=2, support=(), experts=None)
     """
 
@@ -87,8 +87,8 @@ class Completion:
     was routed, except the last token, which was never an input. None unless the engine records them."""
 
 
-def failed_completion(number: int) -> Completion:
-    """Return the completion of a request that the engine could not sample."""
+def make_failed_completion(number: int) -> Completion:
+    """Make the completion of a request that the engine could not sample."""
     return Completion(number, (), (), FINISH_FAILED)
 
 
@@ -258,7 +258,7 @@ class SequenceGroup:
         """Return the number of tokens that the policy sampled in all sequences."""
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
-    def age(self, version: int) -> int:
-        """Return the number of weight updates between the group's oldest token and weights of ``version``."""
+    def compute_age(self, version: int) -> int:
+        """Compute the number of weight updates from the group's oldest token to weights ``version``."""
         # Versions only increase, so a sequence's oldest token is its first one.
         return version - min(sequence.policy_version for sequence in self.sequences)

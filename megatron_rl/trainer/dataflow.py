@@ -39,7 +39,7 @@ from megatron_rl.errors import UserError, UserErrors, numbered_lines
 from megatron_rl.launcher import current_launch, process_rank, watch_launcher
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
-from megatron_rl.rollout.limits import length_metrics
+from megatron_rl.rollout.limits import compute_length_metrics
 from megatron_rl.trainer.job import Job, Stopped, open_job
 from megatron_rl.trainer.loop import (
     StepResult,
@@ -220,7 +220,7 @@ class Run:
             pending = start_complete_round(roles.rollout, prompts, samples_per_prompt, seed, version)
             rollouts = gather_complete_round(roles.rollout, pending, self._world)
         self._local_metrics += sync_metrics
-        self._metrics += length_metrics(prompts, rollouts, self.config.rollout)
+        self._metrics += compute_length_metrics(prompts, rollouts, self.config.rollout)
         return rollouts
 
     def rewards(self, prompts: PromptBatch, rollouts: Rollouts) -> Scores:

@@ -33,13 +33,13 @@ from megatron_rl.rollout.buffer import (
 from megatron_rl.rollout.collate import (
     NewTokens,
     append_new_tokens,
+    make_waiting_groups,
     start_groups,
     to_prompts,
     to_rollouts,
-    waiting_groups,
 )
-from megatron_rl.rollout.limits import AutoLimits, length_metrics
-from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.limits import AutoLimits, compute_length_metrics
+from megatron_rl.rollout.sampling import derive_row_seeds
 from megatron_rl.rollout.scheduler import GenerationRound
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
@@ -171,11 +171,11 @@ class RolloutSource:
         rollouts = to_rollouts(selected)
         early = merge_early_rewards(selected)
         metrics = conversation_metrics(rollouts)
-        metrics += length_metrics(prompts, rollouts, self.config.rollout)
+        metrics += compute_length_metrics(prompts, rollouts, self.config.rollout)
         if changes_temperature(self.config.rollout):
             temperatures = rollouts.temperature
             metrics += Metrics.mean("rollout/temperature", float(temperatures.sum()), len(temperatures))
-        self.limits.observe(prompts, rollouts)
+        self.limits.record_lengths(prompts, rollouts)
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
 
@@ -255,7 +255,7 @@ class RolloutSource:
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
             waiting = self.limits.with_limits(self._take_waiting_groups(missing_groups))
-            self.buffer.add(
+            self.buffer.add_started(
                 start_groups(
                     waiting,
                     self.config.batch.samples_per_prompt,
@@ -297,7 +297,7 @@ class RolloutSource:
         """Return ``count`` waiting groups: first those of the buffer, then new ones from the data."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
-            groups += waiting_groups(self._draw_prompts(count - len(groups)))
+            groups += make_waiting_groups(self._draw_prompts(count - len(groups)))
         return groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class RolloutSource:
 
         # `restart` inserts prompts in front of the waiting ones: in reverse, the oldest batch becomes first.
         for batch in reversed(rejected):
-            self.buffer.restart(waiting_groups(batch.prompts))
+            self.buffer.restart(make_waiting_groups(batch.prompts))
         return trainable
 
     @property
@@ -368,7 +368,7 @@ def make_complete_round(
     version: int,
 ) -> GenerationRound:
     """Return a round of new sequences for each prompt, which ends when every sequence is finished."""
-    groups = tuple(start_groups(waiting_groups(prompts), samples_per_prompt, seed, version))
+    groups = tuple(start_groups(make_waiting_groups(prompts), samples_per_prompt, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
@@ -438,7 +438,7 @@ def refill_filtered_rows(
         if not removed:
             break
 
-        seeds = row_seeds(seed, [attempt * row_count + row for row in removed])
+        seeds = derive_row_seeds(seed, [attempt * row_count + row for row in removed])
         responses = _sample_rows(source, prompts.rows(removed), seeds, seed, members)
         rollouts = _replace_rows(rollouts, removed, responses)
         num_refilled += len(removed)
@@ -467,14 +467,14 @@ def _sample_rows(
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
-    groups = tuple(start_groups(waiting_groups(prompts), 1, seed, version))
+    groups = tuple(start_groups(make_waiting_groups(prompts), 1, seed, version))
     for group, row_seed in zip(groups, seeds, strict=True):
         group.sequences[0].seed = row_seed
 
     generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
     pending = PendingRound(generation_round, rollout.infer(generation_round))
     responses = gather_complete_round(rollout, pending, members)
-    source.limits.observe(prompts, responses)
+    source.limits.record_lengths(prompts, responses)
     return responses
 
 

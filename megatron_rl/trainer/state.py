@@ -179,7 +179,7 @@ class TrainerState:
         with roles.keep_learners_resident():
             if restores_rollout_weights:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
-                rollout_policy.capture(roles.hybrid_engine.version)
+                rollout_policy.capture_weights(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
             state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 
@@ -241,7 +241,7 @@ def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
     """Return the rollout policy's weights in the form in which checkpoints save a role."""
-    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
+    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.swap_into_model)
 
 
 class Checkpoints:

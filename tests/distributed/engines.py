@@ -14,7 +14,7 @@ from megatron_rl.megatron.logit_rules import token_temperatures
 from megatron_rl.rollout.engines.base import Storage
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.weights import model_parameters
+from megatron_rl.rollout.engines.vllm.weights import get_model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import (
@@ -93,8 +93,8 @@ def responses(rollouts: Rollouts) -> list[list[int]]:
 
 def same_weights(first: VllmEngine, second: VllmEngine) -> None:
     """Assert that two engines hold bitwise equal parameters."""
-    expected = model_parameters(second._model)
-    actual = model_parameters(first._model)
+    expected = get_model_parameters(second._model)
+    actual = get_model_parameters(first._model)
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name

@@ -26,8 +26,8 @@ from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.metrics import Metrics
 from megatron_rl.planning.reshard import engine_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.setup import join_groups
-from megatron_rl.rollout.engines.vllm.weights import LiveWeights, model_parameters
+from megatron_rl.rollout.engines.vllm.setup import create_layout_groups
+from megatron_rl.rollout.engines.vllm.weights import LiveWeights, get_model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
@@ -132,7 +132,7 @@ def engine_on(
     """Return the engine of this rank, or None outside of ``ranks``. Collective over all ranks."""
     layout = ParallelLayout(ranks, tensor=tensor)
     if len(ranks) < device.world_size():
-        join_groups(layout)
+        create_layout_groups(layout)
     if device.rank() not in ranks:
         return None
 
@@ -232,8 +232,8 @@ def check_against_loaded_engine(
     if engine is None or loaded is None:
         return
 
-    expected = model_parameters(loaded._model)
-    actual = model_parameters(engine._model)
+    expected = get_model_parameters(loaded._model)
+    actual = get_model_parameters(engine._model)
     assert expected.keys() == actual.keys()
 
     for name, value in expected.items():

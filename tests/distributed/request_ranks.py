@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.sections.rollout import KEEP, RECOMPUTE
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
-from megatron_rl.rollout.sampling import row_seeds
+from megatron_rl.rollout.sampling import derive_row_seeds
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import FINISH_LENGTH
 from tests.sampling import generate, make_prompts
@@ -53,7 +53,7 @@ def check_requests(path: Path) -> None:
     engine = build(path, 2, load=True)
     rows = random_rows(3, seed=4)
     full = generate(engine, make_prompts(rows, SAMPLED), seed=5)
-    seeds = row_seeds(5, range(3))
+    seeds = derive_row_seeds(5, range(3))
     requests = [
         GenerationRequest(n, row, SAMPLED, 20, seed)
         for n, (row, seed) in enumerate(zip(rows, seeds, strict=True))
@@ -110,7 +110,7 @@ def check_updates_in_flight(path: Path) -> None:
         parameter.data.mul_(1.05)
 
     rows = random_rows(3, seed=4)
-    seeds = row_seeds(5, range(3))
+    seeds = derive_row_seeds(5, range(3))
 
     requests = [
         GenerationRequest(n, row, HEATED, 20, seed)

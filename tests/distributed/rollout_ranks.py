@@ -31,7 +31,7 @@ from megatron_rl.megatron.model_spec import describe_model, read_hf_config
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.setup import join_groups
+from megatron_rl.rollout.engines.vllm.setup import create_layout_groups
 from megatron_rl.rollout.scheduler import SchedulerOutput
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.shapes.layout import ParallelLayout
@@ -336,7 +336,7 @@ def check_replicas(path: Path) -> None:
     engine.close()
 
     layout = ParallelLayout((1, 2), tensor=2)
-    join_groups(layout)
+    create_layout_groups(layout)
 
     if rank in layout.ranks:
         engine = build(path, 2, ranks=layout.ranks, load=True)

@@ -42,7 +42,7 @@ def test_a_server_that_is_killed_costs_its_requests_and_comes_back_with_weights(
     assert there, ended.output
     assert (there[0], min(there), there[-1]) == (2, 1, 2), ended.output
     lost = config["rollout"]["server"]["urls"][1]
-    assert f"warning: server {lost} is away: ServerError: {lost}/weight_info" in ended.output
+    assert f"warning: server {lost} is unavailable: ServerError: {lost}/weight_info" in ended.output
     assert f"server {lost} is back, with the newest weights" in ended.output
     assert (tmp_path / "run/holder").read_text().startswith(f"the run in {tmp_path / 'run'} (process ")
     # Written by a process that no launcher waits for.

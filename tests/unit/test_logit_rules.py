@@ -15,8 +15,8 @@ from megatron_rl.config.sections.rollout import RolloutConfig, rule_errors
 from megatron_rl.megatron import log_probs as module
 from megatron_rl.megatron.log_probs import VocabularyShard, make_support, vocab_parallel_log_probs
 from megatron_rl.megatron.logit_rules import build_row_rules, find_repeated_ngrams
-from megatron_rl.rollout.engines.vllm.rules import accelerator_processor
-from megatron_rl.rollout.sampling import apply_logit_rules, ban_repeated_ngrams, vllm_parameters
+from megatron_rl.rollout.engines.vllm.rules import make_accelerator_processor_class
+from megatron_rl.rollout.sampling import apply_logit_rules, ban_repeated_ngrams, make_vllm_parameters
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -215,7 +215,7 @@ def test_bans_equal_those_of_transformers(size):
 def test_accelerators_ban_the_tokens_of_each_slot():
     """Two slots in another order than the rows, one of them without a rule after it had one."""
     state = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=torch.tensor([[4, 5, 4, 0], [1, 1, 1, 9]])))
-    processor = accelerator_processor()(None, state)
+    processor = make_accelerator_processor_class()(None, state)
     ruled, free = SimpleNamespace(extra_args={"megatron_rl_ngram_size": 2}), SimpleNamespace(extra_args=None)
     assert [processor.add_request(slot, ruled) for slot in (0, 1)] == [True, True]
     lengths = numpy.array([3, 3])
@@ -239,7 +239,10 @@ def test_the_torch_engine_samples_from_the_same_logits(row):
 
 def test_a_continuation_has_the_rest_of_the_minimum():
     sampling = SamplingParameters(min_response_tokens=10)
-    minima = [vllm_parameters(sampling, limit=8, seed=1, done=done)["min_tokens"] for done in (0, 4, 9, 12)]
+    minima = [
+        make_vllm_parameters(sampling, max_tokens=8, seed=1, response_tokens=count)["min_tokens"]
+        for count in (0, 4, 9, 12)
+    ]
     assert minima == [8, 6, 1, 0], "vLLM refuses a minimum above the limit of a request"
 
 

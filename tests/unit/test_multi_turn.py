@@ -242,7 +242,7 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(
     assert sorted(one.position for one in admitted) == list(range(10))
 
     scheduler = scheduler_of(hosts, ReplicaQueue(round_of(groups, 3), 0, 200))
-    scheduler.queue.pop = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    scheduler.queue.pop_sequence = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
     scheduler.admitted = admitted
     take_in(scheduler)
     same(to_rollouts(groups), expected)
@@ -255,7 +255,7 @@ def test_groups_go_on_where_an_engine_has_their_cache():
     for replica, expected in ((1, [2, 3, 6, 7]), (0, [0, 1, 4, 5])):
         queue = ReplicaQueue(round_of(groups, 3), 4, 200, lambda: next(tickets), replica, 2, cached_on)
         scheduler = ReplicaScheduler(engine_of(logits, max_model_len=200), queue)
-        scheduler.admit(0)
+        scheduler.admit_sequences(0)
         assert [one.position for one in scheduler.admitted] == expected
 
 
@@ -264,7 +264,7 @@ def test_a_group_begins_where_one_row_has_room_and_no_more_rows_are_in_flight_th
     tickets = itertools.count()
     queue = ReplicaQueue(round_of(groups, 3), 3, 200, lambda: next(tickets))
     scheduler = ReplicaScheduler(engine_of(logits, max_model_len=200), queue)
-    assert [scheduler.admit(busy) for busy in (0, 3, 2, 1, 0)] == [[0, 1, 2], [], [3], [4, 5], []]
+    assert [scheduler.admit_sequences(busy) for busy in (0, 3, 2, 1, 0)] == [[0, 1, 2], [], [3], [4, 5], []]
     assert [one.position for one in scheduler.admitted] == list(range(6))
 
 
@@ -297,7 +297,7 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     scheduler = scheduler_of(patient, ReplicaQueue(round_of(groups, 3), 4, 200))
 
     def judge() -> None:
-        for index, group in scheduler.finished():
+        for index, group in scheduler.pop_finished_groups():
             reward.start_early_rewards(index, group)
 
     scheduler.run_token_round(None, judge)

@@ -10,7 +10,7 @@ import pytest
 
 PROCESSES = """
 import multiprocessing, os, sys, time
-from megatron_rl.rollout.engines.vllm.orphans import end_with_server
+from megatron_rl.rollout.engines.vllm.orphans import start_watchdog
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -25,13 +25,13 @@ def work(ready):
         ready.put(os.getpid())
         while os.path.exists("late"):
             time.sleep(0.05)
-    end_with_server()
+    start_watchdog()
     wait(ready)
 
 
 def run_engine(ready, workers):
     if not workers:
-        end_with_server()
+        start_watchdog()
     for place in range(workers):
         spawn.Process(target=work, args=(ready,), name=f"VllmWorker-{place}").start()
     wait(ready)
@@ -77,8 +77,8 @@ def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, wor
 @pytest.mark.slow
 def test_a_process_that_is_no_engine_stays(tmp_path):
     (tmp_path / "rank.py").write_text(
-        "import threading\nfrom megatron_rl.rollout.engines.vllm.orphans import end_with_server\n"
-        "end_with_server()\nprint(threading.active_count())\n"
+        "import threading\nfrom megatron_rl.rollout.engines.vllm.orphans import start_watchdog\n"
+        "start_watchdog()\nprint(threading.active_count())\n"
     )
     command = [sys.executable, str(tmp_path / "rank.py")]
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "1\n"

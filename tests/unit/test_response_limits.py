@@ -11,8 +11,8 @@ import torch
 
 from megatron_rl.config.sections.response_limits import AutoLimitConfig, prompt_limit
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.rollout.collate import waiting_groups
-from megatron_rl.rollout.limits import AutoLimits, length_metrics
+from megatron_rl.rollout.collate import make_waiting_groups
+from megatron_rl.rollout.limits import AutoLimits, compute_length_metrics
 from megatron_rl.types import (
     FINISH_FAILED,
     FINISH_LENGTH,
@@ -59,7 +59,7 @@ def test_a_limit_is_a_quantile_of_the_latest_lengths_of_its_task_and_prompt_leng
     for _ in range(12):
         lengths = [generator.randint(1, 40) for _ in range(6)]
         reasons = [generator.choice([FINISH_STOP, FINISH_LENGTH, FINISH_FAILED]) for _ in lengths]
-        limits.observe(prompts, responses(3, lengths, reasons))
+        limits.record_lengths(prompts, responses(3, lengths, reasons))
         for row, (length, reason) in enumerate(zip(lengths, reasons, strict=True)):
             if row % 3 < 2 and reason != FINISH_FAILED:
                 seen[row % 3].append(length)
@@ -70,41 +70,41 @@ def test_a_limit_is_a_quantile_of_the_latest_lengths_of_its_task_and_prompt_leng
                 latest = np.array(seen[prompt][-AUTO.window :], dtype=np.float64)
                 length = np.quantile(latest, AUTO.quantile, method="inverted_cdf")
                 expected = int(np.clip(np.ceil(length * AUTO.margin), AUTO.at_least, AUTO.at_most))
-            assert limits.limit("sum", tokens) == expected
+            assert limits.compute_limit("sum", tokens) == expected
             # Prompts of up to 4 and of 5 to 8 tokens are classes, and each task has its own.
-            assert limits.limit("sum", {3: 4, 5: 8}[tokens]) == expected
-    assert limits.limit("sum", 9) == limits.limit("other", 3) == AUTO.at_most
+            assert limits.compute_limit("sum", {3: 4, 5: 8}[tokens]) == expected
+    assert limits.compute_limit("sum", 9) == limits.compute_limit("other", 3) == AUTO.at_most
 
-    started = limits.with_limits(waiting_groups(prompts))
+    started = limits.with_limits(make_waiting_groups(prompts))
     found = [group.prompt.sampling[0].max_response_tokens for group in started]
-    assert found[:2] == [limits.limit("sum", 3), limits.limit("sum", 5)]
+    assert found[:2] == [limits.compute_limit("sum", 3), limits.compute_limit("sum", 5)]
     # A task with a number of its own keeps what its prompt has.
     assert found[2] == prompts.sampling[2].max_response_tokens
 
     restored = AutoLimits(CONFIG)
     restored.load_state_dict(limits.state_dict())
-    assert restored.limit("sum", 3) == limits.limit("sum", 3) < AUTO.at_most
+    assert restored.compute_limit("sum", 3) == limits.compute_limit("sum", 3) < AUTO.at_most
 
 
 def test_a_limit_that_cuts_off_most_responses_grows_and_one_above_all_shrinks():
     limits = AutoLimits(CONFIG)
     prompts = replace(prompts_of([3]), tasks=("sum",))
-    limits.observe(prompts, responses(1, [2] * 20, [FINISH_STOP] * 20))
-    assert limits.limit("sum", 3) == AUTO.at_least
+    limits.record_lengths(prompts, responses(1, [2] * 20, [FINISH_STOP] * 20))
+    assert limits.compute_limit("sum", 3) == AUTO.at_least
     found = []
     for _ in range(14):
-        limit = limits.limit("sum", 3)
+        limit = limits.compute_limit("sum", 3)
         found.append(limit)
-        limits.observe(prompts, responses(1, [limit] * 20, [FINISH_LENGTH] * 20))
+        limits.record_lengths(prompts, responses(1, [limit] * 20, [FINISH_LENGTH] * 20))
     assert found == sorted(found) and found[-1] == AUTO.at_most
-    limits.observe(prompts, responses(1, [8] * 20, [FINISH_STOP] * 20))
-    assert limits.limit("sum", 3) == 10
+    limits.record_lengths(prompts, responses(1, [8] * 20, [FINISH_STOP] * 20))
+    assert limits.compute_limit("sum", 3) == 10
 
 
 def test_metrics_of_lengths_are_by_task():
     prompts = replace(prompts_of([3, 5, 3]), tasks=("sum", "sum", "fixed"))
     rows = responses(3, [1, 2, 3, 4, 5, 6], [FINISH_STOP, FINISH_LENGTH, FINISH_LENGTH] * 2)
-    values = length_metrics(prompts, rows, CONFIG).values()
+    values = compute_length_metrics(prompts, rows, CONFIG).values()
     assert values == {
         "response/truncated_fraction/sum": 0.5,
         "response/truncated_fraction/fixed": 1.0,

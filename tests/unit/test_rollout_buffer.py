@@ -73,7 +73,7 @@ def test_appended_tokens_keep_their_versions_and_the_oldest_counts():
     assert not rollouts.rollout_log_probs[~rollouts.response_mask].any()
     assert rollouts.policy_version.tolist() == [4, 6, 4, 4]
     assert rollouts.group.tolist() == [0, 0, 1, 1]
-    assert [group.age(7) for group in groups] == [3, 3]
+    assert [group.compute_age(7) for group in groups] == [3, 3]
     assert sum(group.num_sampled_tokens for group in groups) == 7
 
 
@@ -82,15 +82,15 @@ def test_an_admitted_sequence_is_a_copy_whose_request_goes_on_behind_its_tokens(
     append(groups, 4, sampled([10, 11, 12]), sampled([40, 50, 41], observed=[1]))
     queue = ReplicaQueue(round_of(groups, 6), 2, 8)
     scheduler = ReplicaScheduler(engine_of(lambda *_: torch.zeros(2, 9), max_model_len=8), queue)
-    scheduler.admit(0)
+    scheduler.admit_sequences(0)
     assert [(one.position, one.start) for one in scheduler.admitted] == [(0, 3), (1, 3)]
-    request = scheduler.request(1, 9)
+    request = scheduler.make_request(1, 9)
     assert (request.tokens, request.limit, request.done) == ([1, 2, 3, 40, 50, 41], 2, 3)
     assert request.seed == unfinished(groups)[1].seed
     scheduler.admitted[0].sequence.append_observed([5])
     assert unfinished(groups)[0].tokens.tolist() == [10, 11, 12]
-    assert scheduler.new_tokens(None).shard.lengths.tolist() == [1, 0]
-    (nothing,) = scheduler.new_tokens(None).shard.items.values()
+    assert scheduler.report_new_tokens(None).shard.lengths.tolist() == [1, 0]
+    (nothing,) = scheduler.report_new_tokens(None).shard.items.values()
     assert len(nothing.view(torch.uint8)) == 0, "ranks exchange bytes, also where there are none"
 
 
@@ -105,7 +105,7 @@ def test_required_groups_come_first_and_the_rest_by_token_round():
 def test_prompts_of_unstarted_and_dropped_groups_wait_in_front_of_the_others():
     buffer = RolloutBuffer()
     buffer.restart(groups_of([9]))
-    buffer.add(groups_of([1], [2], [3], samples=1))
+    buffer.add_started(groups_of([1], [2], [3], samples=1))
     append(buffer.started, 4, sampled([10], reason=FINISH_STOP), sampled([]), sampled([30]))
     assert (len(buffer.finished), len(buffer.running), len(buffer.waiting)) == (1, 2, 1)
     (selected,) = buffer.select((False, False, False), 2)
@@ -122,7 +122,7 @@ def test_a_restored_buffer_is_the_saved_one():
     buffer, other = RolloutBuffer(), RolloutBuffer()
     assert buffer.state_dict() == {"started": None, "waiting": None}
     buffer.restart(groups_of([9, 8]))
-    buffer.add(groups_of([1, 2, 3], [4], samples=2))
+    buffer.add_started(groups_of([1, 2, 3], [4], samples=2))
     rows = [sampled([10, 12], [1]), sampled([]), sampled([20], reason=FINISH_STOP), sampled([5])]
     rows[2].outcome = Outcome(1.5)
     targets = unfinished(buffer.started)
@@ -160,14 +160,14 @@ def test_no_group_is_lost_and_none_gets_older_than_the_bound(seed: int):
         drawn += len(new)
         for prompt in new:
             lengths[prompt] = [source.choice([1, 2, 3, 40]) for _ in range(2)]
-        buffer.add(started(numbered(new), 2, seed=version, version=version))
+        buffer.add_started(started(numbered(new), 2, seed=version, version=version))
         required = buffer.flag_required(version, updates_ahead=ahead, max_updates=bound)
         waited += sum(required)
         run_token_rounds(buffer.started, lengths, required, wanted, tokens, version)
 
         selected = buffer.select(required, wanted)
         assert len(selected) == wanted
-        assert all(group.is_finished and group.age(version) + ahead <= bound for group in selected)
+        assert all(group.is_finished and group.compute_age(version) + ahead <= bound for group in selected)
         taken += [int(group.prompt.prompt_ids) for group in selected]
     assert sorted([*taken, *(int(group.prompt.prompt_ids) for group in buffer.started)]) == list(range(drawn))
     assert waited or bound > ahead + 1

@@ -13,33 +13,33 @@ import torch
 
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.engines.servers import Lease
-from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, shared_memory_name
-from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_model
+from megatron_rl.rollout.engines.vllm.setup import apply_linear, make_shared_memory_name, set_local_rank
+from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_same_model
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
 
 
 def test_the_operating_system_takes_the_name_of_a_groups_shared_memory() -> None:
-    name = shared_memory_name(GROUP)
+    name = make_shared_memory_name(GROUP)
     os.close(_posixshmem.shm_open(name, os.O_CREAT | os.O_RDWR, mode=0o600))
     _posixshmem.shm_unlink(name)
 
 
 def test_names_of_shared_memory_differ_by_job_restart_and_group(monkeypatch) -> None:
-    names = {shared_memory_name(GROUP), shared_memory_name(GROUP.replace("tp", "pp"))}
+    names = {make_shared_memory_name(GROUP), make_shared_memory_name(GROUP.replace("tp", "pp"))}
     monkeypatch.setenv("MASTER_PORT", "29501")
-    names.add(shared_memory_name(GROUP))
+    names.add(make_shared_memory_name(GROUP))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    names.add(shared_memory_name(GROUP))
+    names.add(make_shared_memory_name(GROUP))
     assert len(names) == 4
 
 
 def test_an_engine_counts_the_devices_that_its_process_sees(monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "5")
-    with local_rank(0):
+    with set_local_rank(0):
         assert os.environ["LOCAL_RANK"] == "0"
-    with local_rank(None):
+    with set_local_rank(None):
         assert os.environ["LOCAL_RANK"] == "5"
     assert os.environ["LOCAL_RANK"] == "5"
 
@@ -52,7 +52,7 @@ def test_a_host_multiplies_by_the_weights_that_are_written_in_place(dtype, rows)
         weight.fill_(number)
         for added in (bias, None):
             expected = torch.nn.functional.linear(values, weight, added)
-            torch.testing.assert_close(linear(values, weight, added), expected)
+            torch.testing.assert_close(apply_linear(values, weight, added), expected)
 
 
 @pytest.mark.parametrize("vllm", [False, True])
@@ -98,10 +98,10 @@ def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other
         "task": {"size": 1},
     }
     if other is None:
-        _require_model(settings, served, "here")
+        _require_same_model(settings, served, "here")
         return
     with pytest.raises(UserError) as refused:
-        _require_model(settings, served, "here")
+        _require_same_model(settings, served, "here")
     assert str(refused.value.got).startswith(other)
 
 

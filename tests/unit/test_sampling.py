@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_rl.rollout.sampling import (
-    continuation_seed,
+    derive_continuation_seed,
+    derive_row_seeds,
     draw_tokens,
-    filtered_logits,
-    log_prob_temperature,
-    row_seeds,
+    resolve_log_prob_temperature,
+    scale_and_filter_logits,
 )
 from megatron_rl.types import (
     SamplingParameters,
@@ -24,28 +24,32 @@ def settings(
 
 
 def test_row_seeds_depend_on_seed_and_position_alone():
-    seeds = row_seeds(3, range(1000))
+    seeds = derive_row_seeds(3, range(1000))
     assert len(set(seeds)) == 1000
-    assert row_seeds(3, [7, 999]) == [seeds[7], seeds[999]]
-    assert not set(seeds) & set(row_seeds(4, range(1000)))
+    assert derive_row_seeds(3, [7, 999]) == [seeds[7], seeds[999]]
+    assert not set(seeds) & set(derive_row_seeds(4, range(1000)))
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_parts_of_a_response_draw_from_streams_of_their_own():
-    seeds = [continuation_seed(seed, done) for seed in row_seeds(3, range(100)) for done in range(10)]
+    seeds = [
+        derive_continuation_seed(seed, done) for seed in derive_row_seeds(3, range(100)) for done in range(10)
+    ]
     assert len(set(seeds)) == 1000
-    assert seeds[::10] == row_seeds(3, range(100))
+    assert seeds[::10] == derive_row_seeds(3, range(100))
 
 
 def test_temperature_divides():
     logits = torch.randn(3, 11, dtype=torch.bfloat16)
-    assert torch.equal(filtered_logits(logits, *settings(0.7, rows=3)), logits.float() / torch.tensor(0.7))
+    assert torch.equal(
+        scale_and_filter_logits(logits, *settings(0.7, rows=3)), logits.float() / torch.tensor(0.7)
+    )
 
 
 def test_top_k_keeps_the_k_largest_and_their_ties():
-    kept = filtered_logits(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), *settings(top_k=2)).isfinite()
+    kept = scale_and_filter_logits(torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]]), *settings(top_k=2)).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
-    assert filtered_logits(torch.zeros(1, 4), *settings(top_k=9)).isfinite().all()
+    assert scale_and_filter_logits(torch.zeros(1, 4), *settings(top_k=9)).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_top_k_keeps_the_k_largest_and_their_ties():
 )
 def test_top_p_keeps_the_smallest_set_with_enough_mass(top_p: float, expected: list[int]):
     logits = torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log()
-    kept = filtered_logits(logits, *settings(top_p=top_p)).isfinite()[0]
+    kept = scale_and_filter_logits(logits, *settings(top_p=top_p)).isfinite()[0]
     assert kept.nonzero().flatten().tolist() == expected
 
 
@@ -61,14 +65,16 @@ def test_top_p_keeps_the_smallest_set_with_enough_mass(top_p: float, expected: l
     ("min_p", "expected"), [(0.0, [0, 1, 2, 3]), (0.3, [0, 1, 2]), (0.45, [0, 1]), (1.0, [0])]
 )
 def test_min_p_is_a_share_of_the_largest_probability(min_p: float, expected: list[int]):
-    kept = filtered_logits(torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log(), *settings(min_p=min_p)).isfinite()
+    kept = scale_and_filter_logits(
+        torch.tensor([[0.5, 0.25, 0.2, 0.05]]).log(), *settings(min_p=min_p)
+    ).isfinite()
     assert kept[0].nonzero().flatten().tolist() == expected
 
 
 def test_filters_are_per_row_and_top_p_sees_what_top_k_left():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(3, 1)
     temperature, top_p = torch.ones(3), torch.tensor([1.0, 0.6, 0.5])
-    kept = filtered_logits(logits, temperature, torch.tensor([0, 0, 2]), top_p, torch.zeros(3))
+    kept = scale_and_filter_logits(logits, temperature, torch.tensor([0, 0, 2]), top_p, torch.zeros(3))
     kept = kept.isfinite()
     assert kept.sum(1).tolist() == [4, 2, 1]  # the third row: 0.4 of 0.7 is more than half
 
@@ -76,7 +82,7 @@ def test_filters_are_per_row_and_top_p_sees_what_top_k_left():
 def test_draws_follow_the_distribution():
     probabilities = torch.tensor([0.5, 0.3, 0.0, 0.2])
     count = 20000
-    generators = [torch.Generator().manual_seed(seed) for seed in row_seeds(1, range(count))]
+    generators = [torch.Generator().manual_seed(seed) for seed in derive_row_seeds(1, range(count))]
     drawn = draw_tokens(
         probabilities.log().expand(count, 4), torch.zeros(count, dtype=torch.bool), generators
     )
@@ -96,6 +102,6 @@ def test_a_row_draws_from_its_own_stream():
 
 
 def test_log_probs_of_greedy_rows_hold_at_temperature_one():
-    assert log_prob_temperature(SamplingParameters(temperature=0.0)) == 1.0
-    assert log_prob_temperature(SamplingParameters(temperature=0.6)) == 0.6
-    assert log_prob_temperature(SamplingParameters(temperature=0.001)) == 0.01
+    assert resolve_log_prob_temperature(SamplingParameters(temperature=0.0)) == 1.0
+    assert resolve_log_prob_temperature(SamplingParameters(temperature=0.6)) == 0.6
+    assert resolve_log_prob_temperature(SamplingParameters(temperature=0.001)) == 0.01

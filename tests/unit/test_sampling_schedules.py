@@ -17,8 +17,8 @@ from megatron_rl.megatron.logit_rules import token_temperatures
 from megatron_rl.megatron.schedule import _select_support
 from megatron_rl.rollout.collate import to_prompts, to_rollouts
 from megatron_rl.rollout.engines.vllm import replay
-from megatron_rl.rollout.engines.vllm.replay import accelerator_processor
-from megatron_rl.rollout.sampling import has_schedule, sampling_at, truncates
+from megatron_rl.rollout.engines.vllm.replay import make_accelerator_processor_class
+from megatron_rl.rollout.sampling import has_filters, has_schedule, resolve_schedules
 from megatron_rl.rollout.types import GenerationRequest, Sequence, SequenceGroup
 from megatron_rl.types import LogitRules, Rollouts, SamplingParameters
 from tests.sampling import engine_of
@@ -193,7 +193,9 @@ def test_temperatures_begin_anew_with_each_turn_of_packed_rows():
 @pytest.mark.parametrize("sampling", ROWS)
 def test_a_greedy_response_has_no_schedule(sampling: SamplingParameters):
     greedy = sampling.with_greedy_decoding()
-    assert not greedy.changes_over_tokens and sampling_at(greedy, 3) == greedy and not truncates(greedy)
+    assert (
+        not greedy.changes_over_tokens and resolve_schedules(greedy, 3) == greedy and not has_filters(greedy)
+    )
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -214,7 +216,7 @@ def test_a_temperature_that_is_greedy_stays_so_beside_a_schedule(monkeypatch: An
 
 def test_accelerators_have_the_position_of_each_slot():
     """A slot whose request is in the fourth token of its turn, and one whose prompt is not complete."""
-    processor = accelerator_processor()(None, None)
+    processor = make_accelerator_processor_class()(None, None)
     records: list[Any] = [(BOTH, 7), (HEATED, 6)]
     for slot, record in enumerate(records):
         assert processor.add_request(slot, SimpleNamespace(extra_args={"megatron_rl": record}))

@@ -20,7 +20,7 @@ from megatron_rl.environments.host import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler
-from megatron_rl.rollout.stopping import StopTexts
+from megatron_rl.rollout.stopping import StopTextFinder
 from megatron_rl.rollout.types import Completion, GenerationRequest
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters
 from tests.sampling import copied, engine_of, make_prompts, round_of, started, take_in
@@ -71,7 +71,7 @@ def first_end(tokenizer: Any, turn: list[int]) -> int | None:
 def test_a_response_ends_at_the_first_token_that_completes_a_stop_text(tokenizer: Any):
     source = random.Random(0)
     sampling = SamplingParameters(stop_texts=STOPS)
-    stops = StopTexts(lambda: tokenizer)
+    stops = StopTextFinder(lambda: tokenizer)
     ends = []
     inside = 0
     for _ in range(300):
@@ -88,7 +88,7 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_text(tokenizer
         support = [[number] for number in range(len(rest))]
         experts = torch.arange(len(prompt) + len(turn) - 1)[:, None, None]
         completion = Completion(0, rest, log_probs, FINISH_LENGTH, support, experts)
-        trimmed = stops.trim(request, completion)
+        trimmed = stops.trim_completion(request, completion)
         if end is None:
             assert trimmed == completion
             continue
@@ -101,14 +101,14 @@ def test_a_response_ends_at_the_first_token_that_completes_a_stop_text(tokenizer
 
 
 def test_a_stop_text_is_looked_for_in_the_turn_alone(tokenizer: Any):
-    stops = StopTexts(lambda: tokenizer)
+    stops = StopTextFinder(lambda: tokenizer)
     sampling = SamplingParameters(stop_token_ids=(0,), stop_texts=STOPS)
     before = tokenizer.encode("</ans", add_special_tokens=False)
     rest = tokenizer.encode("wer>", add_special_tokens=False)
-    assert not stops.is_stopped(sampling, before + rest, len(rest))
-    assert stops.is_stopped(sampling, before + rest, len(before + rest))
-    assert stops.is_stopped(sampling, [5, 0], 1) and not stops.is_stopped(sampling, [5, 0], 0)
-    assert not StopTexts(lambda: tokenizer).is_stopped(SamplingParameters(), before + rest, 2)
+    assert not stops.is_turn_ended(sampling, before + rest, len(rest))
+    assert stops.is_turn_ended(sampling, before + rest, len(before + rest))
+    assert stops.is_turn_ended(sampling, [5, 0], 1) and not stops.is_turn_ended(sampling, [5, 0], 0)
+    assert not StopTextFinder(lambda: tokenizer).is_turn_ended(SamplingParameters(), before + rest, 2)
 
 
 def logits_of(tokenizer: Any) -> Any:
@@ -132,7 +132,7 @@ def test_the_engine_samples_the_beginning_of_what_it_samples_without_stops(token
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     plain = SamplingParameters(0.7, top_k=12, max_response_tokens=40)
     stopping = plain._replace(stop_texts=STOPS)
-    stops = StopTexts(lambda: tokenizer)
+    stops = StopTextFinder(lambda: tokenizer)
 
     def responses(sampling: SamplingParameters, *limits: int | None) -> list[Any]:
         groups = copied(started(make_prompts(rows, sampling), 4, seed=3, version=0))
@@ -189,7 +189,7 @@ def test_turns_end_at_stop_texts_and_the_observations_follow(
     prompts = make_prompts([tokenizer.encode("<an"), tokenizer.encode("wer>")], sampling)
     groups = copied(started(replace(prompts, prompts=("a", "b")), 3, seed=4, version=0))
     queue = ReplicaQueue(round_of(groups), 6, 400)
-    engine = engine_of(logits_of(tokenizer), max_model_len=400, stops=StopTexts(lambda: tokenizer))
+    engine = engine_of(logits_of(tokenizer), max_model_len=400, stops=StopTextFinder(lambda: tokenizer))
     scheduler = MultiTurnScheduler(engine, queue, hosts, ChatFormats(tokenizer))
     for limit in limits:
         scheduler.run_token_round(limit)

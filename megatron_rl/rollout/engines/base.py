@@ -186,8 +186,8 @@ def make_engine(
 ) -> Engine | None:
     """Build the in-process engine ``config.engine`` of a rank, without weights; None outside ``layout``.
 
-    ``routing_shape`` requests the routed experts of each token from an engine with ``routing_replay``: the
-    model's (layers, experts per token), or None. ``adapters`` describes an adapter with separate storage, for
+    With ``routing_shape``, the model's (layers, experts per token), the engine records the experts of each
+    token; it must support ``routing_replay``. ``adapters`` describes an adapter with separate storage, for
     engines with ``adapter_sync``. A user's own engine receives neither, and is built only on the ranks of
     ``layout``. Collective over the world.
     """
@@ -203,21 +203,22 @@ def make_engine(
     if spec is None:
         if rank not in layout.ranks:
             return None
-        return _user_engine(model_path, config, **arguments)
+        return _make_user_engine(model_path, config, **arguments)
 
     # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
-    folder = import_module(spec.module)
-    return folder.make_engine(model_path, config, **arguments, routing_shape=routing_shape, adapters=adapters)
+    engine_module = import_module(spec.module)
+    arguments |= {"routing_shape": routing_shape, "adapters": adapters}
+    return engine_module.make_engine(model_path, config, **arguments)
 
 
-def _user_engine(
+def _make_user_engine(
     model_path: str | Path,
     config: RolloutConfig,
     **arguments: Any,
 ) -> Engine:
-    """Build an engine whose class the user names by path; raises UserError if it lacks a member."""
-    make_user_engine = load_object(config.engine, "rollout.engine")
-    engine = make_user_engine(model_path, config, **arguments)
+    """Build an engine of the class that ``config.engine`` names; raises UserError if it lacks a member."""
+    engine_class = load_object(config.engine, "rollout.engine")
+    engine = engine_class(model_path, config, **arguments)
 
     # Checked on the object, since a class may set attributes in its constructor.
     absent_members = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))

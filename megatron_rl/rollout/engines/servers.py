@@ -28,8 +28,8 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.stopping import StopTexts
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.stopping import StopTextFinder
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 
 
 class ServerError(RuntimeError):
@@ -50,7 +50,9 @@ class ServerError(RuntimeError):
 
 
 class Server(Protocol):
-    """One server. Every call has a time limit and raises ServerError, except where another error is named.
+    """Client of a server that samples for the run and receives its weights.
+
+    Every call has a time limit and raises ServerError, except where another error is named.
 
     A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and a line
     in the table of `config.engines`.
@@ -82,21 +84,24 @@ class Server(Protocol):
         """Return the maximum number of requests in flight; raise UserError if the server does not fit."""
         ...
 
-    def require_open(self) -> None:
+    def require_token_sampling(self) -> None:
         """Raise UserError unless the server accepts token ids to sample from."""
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve the server for ``run`` for this many seconds; return another run that has it, or None."""
+        """Reserve the server for ``run`` for ``seconds``; return None.
+
+        If another run has reserved it, nothing changes, and that run is returned.
+        """
         ...
 
     # State of the weights.
 
-    def weights(self) -> str:
-        """Return the name of the server's weights."""
+    def fetch_weights_name(self) -> str:
+        """Return the name that the server's last `finish_update` gave its weights."""
         ...
 
-    def workers(self) -> int:
+    def count_workers(self) -> int:
         """Return the number of the server's worker processes: each is a rank of the process group."""
         ...
 
@@ -128,20 +133,23 @@ class Server(Protocol):
         """Receive the weights of ``version`` in the workers. Collective over the workers and actor ranks."""
         ...
 
-    def finish_update(self, name: str, timeout: float) -> None:
+    def finish_update(self, weights_name: str, timeout: float) -> None:
         """Use the received weights under this name, drop the cache of older ones, and resume requests."""
         ...
 
 
 def make_servers(config: RunConfig) -> list[Server]:
-    """Return the servers of a run with a server engine, in the order of `rollout.server.urls`."""
+    """Make the clients of the run's servers, in the order of `rollout.server.urls`."""
     # Imported once it is chosen: the libraries of other engines need not be installed.
-    folder = import_module(ENGINES[config.rollout.engine].module)
-    return [folder.make_server(url) for url in config.rollout.server.urls]
+    engine_module = import_module(ENGINES[config.rollout.engine].module)
+    return [engine_module.make_server(url) for url in config.rollout.server.urls]
 
 
-def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Call a function in a thread, since both sides of a transfer must run at the same time."""
+def start_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Start a function in a thread and return the future of its result.
+
+    For calls of a server that return only after this process has taken part in the transfer.
+    """
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function, *arguments)
 
@@ -178,7 +186,7 @@ class ServerGenerator:
         most_rows: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
-        stops: StopTexts | None = None,
+        stops: StopTextFinder | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.most_rows = most_rows
@@ -192,8 +200,8 @@ class ServerGenerator:
         self._resubmitted = 0
 
         # Number of a request -> its task on the event loop.
-        self._open: dict[int, asyncio.Task[Completion]] = {}
-        # Remaining servers of this round -> requests in flight.
+        self._tasks: dict[int, asyncio.Task[Completion]] = {}
+        # Server that has not been lost in this round -> number of its requests in flight.
         self._in_flight: dict[Server, int] = {}
         # Seed of a sequence -> its server.
         self._server_of: dict[int, Server] = {}
@@ -218,38 +226,39 @@ class ServerGenerator:
         """See `Generator.sampling`."""
         # Every server of the run is tried again in each round.
         first = self._client_index % max(1, len(self._servers))
-        self._in_flight = dict.fromkeys(self._servers[first:] + self._servers[:first], 0)
+        rotated_servers = self._servers[first:] + self._servers[:first]
+        self._in_flight = dict.fromkeys(rotated_servers, 0)
         self._server_of = {}
 
         try:
             yield
         finally:
-            self._cancel(list(self._open))
+            self._cancel_requests(list(self._tasks))
 
     def submit(self, request: GenerationRequest) -> None:
         """See `Generator.submit`."""
         request = replace(request, tokens=list(request.tokens))
-        self._open[request.number] = self._loop.create_task(self._complete(request))
+        self._tasks[request.number] = self._loop.create_task(self._complete_request(request))
 
     def step(self) -> list[Completion]:
         """Wait up to `STEP_SECONDS` for a completion; return all that have arrived."""
-        if not self._open:
+        if not self._tasks:
             return []
 
-        tasks = list(self._open.values())
-        self._run(asyncio.wait(tasks, timeout=STEP_SECONDS, return_when="FIRST_COMPLETED"))
+        tasks = list(self._tasks.values())
+        self._run_coroutine(asyncio.wait(tasks, timeout=STEP_SECONDS, return_when="FIRST_COMPLETED"))
 
-        finished = [number for number, task in self._open.items() if task.done()]
-        return [self._open.pop(number).result() for number in finished]
+        finished_numbers = [number for number, task in self._tasks.items() if task.done()]
+        return [self._tasks.pop(number).result() for number in finished_numbers]
 
     def abort(self, number: int) -> None:
         """Cancel an open request by dropping its connection."""
-        if number in self._open:
-            self._cancel([number])
+        if number in self._tasks:
+            self._cancel_requests([number])
 
     def interrupt(self) -> list[Completion]:
         """Cancel every open request: servers return complete responses only. See `Generator.interrupt`."""
-        self._cancel(list(self._open))
+        self._cancel_requests(list(self._tasks))
         return []
 
     @property
@@ -262,18 +271,18 @@ class ServerGenerator:
         if self._loop.is_closed():
             return
 
-        self._cancel(list(self._open))
+        self._cancel_requests(list(self._tasks))
         if self._session is not None:
-            self._run(self._session.close())
+            self._run_coroutine(self._session.close())
         self._loop.close()
         self._on_close()
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine on the event loop to its end, and return its result."""
         return self._loop.run_until_complete(coroutine)
 
-    def _client(self) -> aiohttp.ClientSession:
-        """Return the HTTP session, made at the first request."""
+    def _get_session(self) -> aiohttp.ClientSession:
+        """Return the HTTP session, which is created at the first request."""
         if self._session is None:
             # No connection is reused: the server may have closed it between two steps, and the next request
             # on it would fail.
@@ -282,39 +291,42 @@ class ServerGenerator:
 
         return self._session
 
-    def _cancel(self, numbers: list[int]) -> None:
+    def _cancel_requests(self, numbers: list[int]) -> None:
         """Cancel open requests and wait until their connections are dropped."""
-        tasks = [self._open.pop(number) for number in numbers]
+        tasks = [self._tasks.pop(number) for number in numbers]
         for task in tasks:
             task.cancel()
 
         if tasks:
-            self._run(asyncio.wait(tasks))
+            self._run_coroutine(asyncio.wait(tasks))
 
     def _choose_server(self, seed: int) -> Server | None:
-        """Return the server for the sequence with this ``seed``, or None if all servers are lost.
+        """Choose the server for the sequence with this ``seed``; None if all servers are lost.
 
         It is the server of the sequence's earlier requests, or the least busy one for a new sequence.
         """
-        # The server of an earlier request may be lost.
-        if self._server_of.get(seed) not in self._in_flight:
-            if not self._in_flight:
-                return None
-            self._server_of[seed] = min(self._in_flight, key=lambda server: self._in_flight[server])
+        server = self._server_of.get(seed)
+        if server in self._in_flight:
+            return server
 
-        return self._server_of[seed]
+        # The sequence is new, or its server is lost.
+        if not self._in_flight:
+            return None
+        least_busy = min(self._in_flight, key=lambda candidate: self._in_flight[candidate])
+        self._server_of[seed] = least_busy
+        return least_busy
 
-    async def _complete(self, request: GenerationRequest) -> Completion:
-        """Send a request to its server, and to others while servers are lost; return the completion."""
+    async def _complete_request(self, request: GenerationRequest) -> Completion:
+        """Send a request to its server, or to another one if that is lost; return the completion."""
         while (server := self._choose_server(request.seed)) is not None:
             self._in_flight[server] += 1
 
             try:
                 completion = await server.generate(
-                    self._client(), request, self._weights_name, self._request_timeout
+                    self._get_session(), request, self._weights_name, self._request_timeout
                 )
                 if self._stops is not None:
-                    completion = self._stops.trim(request, completion)
+                    completion = self._stops.trim_completion(request, completion)
                 return completion
             except ServerError as error:
                 if error.refuses_request:
@@ -327,7 +339,7 @@ class ServerGenerator:
             finally:
                 if server in self._in_flight:
                     self._in_flight[server] -= 1
-        return failed_completion(request.number)
+        return make_failed_completion(request.number)
 
 
 class Lease:
@@ -338,9 +350,9 @@ class Lease:
 
     def __init__(self, servers: Sequence[Server], run_dir: str) -> None:
         self._servers = servers
-        self._run = f"the run in {run_dir} (process {os.getpid()} on {socket.gethostname()})"
+        self._run_name = f"the run in {run_dir} (process {os.getpid()} on {socket.gethostname()})"
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True)
+        self._thread = threading.Thread(target=self._renew_until_closed, daemon=True)
 
     def acquire(self) -> None:
         """Reserve the servers; wait for leases of killed runs to expire.
@@ -350,17 +362,17 @@ class Lease:
         # A killed run's lease expires within this time.
         deadline = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
         while True:
-            reserved = self._claim_all()
-            if reserved is None:
+            conflict = self._claim_all()
+            if conflict is None:
                 break
 
-            url, holder = reserved
-            if holder.startswith(self._run):
+            url, holder = conflict
+            if holder.startswith(self._run_name):
                 raise UserError(
                     "two URLs name the same server",
                     where="rollout.server.urls",
                     expected="the URL of each server once",
-                    got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
+                    got=f"{url} is the server of {holder.removeprefix(self._run_name).strip()}",
                     fix=f"remove {url}",
                 )
 
@@ -377,7 +389,7 @@ class Lease:
         self._thread.start()
 
     def _claim_all(self) -> tuple[str, str] | None:
-        """Reserve every server; return URL and holder of the first one that another run holds, or None."""
+        """Reserve every server; return (URL, holder) of the first one that another run holds, or None."""
         holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
         for url, holder in holders:
             if holder:
@@ -385,7 +397,7 @@ class Lease:
         return None
 
     def _claim_or_raise(self, server: Server) -> str | None:
-        """Reserve a server as `_claim` does; raise UserError if it does not respond as expected."""
+        """Reserve a server, see `_claim`; raise UserError if it does not respond as expected."""
         try:
             return self._claim(server, LEASE_SECONDS)
         except (ServerError, KeyError, ValueError) as error:
@@ -402,15 +414,15 @@ class Lease:
 
         The URL is part of the name, so that a server with two URLs is detected.
         """
-        return server.claim(f"{self._run} {server.url}", seconds)
+        return server.claim(f"{self._run_name} {server.url}", seconds)
 
-    def _renew(self) -> None:
+    def _renew_until_closed(self) -> None:
         """Renew the lease until it is closed: the main function of the thread."""
         while not self._closed.wait(RENEW_SECONDS):
-            self._set_leases(LEASE_SECONDS)
+            self._set_remaining_time(LEASE_SECONDS)
 
-    def _set_leases(self, seconds: float) -> None:
-        """Set the remaining time of the lease of every server that can be reached."""
+    def _set_remaining_time(self, seconds: float) -> None:
+        """Set the remaining time of this lease to ``seconds`` on every server that can be reached."""
         for server in self._servers:
             # A lost server is detected by its next request to sample.
             with suppress(ServerError, KeyError, ValueError):
@@ -425,4 +437,4 @@ class Lease:
         self._thread.join()
 
         # A lease of zero seconds releases the server.
-        self._set_leases(0.0)
+        self._set_remaining_time(0.0)

@@ -29,14 +29,14 @@ def copy_output_after_loading() -> None:
         store(method, layer)
         if layer.prefix.endswith("layers.0.self_attn.o_proj"):
             copy = layer.weight.detach().clone()
-            layer.cpu_linear = lambda values, _, bias=None: setup.linear(values, copy, bias)
+            layer.cpu_linear = lambda values, _, bias=None: setup.apply_linear(values, copy, bias)
 
     setattr(UnquantizedLinearMethod, "process_weights_after_loading", store_and_copy)
 
 
 if __name__ == "__main__":
     if os.environ["STALE"] == "experts":
-        weights.PackedModules.pack = leave_experts_packed
+        weights.PackedModules.repack = leave_experts_packed
     else:
         copy_output_after_loading()
     sys.exit(main())

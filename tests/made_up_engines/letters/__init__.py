@@ -65,16 +65,16 @@ class LetterServer:
     def require_fit(self, config: RunConfig) -> int:
         return self._write("most_requests", {})
 
-    def require_open(self) -> None:
+    def require_token_sampling(self) -> None:
         self._write("weights", {})
 
     def claim(self, run: str, seconds: float) -> str | None:
         return self._write("claim", {"run": run, "seconds": seconds})
 
-    def weights(self) -> str:
+    def fetch_weights_name(self) -> str:
         return self._write("weights", {})
 
-    def workers(self) -> int:
+    def count_workers(self) -> int:
         return 1
 
     def reset_updates(self, timeout: float) -> None:
@@ -90,5 +90,5 @@ class LetterServer:
     def receive_weights(self, version: int, timeout: float) -> None:
         self._write("receive", {"version": version}, timeout)
 
-    def finish_update(self, name: str, timeout: float) -> None:
-        self._write("finish", {"name": name}, timeout)
+    def finish_update(self, weights_name: str, timeout: float) -> None:
+        self._write("finish", {"name": weights_name}, timeout)

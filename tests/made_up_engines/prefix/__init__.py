@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.rollout.sampling import continuation_seed, is_greedy, log_prob_temperature
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.sampling import derive_continuation_seed, is_greedy, resolve_log_prob_temperature
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
 
@@ -71,7 +71,7 @@ class PrefixEngine:
         for number, (request, tokens, log_probs) in list(self._open.items())[: self.most_rows]:
             # An empty prompt has no logits.
             if not request.tokens:
-                completions.append(failed_completion(number))
+                completions.append(make_failed_completion(number))
                 del self._open[number]
                 continue
 
@@ -90,12 +90,12 @@ class PrefixEngine:
         """Sample the next token of a request; return it with its log-prob."""
         logits = self._model(torch.tensor([[*request.tokens, *tokens]])).logits[0, -1].float()
         # Log-probs refer to the temperature of sampling, or to 1 for greedy requests.
-        values = (logits / log_prob_temperature(request.sampling)).log_softmax(0)
+        values = (logits / resolve_log_prob_temperature(request.sampling)).log_softmax(0)
         if is_greedy(request.sampling):
             token = int(values.argmax())
         else:
             # The seed depends on the number of tokens, so continued requests sample as uninterrupted ones.
-            seed = continuation_seed(request.seed, request.done + len(tokens))
+            seed = derive_continuation_seed(request.seed, request.done + len(tokens))
             token = int(values.exp().multinomial(1, generator=torch.Generator().manual_seed(seed)))
         return token, float(values[token])
 

@@ -19,15 +19,15 @@ from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     apply_logit_rules,
+    apply_temperature_and_filters,
     draw_tokens,
+    extract_support_ids,
+    has_filters,
     is_greedy,
-    sampled_logits,
-    sampling_at,
-    support_ids,
-    truncates,
+    resolve_schedules,
 )
-from megatron_rl.rollout.stopping import StopSearch, StopTexts
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.stopping import StopSearch, StopTextFinder
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.fused_experts import FusedExperts, expert_tensors
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -38,16 +38,16 @@ from megatron_rl.weights.boxes import view_of
 class Decoder(Protocol):
     """Incremental decoder of a batch of B sequences, with the state that the model needs of their tokens."""
 
-    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Prefill the prompts; return the logits [B, V] after their last tokens."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Start the batch with these token ids; return the logits [B, V] after their last tokens."""
         ...
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def append_tokens(self, tokens: Tensor) -> Tensor:
         """Append one token to each sequence ([B]); return the next logits [B, V]."""
         ...
 
     def select_rows(self, rows: list[int]) -> None:
-        """Drop all sequences except those of ``rows``, in the order of ``rows``."""
+        """Drop all sequences except those with the batch indices ``rows``, which are also the new order."""
         ...
 
 
@@ -61,16 +61,16 @@ class CachingDecoder:
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
         self._cache: Any = None
 
-    def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         # Padding on the left puts the last tokens of all prompts into one column.
-        width = max(len(row) for row in rows)
-        padded = []
+        longest = max(len(prompt) for prompt in prompts)
+        padded_prompts = []
         mask = []
-        for row in rows:
-            padding = [0] * (width - len(row))
-            padded.append([*padding, *row])
-            mask.append(padding + [1] * len(row))
-        tokens = torch.tensor(padded, device=self._device)
+        for prompt in prompts:
+            padding = [0] * (longest - len(prompt))
+            padded_prompts.append([*padding, *prompt])
+            mask.append(padding + [1] * len(prompt))
+        tokens = torch.tensor(padded_prompts, device=self._device)
         self._mask = torch.tensor(mask, device=self._device)
         self._cache = None
 
@@ -78,7 +78,7 @@ class CachingDecoder:
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         return self._forward(tokens, positions)
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def append_tokens(self, tokens: Tensor) -> Tensor:
         positions = self._mask.sum(1, keepdim=True)
         new_column = torch.ones_like(self._mask[:, :1])
         self._mask = torch.cat([self._mask, new_column], dim=1)
@@ -87,10 +87,10 @@ class CachingDecoder:
         return self._forward(inputs, positions)
 
     def select_rows(self, rows: list[int]) -> None:
-        index = torch.tensor(rows, device=self._device)
-        self._mask = self._mask[index]
+        row_indices = torch.tensor(rows, device=self._device)
+        self._mask = self._mask[row_indices]
         # Unlike `batch_select_indices`, it also selects the states of delta nets (seen in transformers 5.19).
-        self._cache.reorder_cache(index)
+        self._cache.reorder_cache(row_indices)
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Append ``tokens`` [B, n] to the cache; return the logits [B, V] after the last ones."""
@@ -110,15 +110,16 @@ class CachingDecoder:
 class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
-    ``model`` has the parameters of ``parameters()`` and ``boxes()``; None for a decoder without weights.
-    ``tensor_name`` maps their names to the names of checkpoints, and ``fused_experts`` is how the model
-    stores the experts of a layer in one parameter. ``max_model_len`` bounds a sequence, prompt included.
-    ``batch_rows`` sequences are decoded together. Requests with stop texts need ``stops``.
+    ``make_decoder`` makes the decoder of one batch. ``model`` has the parameters of ``parameters()`` and
+    ``boxes()``; None for a decoder without weights. ``tensor_name`` maps their names to the names of
+    checkpoints, and ``fused_experts`` is how the model stores the experts of a layer in one parameter.
+    ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded together.
+    Requests with stop texts need ``stops``.
     """
 
     def __init__(
         self,
-        decoder: Callable[[], Decoder],
+        make_decoder: Callable[[], Decoder],
         *,
         model: torch.nn.Module | None = None,
         tensor_name: Callable[[str], str] = str,
@@ -126,7 +127,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
-        stops: StopTexts | None = None,
+        stops: StopTextFinder | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -135,7 +136,7 @@ class TorchEngine:
         self.max_model_len = max_model_len
         self.most_rows = batch_rows
 
-        self._decoder = decoder
+        self._make_decoder = make_decoder
         self._model = model
         self._tensor_name = tensor_name
         self._fused_experts = fused_experts or FusedExperts()
@@ -165,9 +166,9 @@ class TorchEngine:
         has_tensors = not (Path(path) / POINTER).is_file()
         # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
         # model, or an indexer of sparse attention.
-        read_here = has_tensors and not pretrained.loads_as_stored
+        reads_weights_itself = has_tensors and not pretrained.loads_as_stored
         config = read_hf_config(path, of_engine=True)
-        if has_tensors and not read_here:
+        if has_tensors and not reads_weights_itself:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:
             model = AutoModelForCausalLM.from_config(config, **settings)
@@ -179,10 +180,10 @@ class TorchEngine:
             model=model,
             tensor_name=pretrained.family.tensor_name,
             fused_experts=pretrained.family.fused_experts,
-            stops=StopTexts.of_model(path),
+            stops=StopTextFinder.from_model(path),
             **options,
         )
-        if read_here:
+        if reads_weights_itself:
             engine._read_weights(CheckpointFiles(path))
         return engine
 
@@ -205,27 +206,27 @@ class TorchEngine:
     def submit(self, request: GenerationRequest) -> None:
         """Add a request, which `step` completes.
 
-        A request may continue an interrupted response. If the weights have not changed since, it gets the
-        same tokens that the response would have had without the interruption.
+        A request may continue a response of an earlier request. While the weights stay the same, its tokens
+        are those that a single, longer request would have sampled.
         """
         self._open[request.number] = request
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Complete up to ``batch_rows`` requests, in the order of submission."""
-        valid: list[GenerationRequest] = []
+        valid_requests: list[GenerationRequest] = []
         completions: list[Completion] = []
-        batch = list(self._open.values())[: self.most_rows]
-        for request in batch:
+        next_requests = list(self._open.values())[: self.most_rows]
+        for request in next_requests:
             del self._open[request.number]
             if request.tokens and request.limit > 0:
-                valid.append(request)
+                valid_requests.append(request)
             else:
-                completions.append(failed_completion(request.number))
+                completions.append(make_failed_completion(request.number))
 
-        # Invalid requests are completed, as failed, without a batch.
-        if valid:
-            completions += _decode_batch(self._decoder(), valid, self._stops)
+        # Invalid requests have failed completions, so the batch may be empty.
+        if valid_requests:
+            completions += _decode_batch(self._make_decoder(), valid_requests, self._stops)
         return completions
 
     def abort(self, number: int) -> None:
@@ -257,24 +258,24 @@ class TorchEngine:
         return storages
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
+        """Return the position of each checkpoint tensor: a parameter, or an expert's slice of a parameter."""
         boxes = []
         for storage, parameter in self.parameters().items():
             # transformers has all experts of a layer in one parameter.
             locations = expert_tensors(storage, tuple(parameter.shape), self._fused_experts)
             for name, location in locations.items():
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
-                tensor = location.select_part(parameter)
-                offset = int(tensor.storage_offset() - parameter.storage_offset())
+                view = location.select_part(parameter)
+                offset = int(view.storage_offset() - parameter.storage_offset())
 
                 box = TensorBox(
                     self._tensor_name(name),
-                    (0,) * tensor.dim(),
-                    tuple(tensor.shape),
+                    (0,) * view.dim(),
+                    tuple(view.shape),
                     self._rank,
                     storage,
                     offset,
-                    tuple(tensor.stride()),
+                    tuple(view.stride()),
                 )
                 boxes.append(box)
         return boxes
@@ -297,9 +298,12 @@ class TorchEngine:
 def _decode_batch(
     decoder: Decoder,
     requests: Sequence[GenerationRequest],
-    stops: StopTexts | None,
+    stops: StopTextFinder | None,
 ) -> list[Completion]:
-    """Decode all requests to their end; finished sequences leave the batch."""
+    """Decode all requests to their end; return the completions in the order of the requests.
+
+    Finished sequences leave the batch. ``stops`` finds stop texts; None if no request has any.
+    """
     # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]
@@ -309,7 +313,7 @@ def _decode_batch(
     searches: list[StopSearch | None] = [None for _ in requests]
     if stops is not None:
         searches = [
-            stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+            stops.make_search(request.sampling, request.tokens, request.turn_tokens) for request in requests
         ]
 
     # Tokens of the prompt, and of the response that earlier requests have sampled.
@@ -322,19 +326,19 @@ def _decode_batch(
 
     # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
-    logits = decoder.start([request.tokens for request in requests])
+    logits = decoder.prefill([request.tokens for request in requests])
     while active:
         sampling = [
-            sampling_at(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
+            resolve_schedules(requests[row].sampling, requests[row].turn_tokens + len(tokens[row]))
             for row in active
         ]
         active_generators = [generators[row] for row in active]
         active_prompts = [prompts[row] for row in active]
         responses = [[*partial_responses[row], *tokens[row]] for row in active]
         logits = apply_logit_rules(logits, sampling, active_prompts, responses)
-        sampled, values, masks = _sample_tokens(logits, sampling, active_generators)
+        sampled, sampled_log_probs, support_masks = _sample_tokens(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
-        log_prob_list = values.tolist()
+        log_prob_list = sampled_log_probs.tolist()
 
         # Append each sequence's token; collect the indices in the batch of the unfinished ones.
         unfinished: list[int] = []
@@ -343,11 +347,11 @@ def _decode_batch(
             token = sampled_list[index]
             tokens[row].append(token)
             log_probs[row].append(log_prob_list[index])
-            if truncates(request.sampling):
-                support[row].append(support_ids(masks[index], sampling[index]))
+            if has_filters(request.sampling):
+                support[row].append(extract_support_ids(support_masks[index], sampling[index]))
 
             search = searches[row]
-            completes_text = search is not None and search.append(token)
+            completes_text = search is not None and search.append_token(token)
             if completes_text or token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
             elif len(tokens[row]) < request.limit:
@@ -361,7 +365,7 @@ def _decode_batch(
                 decoder.select_rows(unfinished)
             sampled = sampled[unfinished]
         if active:
-            logits = decoder.step(sampled)
+            logits = decoder.append_tokens(sampled)
 
     completions = []
     for row, request in enumerate(requests):
@@ -376,11 +380,11 @@ def _decode_batch(
     return completions
 
 
-def _make_generator(seed: int, draws: int) -> torch.Generator:
-    """Return a sequence's random generator after ``draws`` draws."""
+def _make_generator(seed: int, num_draws: int) -> torch.Generator:
+    """Make a sequence's random generator, advanced by ``num_draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
     # Separate draws and a batch of draws advance a CPU generator equally; `draw_tokens` also uses float64.
-    torch.rand(draws, generator=generator, dtype=torch.float64)
+    torch.rand(num_draws, generator=generator, dtype=torch.float64)
     return generator
 
 
@@ -393,11 +397,12 @@ def _sample_tokens(
 
     Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
     """
-    is_greedy_row = [is_greedy(parameters) for parameters in sampling]
-    greedy = torch.tensor(is_greedy_row, device=logits.device)
-    filtered = sampled_logits(logits, sampling)
-    tokens = draw_tokens(filtered, greedy, generators)
-    # Normalised over the support: the distribution that was sampled.
-    all_log_probs = filtered.log_softmax(dim=1)
+    greedy_flags = [is_greedy(parameters) for parameters in sampling]
+    is_greedy_row = torch.tensor(greedy_flags, device=logits.device)
+    filtered_logits = apply_temperature_and_filters(logits, sampling)
+    tokens = draw_tokens(filtered_logits, is_greedy_row, generators)
+
+    # Normalise over the support: this is the distribution that was sampled.
+    all_log_probs = filtered_logits.log_softmax(dim=1)
     log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
-    return tokens, log_probs, filtered > -torch.inf
+    return tokens, log_probs, filtered_logits > -torch.inf

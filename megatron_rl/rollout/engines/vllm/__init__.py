@@ -24,18 +24,20 @@ def make_engine(
 ) -> Engine | None:
     """See `rollout.engines.base.make_engine`. Collective over the world, which makes the process groups."""
     from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-    from megatron_rl.rollout.engines.vllm.setup import join_groups, prepare_vllm
+    from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
 
     prepare_vllm()
     # On every rank, also outside the layout: the creation of a process group is collective over the world.
-    join_groups(layout)
+    create_layout_groups(layout)
     if rank not in layout.ranks:
         return None
     return VllmEngine(model_path, config, layout=layout, rank=rank, **arguments)
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
-    """Return vLLM's tool-call parser ``name``, for any engine; None if ``name`` is None.
+    """Make a function that parses tool calls with vLLM's parser ``name``; None if ``name`` is None.
+
+    Engines other than vLLM can use it, too.
 
     Raises UserError for an unknown parser, or one that refuses the tokenizer.
     """
@@ -48,25 +50,25 @@ def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
     from vllm.tool_parsers import ToolParserManager
 
     try:
-        make_parser = ToolParserManager.get_tool_parser(name)
-        make_parser(tokenizer)
+        parser_class = ToolParserManager.get_tool_parser(name)
+        parser_class(tokenizer)
     except Exception as error:
         # Any exception: a parser may need tokens that the tokenizer lacks, and each has an error of its own.
         raise UserError(
-            "the parser of tool calls cannot be made",
+            "the tool-call parser cannot be constructed",
             where="rollout.environment.tool_parser",
-            expected="a parser of vLLM that takes the model's tokenizer",
+            expected="a tool-call parser of vLLM that accepts the model's tokenizer",
             got=f"{type(error).__name__}: {error}",
             fix="name the one that vLLM's documentation has for the model (--tool-call-parser)",
         ) from None
 
-    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    def parse_tool_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
         request: Any = ChatCompletionRequest(messages=[], model="policy", tools=tools)  # pyright: ignore
         # A parser for each turn: some keep state between calls.
-        parsed = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        parsed = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [
             {"name": call.function.name, "arguments": call.function.arguments} for call in parsed.tool_calls
         ]
         return parsed.content or "", calls
 
-    return parse
+    return parse_tool_calls

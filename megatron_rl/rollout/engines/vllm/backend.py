@@ -1,7 +1,8 @@
 """Weight-transfer backend of vLLM that `hybrid_engine` plugs in.
 
 vLLM calls a backend on both sides of a transfer: `HybridTransferEngine` in its workers, `HybridTrainerEngine`
-in the trainer's ranks. Both only run a transfer; `register` receives the function that connects one.
+in the trainer's ranks. Both only run a transfer; `register_backend` receives the function that joins a
+rendezvous and plans the transfer.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import TRANSFER_BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.engines.servers import start_call
-from megatron_rl.rollout.engines.vllm.orphans import end_with_server
-from megatron_rl.rollout.engines.vllm.weights import LiveWeights, check_writable
+from megatron_rl.rollout.engines.servers import start_in_thread
+from megatron_rl.rollout.engines.vllm.orphans import start_watchdog
+from megatron_rl.rollout.engines.vllm.weights import LiveWeights, require_writable
 
 
 class Transfer(Protocol):
     """Transfer of weights between the trainers and this process; a `HybridEngine` is one."""
 
     version: int
+    """Version of the weights that the next `sync` moves."""
 
-    def sync(self) -> Any: ...
+    def sync(self) -> Any:
+        """Move the weights into the engines and verify them, as ``version``. Collective over both sides."""
+        ...
 
 
 @dataclass
@@ -83,12 +87,13 @@ class Update(WeightTransferUpdateInfo):
     version: int
 
 
-Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
-"""Function that connects a rank: (rendezvous, this process's vLLM weights or None, rank) -> (transfer,
-function that leaves its process group)."""
+JoinRendezvous = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
+"""Function that makes a rank join a rendezvous: (rendezvous, this process's vLLM weights or None, rank) ->
+(transfer, function that leaves the transfer's process group)."""
 
-_connect: list[Connect] = []
-"""The function that `register` received. Module state, since vLLM constructs the backends itself."""
+_join_functions: list[JoinRendezvous] = []
+"""The function that `register_backend` received, or empty before. Module state, since vLLM constructs the
+backends itself."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
@@ -104,15 +109,17 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        end_with_server()
+        start_watchdog()
 
     def init_transfer_engine(self, init_info: TransferRendezvous) -> None:
         """Trace the model's loader and plan the transfer. Collective over the ranks of the rendezvous."""
-        check_writable(self.model)
+        require_writable(self.model)
         parallel: Any = self.parallel_config
-        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        live = LiveWeights(self.model, self.model_config.model, worker)
-        self._transfer, self._leave = _connect[0](init_info, live, init_info.trainers + worker)
+        worker_index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        engine_storage = LiveWeights(self.model, self.model_config.model, worker_index)
+        self._transfer, self._leave_group = _join_functions[0](
+            init_info, engine_storage, init_info.trainers + worker_index
+        )
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
@@ -131,9 +138,9 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
     def shutdown(self) -> None:
         """Leave the rendezvous."""
-        if hasattr(self, "_leave"):
-            self._leave()
-            del self._transfer, self._leave
+        if hasattr(self, "_leave_group"):
+            self._leave_group()
+            del self._transfer, self._leave_group
 
 
 @dataclass
@@ -162,13 +169,13 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     def __init__(
         self,
         transfer: Transfer,
-        leave: Callable[[], None],
+        leave_group: Callable[[], None],
         client: Any,
         is_sender: bool,
     ) -> None:
         super().__init__(client=client, is_sender=is_sender)
         self._transfer = transfer
-        self._leave = leave
+        self._leave_group = leave_group
         self._version = 0
 
     @classmethod
@@ -179,10 +186,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         client: Any,
         source: Any = None,
     ) -> HybridTrainerEngine:
-        """Connect to vLLM's workers; the sender calls vLLM's server. Collective over the rendezvous.
+        """Join the rendezvous with vLLM's workers; the sender makes them join by a call of ``client``.
 
-        The server's call returns only once workers and trainers have planned the transfer together, so it
-        runs in a thread while this rank connects.
+        The call returns only once workers and trainers have planned the transfer together, so it runs in a
+        thread while this rank joins. Collective over the ranks of the rendezvous.
         """
         # Workers have neither the trainer's model nor its rank.
         shared_fields = {
@@ -191,11 +198,11 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         rendezvous = TransferRendezvous(model=init_info.model, **shared_fields)
         call = None
         if init_info.is_sender:
-            call = start_call(client.init_weight_transfer_engine, shared_fields)
-        transfer, leave = _connect[0](rendezvous, None, init_info.rank)
+            call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
+        transfer, leave_group = _join_functions[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
-        return cls(transfer, leave, client, init_info.is_sender)
+        return cls(transfer, leave_group, client, init_info.is_sender)
 
     def send_weights(self) -> None:
         """Transfer and verify the next version. Collective over the ranks of the rendezvous."""
@@ -204,7 +211,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = start_call(self.client.update_weights, {"version": self._version})
+            call = start_in_thread(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
         if call is not None:
             call.result()
@@ -212,12 +219,15 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 
     def shutdown(self) -> None:
         """Leave the rendezvous."""
-        self._leave()
+        self._leave_group()
 
 
-def register(connect: Connect) -> None:
-    """Register the backend with vLLM in this process. May be called repeatedly."""
-    _connect[:] = [connect]
+def register_backend(join_rendezvous: JoinRendezvous) -> None:
+    """Register the backends of both sides with vLLM in this process. May be called repeatedly.
+
+    ``join_rendezvous`` is the function that the backends call to join a rendezvous.
+    """
+    _join_functions[:] = [join_rendezvous]
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HybridTransferEngine)
         WeightTransferTrainerFactory.register_engine(TRANSFER_BACKEND, HybridTrainerEngine)

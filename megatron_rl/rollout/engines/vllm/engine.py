@@ -27,16 +27,21 @@ from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
-from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
-from megatron_rl.rollout.sampling import (
-    continuation_seed,
-    has_schedule,
-    vllm_filters,
-    vllm_finish_code,
-    vllm_parameters,
+from megatron_rl.rollout.engines.vllm.weights import (
+    AdapterSlots,
+    LiveWeights,
+    get_model_runner,
+    get_vllm_model,
 )
-from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.sampling import (
+    derive_continuation_seed,
+    has_schedule,
+    make_vllm_filters,
+    make_vllm_parameters,
+    map_vllm_finish_reason,
+)
+from megatron_rl.rollout.stopping import StopSearch, StopTextFinder, cut_stopped_completion
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
@@ -45,25 +50,30 @@ from megatron_rl.types import FINISH_FAILED, TensorBox
 
 @dataclass
 class _OpenRequest:
-    """Request that vLLM works on, or retains while weights are updated."""
+    """Request that vLLM works on, or retains while weights are updated.
+
+    Example:
+        A request for 16 tokens, of which an interruption has returned the first 4: ``original`` is for 16
+        tokens after the prompt, ``current`` for 12 tokens after the prompt and these 4.
+    """
 
     original: GenerationRequest
-    """The request as vLLM received it."""
+    """The scheduler's request as vLLM received it."""
 
     parameters: Any
-    """vLLM's sampling parameters of it, which may hold a record of its experts."""
+    """vLLM's sampling parameters of the request, which may contain its expert record."""
 
     support: replay.Support | None
-    """Record of the support of its draws, or None if vLLM reports it or nothing is filtered."""
+    """Record of the support of each draw, or None if vLLM reports it or nothing is filtered."""
 
     current: GenerationRequest
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
 
     search: StopSearch | None
-    """Search for stop texts in the tokens of a vLLM request; None if it has no stop texts."""
+    """Search for stop texts in the sampled tokens; None without stop texts, or after one was found."""
 
-    searched: int = 0
-    """Number of sampled tokens of vLLM's request that were searched: all up to the completed stop text."""
+    num_searched: int = 0
+    """Number of vLLM's sampled tokens that were searched; if a stop text was found, all up to its end."""
 
     is_stopped: bool = False
     """Whether a stop text is complete."""
@@ -76,14 +86,16 @@ class _OpenRequest:
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
         """Search the tokens sampled since the last call; return whether a stop text is complete.
 
-        ``tokens`` are all sampled tokens of the vLLM request. ``searched`` becomes the number of tokens up to
-        the end of the stop text.
+        ``tokens`` are all sampled tokens of the vLLM request. ``num_searched`` ends at the end of the stop
+        text if one is complete.
         """
         if self.search is None:
             return self.is_stopped
-        while self.searched < len(tokens):
-            self.searched += 1
-            if self.search.append(tokens[self.searched - 1]):
+
+        while self.num_searched < len(tokens):
+            token = tokens[self.num_searched]
+            self.num_searched += 1
+            if self.search.append_token(token):
                 self.search = None
                 self.is_stopped = True
                 break
@@ -103,7 +115,7 @@ class VllmEngine:
     base weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
-    ``join_groups(layout)`` first. Must be built before anything else imports vllm.
+    ``create_layout_groups(layout)`` first. Must be built before anything else imports vllm.
     """
 
     def __init__(
@@ -126,15 +138,15 @@ class VllmEngine:
         self.replica = layout.coordinates(rank).data
         self.max_model_len = max_model_len
         self._path = Path(model_path)
-        self._stops = StopTexts.of_model(model_path)
+        self._stops = StopTextFinder.from_model(model_path)
 
         self._sleep_level = sleep_level if adapters is None else 1
-        # Tags of the memory that vLLM has released, "weights" and "kv_cache".
-        self._asleep: set[str] = set()
+        # vLLM's tags of the memory that it has released: "weights" and "kv_cache".
+        self._sleeping_tags: set[str] = set()
 
         self._truncates = config.truncates
         self._routing_shape = routing_shape
-        self._retains = config.on_update == KEEP
+        self._retains_requests = config.on_update == KEEP
 
         # vLLM's name of a request -> the request. Names are numbers in the order of submission.
         self._open: dict[str, _OpenRequest] = {}
@@ -142,30 +154,30 @@ class VllmEngine:
         # Seed of a sequence -> its interrupted request, which vLLM still has.
         self._retained: dict[int, tuple[str, _OpenRequest]] = {}
         # Completions of requests that vLLM would refuse, until the next step.
-        self._failed: list[Completion] = []
+        self._failed_completions: list[Completion] = []
 
-        self._llm: Any = self._make_llm(config, layout, dtype, seed, load, adapters)
-        setup.count_engine(1)
-        self._model: Any = live_model(self._llm)
+        self._llm: Any = self._build_llm(config, layout, dtype, seed, load, adapters)
+        setup.change_engine_count(1)
+        self._model: Any = get_vllm_model(self._llm)
         self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
         self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         if routing_shape is not None and device.on_host():
-            replay.capture_experts(model_runner(self._llm))
+            replay.install_expert_capture(get_model_runner(self._llm))
 
-        self._live: Any = LiveWeights(
+        self._weight_store: Any = LiveWeights(
             self._model,
             shapes or self._path,
             rank,
             # Retained requests hold cache blocks of older weights, so the cache cannot be dropped. The salt
             # of later requests prevents them from reading these blocks.
-            reset_cache=lambda: self._retains or self._llm.reset_prefix_cache(),
+            reset_cache=lambda: self._retains_requests or self._llm.reset_prefix_cache(),
             loaded=load,
         )
-        self._slots: AdapterSlots | None = None
+        self._adapter_slots: AdapterSlots | None = None
         if adapters is not None:
-            self._slots = AdapterSlots(self._llm, adapters, rank)
+            self._adapter_slots = AdapterSlots(self._llm, adapters, rank)
 
-    def _make_llm(
+    def _build_llm(
         self,
         config: RolloutConfig,
         layout: ParallelLayout,
@@ -176,38 +188,36 @@ class VllmEngine:
     ) -> Any:
         """Build vLLM's engine on the ranks of a layout; raises UserError if vLLM refuses the settings."""
         setup.prepare_vllm()
-        arguments = self._engine_arguments(config, layout.tensor, dtype, seed)
+        arguments = self._make_engine_arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
-            arguments |= weights.adapter_arguments(adapters, dtype)
+            arguments |= weights.make_adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
         if load and not pretrained.loads_as_stored:
             raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
         # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
-        local_rank = setup.local_rank(device.device().index)
-        language_model = setup.language_model_arguments(self._path)
         with (
-            setup.unchanged_random_state(),
-            setup.layout_as_world(layout),
-            local_rank,
-            language_model as model,
+            setup.preserve_random_state(),
+            setup.use_layout_as_world(layout),
+            setup.set_local_rank(device.device().index),
+            setup.prepare_language_model_arguments(self._path) as model_arguments,
         ):
             from vllm import LLM
 
             try:
-                return LLM(**arguments | model)
+                return LLM(**arguments | model_arguments)
             except (ValueError, NotImplementedError) as error:
                 raise _refusal_error(self._path, config, error) from error
 
-    def _engine_arguments(
+    def _make_engine_arguments(
         self,
         config: RolloutConfig,
-        tensor: int,
+        tensor_parallel_size: int,
         dtype: str,
         seed: int,
     ) -> dict[str, Any]:
-        """Return vLLM's engine arguments; raises UserErrors for invalid ones of ``config.vllm``."""
+        """Make vLLM's engine arguments; raises UserErrors for invalid ones in ``config.vllm``."""
         model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
@@ -216,42 +226,47 @@ class VllmEngine:
             ),
             # Ranks of torchrun are the workers: vLLM starts no processes.
             "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": tensor,
+            "tensor_parallel_size": tensor_parallel_size,
             "seed": seed,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
         if self._truncates:
-            arguments |= replay.support_arguments()
+            arguments |= replay.make_support_arguments()
         # On accelerators in this order: rules precede the temperature and the filters.
-        processors = replay.logits_processors(config)
+        processors = replay.list_logits_processors(config)
         if config.bans_ngrams:
-            processors = [*rules.logits_processors(), *processors]
+            processors = [*rules.list_logits_processors(), *processors]
         if processors:
             arguments["logits_processors"] = processors
         if self._routing_shape:
-            arguments |= replay.routing_arguments()
+            arguments |= replay.make_routing_arguments()
 
         errors = check_engine_arguments(config.vllm)
         if device.on_host():
             errors += chunked_prefill_errors(config.vllm)
-            arguments |= self._host_arguments(model, tensor, dtype)
+            arguments |= self._make_host_arguments(model, tensor_parallel_size, dtype)
         else:
-            arguments |= _accelerator_arguments(config)
+            arguments |= _make_accelerator_arguments(config)
         if errors:
             raise UserErrors(errors)
         # The user's own arguments come last, so that they replace the ones above.
         return arguments | config.vllm
 
-    def _host_arguments(
+    def _make_host_arguments(
         self,
         model: PretrainedModel,
-        tensor: int,
+        tensor_parallel_size: int,
         dtype: str,
     ) -> dict[str, Any]:
-        """Return the engine arguments of a host without accelerator."""
-        cache_bytes = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
-        arguments = {"kv_cache_memory_bytes": cache_bytes, **host_arguments(self.max_model_len, tensor)}
+        """Make the engine arguments of a host without accelerator."""
+        cache_bytes = setup.compute_host_cache_bytes(
+            model.shape, tensor_parallel_size, dtype, self.max_model_len
+        )
+        arguments = {
+            "kv_cache_memory_bytes": cache_bytes,
+            **host_arguments(self.max_model_len, tensor_parallel_size),
+        }
         if model.shape.kv_lora:
             # On processors with AMX vLLM chooses another backend, which computes with packed copies of the
             # weights that no write reaches.
@@ -261,71 +276,71 @@ class VllmEngine:
     @property
     def weights_version(self) -> int:
         """Return the version of the weights in use, -1 before the first update."""
-        return self._live.weights_version
+        return self._weight_store.weights_version
 
     @property
     def needs_weights(self) -> bool:
         """Return whether weights must be written before anything can be sampled."""
-        return self._live.needs_weights
+        return self._weight_store.needs_weights
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Wake the engine for requests; see `Generator.sampling`."""
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
-        self._wake("weights", "kv_cache")
+        self._wake_memory("weights", "kv_cache")
 
-        with setup.unchanged_random_state():
+        with setup.preserve_random_state():
             try:
                 yield
             finally:
                 for name in list(self._open):
-                    self._abort(name)
+                    self._abort_vllm_request(name)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Submit a request; one that is empty or has a token outside the vocabulary fails.
+        """Submit a request, or resume the retained request that it continues.
 
-        Log-probs belong to the sampled distribution: at the temperature, after the filters. A sampled
-        completion depends on the position at which its sequence was interrupted, since vLLM starts a new
-        random stream for each request; a greedy one does not. The continuation of a retained request resumes
-        it.
+        A request without tokens, or with a token outside the vocabulary, gets a failed completion. Log-probs
+        belong to the sampled distribution: at the temperature, after the filters. The tokens of a continued
+        sequence depend on where it was interrupted, except in greedy decoding, since vLLM starts a new random
+        stream for each request.
         """
-        if self._resume(request):
+        if self._resume_retained(request):
             return
         # vLLM refuses these with an exception, which would end the run.
         is_empty = not request.tokens or request.limit < 1
         if is_empty or max(request.tokens) >= self._vocabulary:
-            self._failed.append(failed_completion(request.number))
+            self._failed_completions.append(make_failed_completion(request.number))
             return
 
-        parameters = _sampling_parameters(request)
+        parameters = _make_sampling_parameters(request)
         support = None
         if self._truncates or has_schedule(request.sampling):
             support = replay.add_filters(parameters, request)
         else:
-            # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,
+            # Only evaluation sets have filters in such a run. They are not trained on, so vLLM's own filters,
             # which report no support, suffice.
-            for field, value in vllm_filters(request.sampling).items():
+            for field, value in make_vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         rules.add_rules(parameters, request)
         if self._routing_shape:
             replay.add_expert_record(parameters, request, *self._routing_shape)
 
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
-        if self._retains:
-            prompt["cache_salt"] = f"weights {self.weights_version}"
+        vllm_prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
+        if self._retains_requests:
+            vllm_prompt["cache_salt"] = f"weights {self.weights_version}"
         adapter = None
-        if self._slots is not None:
-            adapter = self._slots.request
+        if self._adapter_slots is not None:
+            adapter = self._adapter_slots.request
 
         # Names are unique in the engine's life: a retained request keeps its name through updates.
         self._submitted += 1
         name = str(self._submitted)
-        self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
-        search = self._stops.search(request.sampling, request.tokens, request.turn_tokens)
+        self._llm.llm_engine.add_request(name, vllm_prompt, parameters, lora_request=adapter)
+        search = self._stops.make_search(request.sampling, request.tokens, request.turn_tokens)
         self._open[name] = _OpenRequest(request, parameters, support, request, search)
 
-    def _resume(self, request: GenerationRequest) -> bool:
+    def _resume_retained(self, request: GenerationRequest) -> bool:
         """Reopen the retained request that ``request`` continues; return whether there is one."""
         if request.seed not in self._retained:
             return False
@@ -342,13 +357,13 @@ class VllmEngine:
         return True
 
     def step(self) -> list[Completion]:
-        """Run one step of vLLM's scheduler; return the completions of requests that finished."""
-        completions = self._failed
-        self._failed = []
+        """Run one step of vLLM's scheduler; return the completions of the requests that finished in it."""
+        completions = self._failed_completions
+        self._failed_completions = []
 
         # A retained request that was not resumed before this step no longer belongs to a sequence.
         for name, _ in self._retained.values():
-            self._abort(name)
+            self._abort_vllm_request(name)
         self._retained.clear()
 
         if self._open:
@@ -363,21 +378,21 @@ class VllmEngine:
         """End the requests whose last tokens complete a stop text; return their completions.
 
         Not by vLLM's own `stop`: it would search each request for itself, without the tokens of a turn in
-        front of it, and end several requests at once (see `_abort`).
+        front of it, and end several requests at once (see `_abort_vllm_request`).
         """
         processor = self._llm.llm_engine.output_processor
         completions = []
         for name, request in list(self._open.items()):
             if request.search is None:
                 continue
-            tokens = _request_state(processor, name).detokenizer.output_token_ids
+            tokens = _get_request_state(processor, name).detokenizer.output_token_ids
             if request.completes_stop_text(tokens):
-                completions.append(self._make_completion(request, _unfinished_output(processor, name)))
-                self._abort(name)
+                completions.append(self._make_completion(request, _make_unfinished_output(processor, name)))
+                self._abort_vllm_request(name)
         return completions
 
     def _make_completion(self, request: _OpenRequest, output: Any) -> Completion:
-        """Return the completion of a request from vLLM's output, without tokens of earlier completions."""
+        """Make the completion of a request from vLLM's output, without the tokens of earlier completions."""
         completion = _convert_output(request.current.number, output)
         if not completion.tokens:
             return completion
@@ -389,27 +404,29 @@ class VllmEngine:
             log_probs=completion.log_probs[first:],
         )
         if self._truncates:
-            support = replay.support_of(output, request.support, request.original)
+            support = replay.extract_support(output, request.support, request.original)
             completion = replace(completion, support=support[first:])
         if self._routing_shape:
-            experts = replay.experts_of(output, request.parameters, request.original)
+            experts = replay.extract_experts(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
         # Cut the completion at the end of its stop text, whatever reason vLLM gives: several tokens may come
         # at once, and the last one allowed may complete the text.
         if request.completes_stop_text(output.token_ids):
-            completion = stopped_completion(request.current, completion, request.searched - first)
+            completion = cut_stopped_completion(request.current, completion, request.num_searched - first)
         return completion
 
     def abort(self, number: int) -> None:
         """Drop an open request; it gets no completion."""
-        self._failed = [completion for completion in self._failed if completion.number != number]
+        self._failed_completions = [
+            completion for completion in self._failed_completions if completion.number != number
+        ]
         for name, request in list(self._open.items()):
             if request.current.number == number:
-                self._abort(name)
+                self._abort_vllm_request(name)
 
-    def _abort(self, name: str) -> None:
-        """Abort one request of vLLM.
+    def _abort_vllm_request(self, name: str) -> None:
+        """Abort the request of vLLM called ``name``.
 
         One name per call: vLLM frees the blocks of several requests in the order of a set of strings, which
         differs between ranks.
@@ -419,27 +436,29 @@ class VllmEngine:
 
     def interrupt(self) -> list[Completion]:
         """End or retain every open request; return the tokens sampled so far. See `Generator.interrupt`."""
-        completions = self._failed
-        self._failed = []
+        completions = self._failed_completions
+        self._failed_completions = []
 
         for name, request in list(self._open.items()):
-            output = _unfinished_output(self._llm.llm_engine.output_processor, name)
-            sampled: list[int] = []
+            output = _make_unfinished_output(self._llm.llm_engine.output_processor, name)
+            new_tokens: list[int] = []
             if len(output.token_ids) > request.returned_tokens:
                 completion = self._make_completion(request, output)
                 completions.append(completion)
-                sampled = list(completion.tokens)
+                new_tokens = list(completion.tokens)
 
-            if not self._retains:
-                self._abort(name)
+            if not self._retains_requests:
+                self._abort_vllm_request(name)
                 continue
+
+            # The retained request must equal the one with which the scheduler will continue the sequence.
             current = request.current
             request.current = replace(
                 current,
-                tokens=[*current.tokens, *sampled],
-                limit=current.limit - len(sampled),
-                done=current.done + len(sampled),
-                turn_tokens=current.turn_tokens + len(sampled),
+                tokens=[*current.tokens, *new_tokens],
+                limit=current.limit - len(new_tokens),
+                done=current.done + len(new_tokens),
+                turn_tokens=current.turn_tokens + len(new_tokens),
             )
             self._retained[current.seed] = (name, self._open.pop(name))
         return completions
@@ -452,51 +471,51 @@ class VllmEngine:
     @property
     def adapters(self) -> AdapterSlots | None:
         """Return the storage of the adapter, None in an engine without one."""
-        return self._slots
+        return self._adapter_slots
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of this rank's weights by vLLM's parameter name; see `LiveWeights`."""
-        if self._live is None:
+        if self._weight_store is None:
             return {}
-        return self._live.parameters()
+        return self._weight_store.parameters()
 
     def boxes(self) -> list[TensorBox]:
         """Return the position of every Hugging Face box in this rank's storage; see `LiveWeights`."""
-        return self._live.boxes()
+        return self._weight_store.boxes()
 
     def finish_update(self, version: int) -> None:
         """Use the written weights as ``version``; see `LiveWeights`."""
-        self._live.finish_update(version)
+        self._weight_store.finish_update(version)
 
     def sleep(self) -> None:
         """Release device memory: the cache, and the weights (level 2: dropped; level 1: to host memory).
 
         Does nothing on the host, which has no device memory to release.
         """
-        if device.on_host() or "weights" in self._asleep:
+        if device.on_host() or "weights" in self._sleeping_tags:
             return
 
         # Tracing the loader needs the weights' storage, although it copies nothing: trace before the release.
-        self._live.map()
+        self._weight_store.get_map()
         # vLLM can only put a completely awake engine to sleep.
-        self._wake("kv_cache")
+        self._wake_memory("kv_cache")
         self._llm.sleep(self._sleep_level)
-        self._asleep = {"weights", "kv_cache"}
-        device.set_unbacked_bytes(setup.bytes_asleep())
+        self._sleeping_tags = {"weights", "kv_cache"}
+        device.set_unbacked_bytes(setup.count_sleeping_bytes())
         if self._sleep_level > 1:
-            self._live.needs_weights = True
+            self._weight_store.needs_weights = True
 
     def wake(self) -> None:
         """Restore the weights' storage; the cache follows with the next `sampling`."""
-        self._wake("weights")
+        self._wake_memory("weights")
 
-    def _wake(self, *tags: str) -> None:
+    def _wake_memory(self, *tags: str) -> None:
         """Restore the sleeping memory of these tags, "weights" or "kv_cache"."""
         for tag in tags:
-            if tag in self._asleep:
+            if tag in self._sleeping_tags:
                 self._llm.wake_up([tag])
-                self._asleep.discard(tag)
-                device.set_unbacked_bytes(setup.bytes_asleep())
+                self._sleeping_tags.discard(tag)
+                device.set_unbacked_bytes(setup.count_sleeping_bytes())
 
     def close(self) -> None:
         """Shut this engine down; the job's process groups stay. May be called twice."""
@@ -505,18 +524,18 @@ class VllmEngine:
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         self._model = None
-        self._live = None
-        self._slots = None
-        if setup.count_engine(-1) == 0:
-            setup.forget_groups()
+        self._weight_store = None
+        self._adapter_slots = None
+        if setup.change_engine_count(-1) == 0:
+            setup.drop_vllm_groups()
 
         # vLLM's objects have reference cycles; memory is free only after their collection.
         gc.collect()
         device.empty_cache()
 
 
-def _accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
-    """Return the engine arguments of an accelerator."""
+def _make_accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Make the engine arguments of an accelerator."""
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
@@ -529,46 +548,49 @@ def _accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
     return arguments
 
 
-def _sampling_parameters(request: GenerationRequest) -> Any:
-    """Return vLLM's sampling parameters of a request, without filters."""
+def _make_sampling_parameters(request: GenerationRequest) -> Any:
+    """Make vLLM's sampling parameters of a request, without filters."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    seed = continuation_seed(request.seed, request.done)
+    seed = derive_continuation_seed(request.seed, request.done)
     return SamplingParams(
-        **vllm_parameters(request.sampling, request.limit, seed, request.done),
+        **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 
 
-def _unfinished_output(processor: Any, name: str) -> Any:
-    """Return the output that vLLM would give the request ``name`` if its limit were reached now."""
+def _make_unfinished_output(processor: Any, name: str) -> Any:
+    """Make the output that vLLM would return for the request ``name`` if its limit were reached now.
+
+    ``processor`` is vLLM's output processor.
+    """
     from vllm.v1.engine import FinishReason
 
-    state = _request_state(processor, name)
+    state = _get_request_state(processor, name)
     output = state.make_request_output([], None, FinishReason.LENGTH, None)
     return output.outputs[0]
 
 
-def _request_state(processor: Any, name: str) -> Any:
-    """Return vLLM's state of the request ``name``: its output so far."""
+def _get_request_state(processor: Any, name: str) -> Any:
+    """Return the state, with the output so far, that vLLM's output processor has of the request ``name``."""
     # vLLM gives requests internal names with a random suffix.
     (internal_name,) = processor.external_req_ids[name]
     return processor.request_states[internal_name]
 
 
 def _convert_output(number: int, output: Any) -> Completion:
-    """Return the completion of a request with the tokens, log-probs and finish reason of a vLLM output."""
+    """Convert a vLLM output to the completion of request ``number``, without support and experts."""
     log_probs: list[float] = []
     if output.logprobs is not None:
-        # The first entry of a position is the sampled token's; further ones are vLLM's top tokens.
+        # At each position, the first entry is that of the sampled token; vLLM's top tokens follow.
         log_probs = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
 
-    finish_reason = vllm_finish_code(output.token_ids, log_probs, output.finish_reason)
+    finish_reason = map_vllm_finish_reason(output.token_ids, log_probs, output.finish_reason)
     if finish_reason == FINISH_FAILED:
-        return failed_completion(number)
+        return make_failed_completion(number)
     return Completion(number, output.token_ids, log_probs, finish_reason)
 
 
@@ -580,7 +602,7 @@ def _refusal_error(path: Path, config: RolloutConfig, error: Exception) -> UserE
     return UserError(
         "vLLM refuses the model or the engine's settings",
         where="rollout",
-        expected=f"a model and settings that vLLM takes: {path}",
+        expected=f"a model and settings that vLLM accepts: {path}",
         got=f"{type(error).__name__}: {error}",
         fix=f"correct the model's files{settings}, or set rollout.engine=torch",
     )

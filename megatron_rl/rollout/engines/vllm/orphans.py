@@ -21,7 +21,7 @@ _POLL_SECONDS = 1.0
 """Interval at which the watchdog checks whether the server exists."""
 
 
-def end_with_server() -> None:
+def start_watchdog() -> None:
     """Start the watchdog in an engine process of a server, or in a worker of one; do nothing elsewhere.
 
     Once the server is gone, for whatever reason, its engines, their workers and the coordinator of several
@@ -33,15 +33,16 @@ def end_with_server() -> None:
         return
 
     if process.name.startswith(_ENGINE_NAME):
-        pids = (os.getpid(), parent.pid)
+        engine_and_server = (os.getpid(), parent.pid)
     elif parent.name.startswith(_ENGINE_NAME):
-        pids = (parent.pid, None)
+        engine_and_server = (parent.pid, None)
     else:
         return
-    threading.Thread(target=_watch, args=pids, name="end_with_server", daemon=True).start()
+    watchdog = threading.Thread(target=_kill_orphans, args=engine_and_server, name="watchdog", daemon=True)
+    watchdog.start()
 
 
-def _watch(engine_pid: int | None, server_pid: int | None) -> None:
+def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
     """Wait until the engine has lost its server; then kill the engine, its siblings and this process.
 
     ``server_pid`` defaults to the engine's parent at the start. The kernel's signal for a parent's death does
@@ -52,27 +53,29 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
     with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(engine_pid)
         server_pid = server_pid or engine.ppid()
-        orphans = [engine]
+        processes = [engine]
 
         # If the server died before the watchdog started, the engine's parent is now a process of another
         # session, whose children must not be killed.
-        is_serving = engine.ppid() == server_pid and _session_id(server_pid) == _session_id(engine.pid)
+        engine_session = _get_session_id(engine.pid)
+        is_parent = engine.ppid() == server_pid
+        is_serving = is_parent and _get_session_id(server_pid) == engine_session
         if is_serving:
             with suppress(psutil.NoSuchProcess):
-                orphans = psutil.Process(server_pid).children()
+                processes = psutil.Process(server_pid).children()
         while is_serving and engine.ppid() == server_pid:
             time.sleep(_POLL_SECONDS)
 
         # psutil identifies a process by its start time, too, so a reused process id is not killed.
-        for process in orphans:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 if process.pid != os.getpid():
                     process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _session_id(pid: int) -> int | None:
-    """Return the session of a process, or None if the process has ended."""
+def _get_session_id(pid: int) -> int | None:
+    """Return the session id of a process, or None if the process has ended."""
     with suppress(ProcessLookupError):
         return os.getsid(pid)
     return None

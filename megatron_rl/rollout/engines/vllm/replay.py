@@ -23,12 +23,12 @@ from torch import Tensor
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.rollout.sampling import (
+    apply_temperature_and_filters,
+    extract_support_ids,
+    has_filters,
     has_schedule,
     is_greedy,
-    sampled_logits,
-    sampling_at,
-    support_ids,
-    truncates,
+    resolve_schedules,
 )
 from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
@@ -45,31 +45,35 @@ _EVERY_TOKEN = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
 
 
-def support_arguments() -> dict[str, Any]:
-    """Return the engine arguments that requests with filters need, besides `logits_processors`."""
+def make_support_arguments() -> dict[str, Any]:
+    """Make the engine arguments that requests with filters need, besides ``logits_processors``."""
     if device.on_host():
         return {}
     return {"return_sampling_mask": True}
 
 
-def logits_processors(config: RolloutConfig) -> list[type]:
+def list_logits_processors(config: RolloutConfig) -> list[type]:
     """Return the classes of logits processors that an engine needs for filters and schedules over tokens."""
     if device.on_host():
         if config.truncates or config.changes_over_tokens:
-            return [_host_processor()]
-    elif config.changes_over_tokens:
-        return [accelerator_processor()]
+            return [_make_host_processor_class()]
+        return []
+
+    # On accelerators vLLM filters by itself.
+    if config.changes_over_tokens:
+        return [make_accelerator_processor_class()]
     return []
 
 
 def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
-    """Add filters and schedules over tokens to a request's vLLM parameters; return the record of its support.
+    """Add filters and schedules over tokens to a request's vLLM parameters; return its support record.
 
-    Returns None if vLLM reports the support itself, or if vLLM's own sampling is that of the request.
+    The logits processor fills the record during sampling. Returns None if there is none: because vLLM reports
+    the support itself, or because the request has neither filters nor schedules.
     """
     sampling = request.sampling
     if device.on_host():
-        if not truncates(sampling) and not has_schedule(sampling):
+        if not has_filters(sampling) and not has_schedule(sampling):
             return None
         # The processor divides by the temperature, and filters.
         support: Support = {}
@@ -95,14 +99,17 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     return None
 
 
-def support_of(
+def extract_support(
     output: Any,
     support: Support | None,
     request: GenerationRequest,
 ) -> list[list[int]]:
-    """Return the support of each token of a vLLM output, empty for a request without filters."""
+    """Extract the support of each token of a vLLM output; empty for a request without filters.
+
+    ``support`` is the request's record, or None if vLLM reports the support in ``output``.
+    """
     sampling = request.sampling
-    if not truncates(sampling):
+    if not has_filters(sampling):
         return []
     if support is not None:
         return [support[position] for position in range(len(output.token_ids))]
@@ -112,14 +119,14 @@ def support_of(
     # A filter may begin or end within a turn: the other tokens have the full vocabulary.
     supports = []
     for position, token_ids in enumerate(output.sampling_mask.token_ids, start=request.turn_tokens):
-        is_filtered = truncates(sampling_at(sampling, position))
+        is_filtered = has_filters(resolve_schedules(sampling, position))
         supports.append(token_ids if is_filtered else [])
     return supports
 
 
 @cache
-def _host_processor() -> type:
-    """Return the class of the host's logits processor; it is defined here because vLLM is imported late."""
+def _make_host_processor_class() -> type:
+    """Make the class of the host's logits processor, once: it derives from a class of vLLM, imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -132,6 +139,7 @@ def _host_processor() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
+            # Row of the batch -> the request in it.
             self._requests: dict[int, _HostRequest] = {}
 
         # Filters never remove the most likely token, so vLLM may skip them for greedy requests.
@@ -147,39 +155,48 @@ def _host_processor() -> type:
 
             requests = self._requests.values()
             rows = torch.tensor(list(self._requests), device=logits.device)
-            sampling = [request.sampling_now for request in requests]
-            processed = sampled_logits(logits[rows], sampling)
-            logits[rows] = processed
+            sampling = [request.next_sampling for request in requests]
+            filtered_logits = apply_temperature_and_filters(logits[rows], sampling)
+            logits[rows] = filtered_logits
 
-            masks = processed > -torch.inf
-            for mask, parameters, request in zip(masks, sampling, requests, strict=True):
+            support_masks = filtered_logits > -torch.inf
+            for mask, parameters, request in zip(support_masks, sampling, requests, strict=True):
                 # A chunked prefill passes here after each chunk; the last one overwrites the entry.
-                request.support[len(request.tokens)] = support_ids(mask, parameters)
+                request.support[len(request.tokens)] = extract_support_ids(mask, parameters)
             return logits
 
     return SamplingProcessor
 
 
 class _HostRequest(NamedTuple):
-    """Entry of the host's logits processor for one request."""
+    """Request as the host's logits processor needs it.
+
+    Example:
+        A request that continues a turn of 5 tokens, and for which 1 token has been sampled::
+
+            _HostRequest(SamplingParameters(top_k=2), turn_tokens=5, support={0: [7, 9]}, tokens=[9])
+    """
 
     sampling: SamplingParameters
     """Sampling parameters of the request."""
     turn_tokens: int
     """Number of tokens that were sampled in the turn before the request."""
     support: Support
-    """Record of the support."""
+    """Record of the support, to which the processor adds an entry per sampled token."""
     tokens: list[int]
-    """Tokens sampled so far, to which vLLM appends."""
+    """Tokens sampled so far for this request, to which vLLM appends."""
 
     @property
-    def sampling_now(self) -> SamplingParameters:
-        """Return the parameters of the token that is sampled next."""
-        return sampling_at(self.sampling, self.turn_tokens + len(self.tokens))
+    def next_sampling(self) -> SamplingParameters:
+        """Return the sampling parameters of the next token."""
+        return resolve_schedules(self.sampling, self.turn_tokens + len(self.tokens))
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Return what the logits processor needs for a new request, or None if vLLM samples it by itself."""
+    """Make the logits processor's entry for a new request; None if vLLM samples it by itself.
+
+    ``tokens`` are the request's sampled tokens, to which vLLM appends.
+    """
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
         return None
@@ -188,8 +205,8 @@ def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostReque
 
 
 @cache
-def accelerator_processor() -> type:
-    """Return the class of the processor for vLLM's newer model runner, which it uses on accelerators."""
+def make_accelerator_processor_class() -> type:
+    """Make the class of the logits processor for vLLM's newer model runner, the one on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class ScheduleProcessor(LogitsProcessor):
@@ -200,7 +217,7 @@ def accelerator_processor() -> type:
             self._requests: dict[int, tuple[SamplingParameters, int]] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            # Slots are used again, so a request without a schedule removes an entry, too.
+            # Slots are reused, so a request without a schedule removes the entry of an earlier one.
             self._requests.pop(req_idx, None)
             record = (sampling_params.extra_args or {}).get(_SAMPLING_KEY)
             if record is None:
@@ -209,7 +226,7 @@ def accelerator_processor() -> type:
             return True
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            # A request has one row, since nothing is drafted, and the bound of its length is then exact.
+            # A request has one row, since no tokens are drafted. So vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             rows: list[int] = []
             sampling: list[SamplingParameters] = []
@@ -217,28 +234,29 @@ def accelerator_processor() -> type:
                 if slot in self._requests:
                     parameters, turn_start = self._requests[slot]
                     rows.append(row)
-                    # Within a chunked prefill nothing is sampled, and the position would be negative.
-                    sampling.append(sampling_at(parameters, max(0, lengths[row] - turn_start)))
+                    # Within a chunked prefill the position is negative, but no token is sampled.
+                    position = max(0, lengths[row] - turn_start)
+                    sampling.append(resolve_schedules(parameters, position))
             if rows:
-                index = torch.tensor(rows, device=logits.device)
-                logits[index] = sampled_logits(logits[index], sampling)
+                row_indices = torch.tensor(rows, device=logits.device)
+                logits[row_indices] = apply_temperature_and_filters(logits[row_indices], sampling)
             return logits
 
     return ScheduleProcessor
 
 
-def routing_arguments() -> dict[str, Any]:
-    """Return the engine arguments that make an engine record the experts of its tokens."""
+def make_routing_arguments() -> dict[str, Any]:
+    """Make the engine arguments with which an engine records the experts of its tokens."""
     if device.on_host():
-        # A token with a prefix-cache hit passes through no router.
+        # A token with a prefix-cache hit passes through no router, so its experts would not be recorded.
         return {"enable_prefix_caching": False}
     return {"enable_return_routed_experts": True}
 
 
-def capture_experts(runner: Any) -> None:
-    """Install the capture function in the routers of a model on the host.
+def install_expert_capture(runner: Any) -> None:
+    """Make the routers of a model on the host record the experts of their tokens.
 
-    ``runner`` is vLLM's model runner: it has the requests of the tokens of a step.
+    ``runner`` is vLLM's model runner, which has the model and the requests of each step.
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
@@ -249,43 +267,44 @@ def capture_experts(runner: Any) -> None:
 
 
 def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
-    """Copy a layer's ``experts`` [tokens of the step, k] into the records of their requests."""
+    """Copy a layer's ``experts`` [tokens of the step, k] into the expert records of the step's requests."""
     batch = runner.input_batch
-    bounds = runner.query_start_loc.np
-    for index, name in enumerate(batch.req_ids):
-        extra_arguments = runner.requests[name].sampling_params.extra_args or {}
-        record = extra_arguments.get(_EXPERTS_KEY)
-        if record is None:
+    step_bounds = runner.query_start_loc.np
+    for index, request_id in enumerate(batch.req_ids):
+        extra_arguments = runner.requests[request_id].sampling_params.extra_args or {}
+        expert_record = extra_arguments.get(_EXPERTS_KEY)
+        if expert_record is None:
             continue
 
-        # The request's tokens of this step, and their positions in the request.
-        first = int(bounds[index])
-        last = int(bounds[index + 1])
+        # The request's tokens of this step: from `step_start` to `step_end` in the step's tokens, and from
+        # `start` to `end` in the request.
+        step_start = int(step_bounds[index])
+        step_end = int(step_bounds[index + 1])
         start = int(batch.num_computed_tokens_cpu[index])
-        end = start + last - first
-        record[start:end, layer] = experts[first:last].to(record.dtype)
+        end = start + step_end - step_start
+        expert_record[start:end, layer] = experts[step_start:step_end].to(expert_record.dtype)
 
 
 def add_expert_record(
     parameters: Any,
     request: GenerationRequest,
     layers: int,
-    topk: int,
+    experts_per_token: int,
 ) -> None:
-    """Attach a record of experts to a request's vLLM parameters; accelerators need none."""
+    """Attach an empty expert record to a request's vLLM parameters; accelerators need none."""
     if device.on_host():
-        # As long as the request can become; -1 for tokens that are never routed.
-        shape = (len(request.tokens) + request.limit, layers, topk)
-        record = torch.full(shape, -1, dtype=torch.int16)
-        parameters.extra_args = {**(parameters.extra_args or {}), _EXPERTS_KEY: record}
+        # The record has room for all tokens of the request; -1 marks tokens that are never routed.
+        max_tokens = len(request.tokens) + request.limit
+        expert_record = torch.full((max_tokens, layers, experts_per_token), -1, dtype=torch.int16)
+        parameters.extra_args = {**(parameters.extra_args or {}), _EXPERTS_KEY: expert_record}
 
 
-def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
-    """Return the experts of the tokens of a request and its output: [tokens, layers, k] int16.
+def extract_experts(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
+    """Extract the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
-    The last token is left out: it was sampled, but never an input of the model.
+    The last token has none: it was sampled, but never an input of the model.
     """
-    count = len(request.tokens) + len(output.token_ids) - 1
+    num_routed = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():
-        return parameters.extra_args[_EXPERTS_KEY][:count]
-    return torch.from_numpy(output.routed_experts.astype("int16"))[:count]
+        return parameters.extra_args[_EXPERTS_KEY][:num_routed]
+    return torch.from_numpy(output.routed_experts.astype("int16"))[:num_routed]

@@ -20,26 +20,28 @@ _SIZE_KEY = "megatron_rl_ngram_size"
 """Key of a request's `no_repeat_ngram_size` in its ``extra_args``."""
 
 
-def logits_processors() -> list[type]:
+def list_logits_processors() -> list[type]:
     """Return the classes of logits processors that an engine needs for the rules of `add_rules`."""
-    return [host_processor() if device.on_host() else accelerator_processor()]
+    if device.on_host():
+        return [make_host_processor_class()]
+    return [make_accelerator_processor_class()]
 
 
 def add_rules(parameters: Any, request: GenerationRequest) -> None:
-    """Add the rules of a request to its vLLM parameters."""
-    size = request.sampling.no_repeat_ngram_size
-    if size:
-        parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: size}
+    """Add the rules of a request that vLLM does not have to its vLLM parameters."""
+    ngram_size = request.sampling.no_repeat_ngram_size
+    if ngram_size:
+        parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: ngram_size}
 
 
-def _ngram_size(parameters: Any) -> int:
+def _get_ngram_size(parameters: Any) -> int:
     """Return the size of n-grams that a request must not repeat, or 0 without this rule."""
     return (parameters.extra_args or {}).get(_SIZE_KEY, 0)
 
 
 @cache
-def host_processor() -> type:
-    """Return the class for the model runner of the host; it is defined here because vLLM is imported late."""
+def make_host_processor_class() -> type:
+    """Make the class of the host's logits processor, once: it derives from a class of vLLM, imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -52,6 +54,7 @@ def host_processor() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
+            # Row of the batch -> (n of its n-grams, prompt tokens, sampled tokens) of the request in it.
             self._requests: dict[int, tuple[int, list[int], list[int]]] = {}
 
         # A ban may remove the most likely token, so it holds for greedy requests, too.
@@ -59,36 +62,36 @@ def host_processor() -> type:
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            process_dict_updates(self._requests, batch_update, _request_tokens)
+            process_dict_updates(self._requests, batch_update, _make_host_request)
 
         def apply(self, logits: Tensor) -> Tensor:
-            for row, (size, prompt, output) in self._requests.items():
+            for row, (ngram_size, prompt, output) in self._requests.items():
                 tokens = torch.tensor([*prompt, *output], device=logits.device)
-                ban_repeated_ngrams(logits[row], tokens, size)
+                ban_repeated_ngrams(logits[row], tokens, ngram_size)
             return logits
 
     return NgramProcessor
 
 
-def _request_tokens(
+def _make_host_request(
     parameters: Any,
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return the processor's entry for a new request, or None if there are no rules.
+    """Make the processor's entry for a new request: (n of its n-grams, prompt, output); None without rules.
 
     vLLM appends to ``output`` as it samples.
     """
-    size = _ngram_size(parameters)
-    if not size:
+    ngram_size = _get_ngram_size(parameters)
+    if not ngram_size:
         return None
     assert prompt is not None, "requests are token ids, not embeddings"
-    return size, prompt, output
+    return ngram_size, prompt, output
 
 
 @cache
-def accelerator_processor() -> type:
-    """Return the class for vLLM's newer model runner, which it uses on accelerators."""
+def make_accelerator_processor_class() -> type:
+    """Make the class of the logits processor for vLLM's newer model runner, the one on accelerators."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class NgramProcessor(LogitsProcessor):
@@ -98,20 +101,20 @@ def accelerator_processor() -> type:
             # [slots, longest row] tokens of each request, on the device.
             self._tokens = req_states.all_token_ids.gpu
             # Slot of a request -> the n of its n-grams.
-            self._sizes: dict[int, int] = {}
+            self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            # Slots are used again, so a request without rules replaces an entry, too.
-            self._sizes[req_idx] = _ngram_size(sampling_params)
-            return self._sizes[req_idx] > 0
+            # Slots are reused, so a request without rules replaces the entry of an earlier one, too.
+            self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
+            return self._ngram_sizes[req_idx] > 0
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            # A request has one row, since nothing is drafted, and the bound of its length is then exact.
+            # A request has one row, since no tokens are drafted. So vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
-                size = self._sizes.get(slot, 0)
-                if size:
-                    ban_repeated_ngrams(logits[row], self._tokens[slot, : lengths[row]], size)
+                ngram_size = self._ngram_sizes.get(slot, 0)
+                if ngram_size:
+                    ban_repeated_ngrams(logits[row], self._tokens[slot, : lengths[row]], ngram_size)
             return logits
 
     return NgramProcessor

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -106,7 +106,7 @@ def keep_weights_writable() -> None:
     _writable = True
 
 
-def weights_are_writable() -> bool:
+def are_weights_writable() -> bool:
     """Return whether the weights of models that vLLM loads can be written in place."""
     return _writable
 
@@ -122,7 +122,7 @@ def _preserve_process_groups() -> None:
 
 
 def _inspect_models_in_process() -> None:
-    """Inspect model classes in this process.
+    """Make vLLM inspect model classes in this process.
 
     vLLM starts a process per rank for it, with the sole purpose of leaving devices uninitialised here.
     """
@@ -132,7 +132,7 @@ def _inspect_models_in_process() -> None:
 
 
 def _name_shared_memory_by_job() -> None:
-    """Name the shared memory of tensor-parallel groups by job, and unlink it early.
+    """Make vLLM name the shared memory of tensor-parallel groups by job, and unlink it early.
 
     vLLM uses the same names in every job on a host, and a killed job leaves them behind. A segment needs its
     name only until all ranks have joined it.
@@ -142,14 +142,14 @@ def _name_shared_memory_by_job() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     make_group_name = _CPUSHMDistributed.make_group_name
-    join = _CPUSHMDistributed._init_cpu_shm
+    join_segment = _CPUSHMDistributed._init_cpu_shm
 
     def make_job_name(group: Any) -> str:
-        return shared_memory_name(make_group_name(group))
+        return make_shared_memory_name(make_group_name(group))
 
     def join_and_unlink(group: Any) -> int:
         # The join ends with a barrier, so every rank has opened the segment.
-        handle = join(group)
+        handle = join_segment(group)
         shm_unlink(f"{group.group_name}_{group.communicator.rank}")
         return handle
 
@@ -158,7 +158,7 @@ def _name_shared_memory_by_job() -> None:
 
 
 def _omit_message_queues() -> None:
-    """Create vLLM's groups without message queues, which ranks of a launcher never use.
+    """Make vLLM create its groups without message queues, which ranks of a launcher never use.
 
     Each queue leaves sockets in the temporary folder, and shared memory, when its process ends.
     """
@@ -166,14 +166,15 @@ def _omit_message_queues() -> None:
 
     make_group = parallel_state.init_model_parallel_group
 
-    def make_without_queue(*values: Any, **options: Any) -> Any:
-        return make_group(*values, **{**options, "use_message_queue_broadcaster": False})
+    def make_without_queue(*arguments: Any, **options: Any) -> Any:
+        options["use_message_queue_broadcaster"] = False
+        return make_group(*arguments, **options)
 
     setattr(parallel_state, "init_model_parallel_group", make_without_queue)
 
 
 def _choose_experts_without_adapters() -> None:
-    """Choose the kernels of experts as if the engine had no adapters: experts have none here.
+    """Make vLLM choose the kernels of experts as if the engine had no adapters: experts have none here.
 
     With adapters vLLM would choose kernels that store experts in an order of their own, or that the host
     lacks.
@@ -183,25 +184,26 @@ def _choose_experts_without_adapters() -> None:
     make_config = expert_layer.FusedMoEConfig
 
     def make_config_without_adapters(**options: Any) -> Any:
-        return make_config(**{**options, "is_lora_enabled": False})
+        options["is_lora_enabled"] = False
+        return make_config(**options)
 
     setattr(expert_layer, "FusedMoEConfig", make_config_without_adapters)
 
 
-def shared_memory_name(group: str) -> str:
-    """Return the name of a group's shared memory, equal on the group's ranks and unique to the job.
+def make_shared_memory_name(group_name: str) -> str:
+    """Make the name of a group's shared memory, equal on the group's ranks and unique to the job.
 
     The parent's process id is the job's: all its ranks on a host have one parent, and shared memory does not
     cross hosts. Slashes become underscores: ``shm_open`` accepts them only at the start of a name, and
-    vLLM's own name (``group``) starts with two of them in ranks that a launcher started.
+    vLLM's own ``group_name`` starts with two of them in ranks that a launcher started.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
-    return f"{job}-{group.replace('/', '_')}"
+    return f"{job}-{group_name.replace('/', '_')}"
 
 
 def _store_weights_unpacked() -> None:
-    """Store linear and embedding weights as plain tensors on the host.
+    """Make vLLM store linear and embedding weights as plain tensors on the host.
 
     vLLM would replace them by packed copies, which a write does not reach. Accelerators store them plainly.
     """
@@ -209,14 +211,14 @@ def _store_weights_unpacked() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     def use_plain_linear(_: Any, layer: Any) -> None:
-        layer.cpu_linear = linear
+        layer.cpu_linear = apply_linear
 
     setattr(UnquantizedLinearMethod, "process_weights_after_loading", use_plain_linear)
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", use_plain_linear)
 
 
-def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer with a plain weight; float32 goes through oneDNN.
+def apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear layer with an unpacked weight; float32 is computed by oneDNN.
 
     oneDNN packs no weights for a few rows, unlike MKL: on AMD processors MKL took 1.9 times as long from 16
     rows on, which was most of a step.
@@ -227,7 +229,7 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _run_sampler_eagerly() -> None:
-    """Replace two functions that vLLM compiles, token ranks and vocabulary masks, by eager ones on the host.
+    """Replace two compiled functions of vLLM by eager ones on the host: token ranks and vocabulary masks.
 
     Their compilation takes seconds and needs a compiler.
     """
@@ -244,10 +246,10 @@ def _run_sampler_eagerly() -> None:
 
 
 def _rotate_heads_in_torch() -> None:
-    """Rotate queries and keys of shape [tokens, heads, size], as in latent attention, in torch on the host.
+    """Make vLLM rotate queries and keys of shape [tokens, heads, size] in torch on the host.
 
-    vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind RotaryEmbedding.forward_cpu) reads the heads of such a
-    tensor as further tokens.
+    Latent attention has tensors of this shape. vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind
+    RotaryEmbedding.forward_cpu) reads their heads as further tokens.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -260,11 +262,10 @@ def _rotate_heads_in_torch() -> None:
         key: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        forward = partial(kernel, self)
-        # Two dimensions, [tokens, heads * size], are what the kernel reads correctly.
+        # The kernel reads only two dimensions correctly: [tokens, heads * size].
         if query.dim() == 3:
-            forward = self.forward_native
-        return forward(positions, query, key, **options)
+            return self.forward_native(positions, query, key, **options)
+        return kernel(self, positions, query, key, **options)
 
     setattr(RotaryEmbedding, "forward_cpu", rotate)
 
@@ -289,35 +290,35 @@ def _route_by_sigmoid_without_groups() -> None:
     setattr(CPURouter, "_compute_routing", route)
 
 
-def bytes_asleep() -> int:
-    """Return the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
+def count_sleeping_bytes() -> int:
+    """Count the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
 
-def host_cache_bytes(
+def compute_host_cache_bytes(
     shape: ModelShape,
-    tensor: int,
+    tensor_parallel_size: int,
     dtype: str,
     max_model_len: int,
 ) -> int:
-    """Return the size of one rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
+    """Compute the bytes of a rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
 
     One sequence of full length always fits. vLLM touches the whole cache at once, so a larger one costs
     memory that is never used.
     """
-    token_bytes = shape.kv_bytes_per_gpu(tensor, getattr(torch, dtype).itemsize)
+    token_bytes = shape.kv_bytes_per_gpu(tensor_parallel_size, getattr(torch, dtype).itemsize)
     # One block more than the sequence fills: vLLM's block pool keeps one as its null block.
-    blocks = -(-max_model_len // _HOST_BLOCK) + 1
-    row_bytes = blocks * _HOST_BLOCK * token_bytes
-    wanted_bytes = min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)
-    return int(max(2 * row_bytes, wanted_bytes))
+    num_blocks = math.ceil(max_model_len / _HOST_BLOCK) + 1
+    row_bytes = num_blocks * _HOST_BLOCK * token_bytes
+    desired_bytes = min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)
+    return int(max(2 * row_bytes, desired_bytes))
 
 
 class _DistributedOfLayout:
-    """Replacement of torch.distributed whose world is one layout, in its order."""
+    """Replacement of torch.distributed in which the world consists of the ranks of a layout, in its order."""
 
     def __init__(self, distributed: Any, layout: ParallelLayout) -> None:
         self._distributed = distributed
@@ -337,7 +338,7 @@ class _DistributedOfLayout:
             # Unsorted: the order of a layout's ranks need not be ascending.
             options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
             return self._distributed.new_group(ranks, **options)
-        # The job's own group of these ranks, which `join_groups` created on the whole world.
+        # The job's own group of these ranks, which `create_layout_groups` created on the whole world.
         return communicator(tuple(ranks))
 
 
@@ -351,8 +352,8 @@ class _TorchOfLayout:
         return getattr(torch, name)
 
 
-def join_groups(layout: ParallelLayout) -> None:
-    """Create the process groups that engines on ``layout`` use.
+def create_layout_groups(layout: ParallelLayout) -> None:
+    """Create the process groups that the engines on ``layout`` use.
 
     Collective over the world, before ranks of the layout build their engines. If the layout is the whole
     world, the engines create the groups themselves.
@@ -365,10 +366,10 @@ def join_groups(layout: ParallelLayout) -> None:
 
 
 @contextmanager
-def local_rank(index: int | None) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this process's device within the context: vLLM takes its device from it.
+def set_local_rank(index: int | None) -> Iterator[None]:
+    """Set LOCAL_RANK to the device's ``index`` within the context, since vLLM selects its device by it.
 
-    A launcher's own value differs if a process sees only its own device.
+    The launcher's value differs if a process sees only its own device. None leaves it unchanged.
     """
     launcher_value = os.environ.get("LOCAL_RANK")
     if index is not None:
@@ -381,8 +382,8 @@ def local_rank(index: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
-    """Make vLLM build its groups as if ``layout.ranks``, in that order, were the world.
+def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
+    """Make vLLM build its groups within the context as if ``layout.ranks``, in that order, were the world.
 
     Replica r is then ``layout.ranks[r * tensor : (r + 1) * tensor]``.
     """
@@ -394,15 +395,16 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     def to_ranks(positions: list[int]) -> list[int]:
         return [layout.ranks[position] for position in positions]
 
-    def init_world_of_layout(positions: list[int], *values: Any, **options: Any) -> Any:
-        return init_world(to_ranks(positions), *values, **options)
+    def init_world_of_layout(positions: list[int], *arguments: Any, **options: Any) -> Any:
+        return init_world(to_ranks(positions), *arguments, **options)
 
     def init_groups_of_layout(
         groups: list[list[int]],
-        *values: Any,
+        *arguments: Any,
         **options: Any,
     ) -> Any:
-        return init_model_parallel([to_ranks(positions) for positions in groups], *values, **options)
+        rank_groups = [to_ranks(positions) for positions in groups]
+        return init_model_parallel(rank_groups, *arguments, **options)
 
     parallel_state.init_world_group = init_world_of_layout
     parallel_state.init_model_parallel_group = init_groups_of_layout
@@ -416,44 +418,46 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 
 
 @contextmanager
-def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the engine arguments for a checkpoint whose config.json is not the one that transformers has.
+def prepare_language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the engine arguments with which vLLM builds only the language model of a checkpoint.
 
-    vLLM reads the config.json of `engine_config` from a temporary folder within the context. It would
-    otherwise build the vision tower of a multimodal model too, and reserve memory for images; and it changes
-    the ``model_type`` of transformers' class in this process to one that it knows as an alias, such as
-    kimi_k2, which exports would then have.
+    Within the context, vLLM reads the config.json of `engine_config` from a temporary folder, if it differs
+    from the checkpoint's. With the checkpoint's own, vLLM would also build the vision tower of a multimodal
+    model, and reserve memory for images. It would also change the ``model_type`` of transformers' class in
+    this process to an alias of its own, such as kimi_k2, which exports would then contain.
     """
     config = read_config(path / "config.json")
-    language_model = engine_config(config)
-    if language_model is config:
+    language_model_config = engine_config(config)
+    if language_model_config is config:
         yield {}
         return
+
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
+        config_file = Path(folder) / "config.json"
+        config_file.write_text(json.dumps(language_model_config), encoding="utf-8")
         yield {"hf_config_path": folder}
 
 
-def count_engine(change: int) -> int:
-    """Add ``change`` to the number of engines in this process and return it."""
+def change_engine_count(change: int) -> int:
+    """Add ``change`` to the number of engines in this process; return the new number."""
     global _engines
     _engines += change
     return _engines
 
 
-def forget_groups() -> None:
+def drop_vllm_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
-    # All process-wide groups of vLLM; some exist only in newer or only in older versions.
-    names = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
-    for name in names.split():
+    # The variables of all process-wide groups; some exist only in newer or only in older versions.
+    variables = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
+    for name in variables.split():
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
 
 
 @contextmanager
-def unchanged_random_state() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Restore the state of the process's random generators at the end of the context.
 
     The trainer draws from them too, and its numbers must not depend on the engine's draws.
@@ -461,13 +465,14 @@ def unchanged_random_state() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()
 
-    accelerators: dict[str, Any] = {"enabled": True, "devices": []}
+    # Without an accelerator, torch's generator on the host is the only one.
+    fork_options: dict[str, Any] = {"enabled": True, "devices": []}
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
-        accelerators["devices"] = [torch.accelerator.current_device_index()]
-        accelerators["device_type"] = "" if accelerator is None else accelerator.type
+        fork_options["devices"] = [torch.accelerator.current_device_index()]
+        fork_options["device_type"] = "" if accelerator is None else accelerator.type
 
-    with torch.random.fork_rng(**accelerators):
+    with torch.random.fork_rng(**fork_options):
         try:
             yield
         finally:

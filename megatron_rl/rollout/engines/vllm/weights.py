@@ -6,7 +6,7 @@ becomes a `TensorBox`: a region of a checkpoint tensor and its position in a par
 on weights are written to these positions, without the loader.
 
 Three kinds of storage need more than that: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
-values that layers derive from their weights (`refresh_derived`).
+values that layers derive from their weights (`recompute_derived_tensors`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LiveWeights:
         # Names and modules as the checkpoint's loader sees them.
         with without_wrappers(model):
             self._packed = PackedModules(model)
-            self._parameters = model_parameters(model) | self._packed.parameters()
+            self._parameters = get_model_parameters(model) | self._packed.parameters()
         self._map: WeightMap | None = None
 
     @classmethod
@@ -75,8 +75,8 @@ class LiveWeights:
         Requests in flight survive an update: they continue with the new weights, and their key-value cache
         is recomputed. Raises UserError if `prepare_vllm` was not called before vLLM was imported.
         """
-        model = live_model(llm)
-        check_writable(model)
+        model = get_vllm_model(llm)
+        require_writable(model)
         return cls(
             model,
             llm.llm_engine.model_config.model,
@@ -96,15 +96,15 @@ class LiveWeights:
 
         Raises CoverageError unless every element is filled exactly once.
         """
-        return list(self.map().boxes)
+        return list(self.get_map().boxes)
 
-    def map(self) -> WeightMap:
-        """Return the traced map of the weights, made at the first call."""
+    def get_map(self) -> WeightMap:
+        """Return the map of the weights, which is traced at the first call."""
         if self._map is None:
             shapes = self._checkpoint
             if not isinstance(shapes, Mapping):
                 shapes = read_checkpoint_shapes(shapes)
-            with self._packed.unpacked(), without_wrappers(self._model):
+            with self._packed.use_raw_parameters(), without_wrappers(self._model):
                 self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
         return self._map
 
@@ -114,10 +114,10 @@ class LiveWeights:
         Raises RuntimeError when the cache cannot be dropped, because requests are still running.
         """
         # The order matters: packed and derived weights are computed from the raw ones, padding included.
-        clear_padding(self._parameters, self.map().padding)
-        self._packed.pack()
+        clear_padding(self._parameters, self.get_map().padding)
+        self._packed.repack()
         dtype = next(iter(self._parameters.values())).dtype
-        refresh_derived(self._model, dtype)
+        recompute_derived_tensors(self._model, dtype)
 
         if not self._reset_cache():
             raise RuntimeError(f"weights of version {version} are unused: requests are still running")
@@ -131,29 +131,29 @@ class LiveWeights:
         """Do nothing; see `sleep`."""
 
 
-def live_model(llm: Any) -> nn.Module:
-    """Return the module inside a ``vllm.LLM`` of this process."""
-    return model_runner(llm).get_model()
+def get_vllm_model(llm: Any) -> nn.Module:
+    """Return the model's module inside a ``vllm.LLM`` of this process."""
+    return get_model_runner(llm).get_model()
 
 
-def model_runner(llm: Any) -> Any:
+def get_model_runner(llm: Any) -> Any:
     """Return vLLM's model runner inside a ``vllm.LLM`` of this process."""
     worker = llm.llm_engine.model_executor.driver_worker
     # Some executors wrap the worker once more.
     return getattr(worker, "worker", worker).model_runner
 
 
-def check_writable(model: nn.Module) -> None:
+def require_writable(model: nn.Module) -> None:
     """Raise UserError if vLLM has packed plain weights into copies, which a write would not reach."""
     if not device.on_host():
         return
-    empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
-    if empty or not setup.weights_are_writable():
+    empty_parameters = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    if empty_parameters or not setup.are_weights_writable():
         raise UserError(
             "vLLM has packed this model's weights, so that they cannot be written in place",
             where="the vLLM engine",
             expected="weight_transfer.register() before vllm is imported, or its worker extension",
-            got=f"{empty[0]} is empty" if empty else "an engine built without it",
+            got=f"{empty_parameters[0]} is empty" if empty_parameters else "an engine built without it",
         )
 
 
@@ -172,7 +172,7 @@ class WeightMap:
     """Regions of checkpoint tensors with their storage; together they fill every other element once."""
 
     padding: Mapping[str, tuple[tuple[int, int], ...]]
-    """Vocabulary padding: parameter -> ranges [first, last) of its flattened elements. No box fills it.
+    """Vocabulary padding: parameter -> ranges [start, end) of its flattened elements. No box fills it.
 
     Biases that are zero on this rank, since another one adds them, are listed too.
     """
@@ -191,7 +191,7 @@ def trace_weights(
     and biases that another rank adds.
     """
     dtype = next(iter(parameters.values())).dtype
-    expert_storage = _fused_experts(model)
+    expert_storage = _find_fused_experts(model)
     if expert_storage is not None:
         # The loader of gpt-oss (0.32) reads fields of this attribute if it exists, also if it is None, as
         # without mxfp4.
@@ -204,23 +204,23 @@ def trace_weights(
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
     boxes = boxes_of_experts(merge_boxes(recorder.boxes), expert_storage)
-    boxes = _without_tied_duplicates(boxes)
+    boxes = _merge_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
     zeros = dict.fromkeys(recorder.zeroed, 0)
-    padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters) | zeros)
+    padding = check_coverage(boxes, parameters, _find_vocabulary_padding(model, parameters) | zeros)
     return WeightMap(tuple(boxes), padding)
 
 
-def _fused_experts(model: Any) -> FusedExperts | None:
-    """Return the form in which vLLM's loader expects all experts of a layer in one tensor, if it does."""
+def _find_fused_experts(model: Any) -> FusedExperts | None:
+    """Find how vLLM's loader expects all experts of a layer in one tensor; None if it expects one each."""
     family = BY_MODEL_TYPE.get(getattr(getattr(model, "config", None), "model_type", ""))
     if family is None:
         return None
     return family.fused_experts
 
 
-def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
+def _merge_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     """Rename the boxes of a tied output layer to the embedding, and merge the duplicates.
 
     Both names have the same storage, which would otherwise count as written twice.
@@ -239,8 +239,8 @@ def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     return merge_boxes(renamed)
 
 
-def _vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, for each vocabulary-parallel parameter, the index of its first padding element."""
+def _find_vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Find the index of the first padding element of each vocabulary-parallel parameter, by name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     first_padding: dict[str, int] = {}
@@ -254,13 +254,16 @@ def _vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> d
 
 @torch.no_grad()
 def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Set vocabulary padding to zero: no checkpoint fills it, and new storage is uninitialised."""
+    """Set vocabulary padding to zero: no checkpoint fills it, and new storage is uninitialised.
+
+    ``padding`` is `WeightMap.padding`.
+    """
     for name, ranges in padding.items():
-        for first, last in ranges:
-            parameters[name].view(-1)[first:last].zero_()
+        for start, end in ranges:
+            parameters[name].view(-1)[start:end].zero_()
 
 
-def model_parameters(model: Any) -> dict[str, Tensor]:
+def get_model_parameters(model: Any) -> dict[str, Tensor]:
     """Return the live weights of a vLLM model by name; a tied one appears once.
 
     Tensors that latent attention derives from its weights after loading are omitted: vLLM registers them as
@@ -268,20 +271,25 @@ def model_parameters(model: Any) -> dict[str, Tensor]:
     """
     from vllm.model_executor.layers.attention import MLAAttention
 
-    derived: set[str] = set()
+    derived_names: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, MLAAttention):
-            derived.update(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+            derived_names.update(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
+
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        if name not in derived:
+        if name not in derived_names:
             weights[name] = parameter.data
-    # Weights that vLLM registers as buffers.
-    return weights | {name: buffer for name, buffer in model.named_buffers() if is_buffer(name)}
+
+    # Some weights are buffers in vLLM's model.
+    for name, buffer in model.named_buffers():
+        if is_buffer(name):
+            weights[name] = buffer
+    return weights
 
 
 @torch.no_grad()
-def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
+def recompute_derived_tensors(model: nn.Module, dtype: torch.dtype) -> None:
     """Recompute the tensors that latent attention derives from its weights."""
     from vllm.model_executor.layers.attention import MLAAttention
 
@@ -294,32 +302,32 @@ class PackedModules:
     """Raw storage of the modules whose weights vLLM rewrites after loading, by parameter name.
 
     On the host vLLM packs experts into a layout that only its kernel reads, so their live storage cannot be
-    written. They get a raw copy to write into, which `pack` converts into the live storage. The copy stays
+    written. They get a raw copy to write into, which `repack` converts into the live storage. The copy stays
     allocated, so experts take twice their memory. On accelerators the engine uses a kernel that reads experts
     in the checkpoint's layout, and nothing is packed.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _refuse_quantised(model)
+        _require_unquantised(model)
         self._modules: dict[str, nn.Module] = {}
         for path, module in model.named_modules():
             if _is_packed(module):
                 self._modules[path] = module
         # Path of the module -> name -> raw parameter.
-        self._raw = {path: _raw_parameters(module) for path, module in self._modules.items()}
+        self._raw_parameters = {path: _make_raw_parameters(module) for path, module in self._modules.items()}
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the raw storage of the packed parameters, by their names in the model."""
         storages = {}
-        for path, parameters in self._raw.items():
+        for path, parameters in self._raw_parameters.items():
             for name, parameter in parameters.items():
                 storages[f"{path}.{name}"] = parameter.data
         return storages
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def use_raw_parameters(self) -> Iterator[None]:
         """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
-        packed = {path: self._swap_parameters(path, self._raw[path]) for path in self._modules}
+        packed = {path: self._swap_parameters(path, self._raw_parameters[path]) for path in self._modules}
         try:
             yield
         finally:
@@ -327,26 +335,28 @@ class PackedModules:
                 self._swap_parameters(path, parameters)
 
     def _swap_parameters(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Register parameters in a module and return the replaced ones."""
+        """Register parameters in the module at ``path``; return the ones that they replace, by name."""
         module: Any = self._modules[path]
         replaced = {name: module._parameters[name] for name in parameters}
         module._parameters.update(parameters)
         return replaced
 
     @torch.no_grad()
-    def pack(self) -> None:
+    def repack(self) -> None:
         """Pack the raw weights again, into the storage that kernels already use."""
         for path, module in self._modules.items():
-            raw = {name: _alias_of(parameter) for name, parameter in self._raw[path].items()}
-            live = self._swap_parameters(path, raw)
+            raw_aliases = {
+                name: _make_alias(parameter) for name, parameter in self._raw_parameters[path].items()
+            }
+            live_parameters = self._swap_parameters(path, raw_aliases)
 
             method: Any = module.quant_method
             method.moe_kernel = None  # vLLM skips the packing of a module that has a kernel
             method.process_weights_after_loading(module)
 
             # Kernels hold the live storage, so the newly packed weights are copied into it.
-            for name, packed in self._swap_parameters(path, live).items():
-                live[name].data.copy_(packed)
+            for name, packed in self._swap_parameters(path, live_parameters).items():
+                live_parameters[name].data.copy_(packed)
 
 
 @contextmanager
@@ -387,13 +397,17 @@ def _is_packed(module: nn.Module) -> bool:
     return method.unquantized_backend.name not in ("TRITON", "BATCHED_TRITON")
 
 
-def _refuse_quantised(model: nn.Module) -> None:
+def _require_unquantised(model: nn.Module) -> None:
     """Raise UserError if a module stores quantised weights instead of the checkpoint's."""
-    unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+    unquantised_methods = {
+        "UnquantizedLinearMethod",
+        "UnquantizedEmbeddingMethod",
+        "UnquantizedFusedMoEMethod",
+    }
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         # By name: the classes are in several modules of vLLM.
-        if method is not None and type(method).__name__ not in unquantised:
+        if method is not None and type(method).__name__ not in unquantised_methods:
             raise UserError(
                 "a quantised rollout engine cannot take weights from the actor",
                 where=f"rollout.vllm, module {path}",
@@ -403,8 +417,8 @@ def _refuse_quantised(model: nn.Module) -> None:
             )
 
 
-def _raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return new parameters of a module by name, in the format that vLLM recorded before it packed them."""
+def _make_raw_parameters(module: nn.Module) -> dict[str, Any]:
+    """Make raw parameters of a packed module by name, as vLLM recorded them before it packed them."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -417,16 +431,16 @@ def _raw_parameters(module: nn.Module) -> dict[str, Any]:
         }
 
 
-def _alias_of(parameter: Any) -> Any:
-    """Return a second parameter object on the same storage, which vLLM may replace or rebind."""
+def _make_alias(parameter: Any) -> Any:
+    """Make a second parameter object on the same storage, so that vLLM can rebind it."""
     alias = parameter.data.view_as(parameter)
     alias.__class__ = parameter.__class__
     alias.__dict__ = parameter.__dict__.copy()
     return alias
 
 
-def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
-    """Return the engine arguments that reserve storage for an adapter.
+def make_adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
+    """Make the engine arguments that reserve storage for an adapter.
 
     Raises UserError for a dtype that vLLM's adapter kernels do not support.
     """
@@ -436,7 +450,7 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
         raise requirement_error(
             "actor.lora.sync",
             "adapter",
-            "model.dtype=bfloat16, by vLLM's kernels of adapters",
+            "model.dtype=bfloat16, by vLLM's adapter kernels",
             got="model.dtype=float32",
             fix="set actor.lora.sync=merged",
         )
@@ -462,8 +476,8 @@ class AdapterSlots:
 
         # The path is not read: the adapter is loaded from stand-ins.
         self.request = LoRARequest("policy", _ADAPTER_ID, "memory")
-        self._manager = model_runner(llm).lora_manager._adapter_manager
-        self._storages = _adapter_storages(self._manager)
+        self._manager = get_model_runner(llm).lora_manager._adapter_manager
+        self._storages = _collect_adapter_storages(self._manager)
 
         dtype = next(iter(self._storages.values())).dtype
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
@@ -474,7 +488,8 @@ class AdapterSlots:
             rank,
         )
 
-        without_slot = sorted(shapes.keys() - {box.name for box in self._boxes})
+        names_with_slot = {box.name for box in self._boxes}
+        without_slot = sorted(shapes.keys() - names_with_slot)
         if without_slot:
             raise UserError(
                 "vLLM has no room for an adapter of some layers",
@@ -513,11 +528,14 @@ class AdapterSlots:
         return self._storages
 
 
-def _adapter_storages(manager: Any) -> dict[str, Tensor]:
-    """Return the stacked A and B matrices of every layer with an adapter; a fused layer has several."""
+def _collect_adapter_storages(manager: Any) -> dict[str, Tensor]:
+    """Collect the stacked A and B matrices of every layer with an adapter, by layer, matrix and slice.
+
+    A fused layer has several slices of each matrix.
+    """
     storages: dict[str, Tensor] = {}
     for name, module in manager.modules.items():
         for matrix, slices in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked)):
-            for index, stacked in enumerate(slices):
-                storages[f"{name}.lora_{matrix}.{index}"] = stacked
+            for index, stacked_slice in enumerate(slices):
+                storages[f"{name}.lora_{matrix}.{index}"] = stacked_slice
     return storages

@@ -6,7 +6,7 @@ from megatron_rl.rollout.engines.servers import Server
 
 
 def make_server(url: str) -> Server:
-    """Return the server at ``url``."""
+    """Make the client of the vLLM server at ``url``."""
     # Imported here: the table of engines is read without torch, which the server's module needs.
     from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 

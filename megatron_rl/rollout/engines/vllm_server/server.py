@@ -25,13 +25,13 @@ from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.sampling import (
-    continuation_seed,
-    vllm_filters,
-    vllm_finish_code,
-    vllm_parameters,
-    vllm_stops,
+    derive_continuation_seed,
+    make_vllm_filters,
+    make_vllm_parameters,
+    make_vllm_stop_fields,
+    map_vllm_finish_reason,
 )
-from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
 
@@ -58,12 +58,12 @@ _EXPECTED_BY_STATUS = {
 
 
 class VllmServer:
-    """One API server of vLLM; see `engines.servers.Server`."""
+    """Client of one API server of vLLM; see `engines.servers.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    async def request(
+    async def send_request(
         self,
         session: aiohttp.ClientSession,
         path: str,
@@ -77,9 +77,9 @@ class VllmServer:
         """
         url = f"{self.url}/{path}"
         method = "GET" if body is None else "POST"
-        limit = aiohttp.ClientTimeout(total=timeout)
+        time_limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with session.request(method, url, json=body, timeout=limit) as response:
+            async with session.request(method, url, json=body, timeout=time_limit) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout:g} s") from error
@@ -96,48 +96,48 @@ class VllmServer:
         except ValueError as error:
             raise ServerError(f"{url}: malformed JSON: {text[:_EXCERPT]}") from error
 
-    def call(
+    def send_control_request(
         self,
         path: str,
         body: Any = None,
         timeout: float = CONTROL_SECONDS,
     ) -> Any:
-        """Send one request synchronously, in a separate session; see `request`."""
+        """Send one request synchronously, in a separate session; see `send_request`."""
 
         # A loop and a session for one call: control calls are rare, and come from several threads.
-        async def call_once() -> Any:
+        async def send_once() -> Any:
             async with aiohttp.ClientSession() as session:
-                return await self.request(session, path, body, timeout)
+                return await self.send_request(session, path, body, timeout)
 
-        return asyncio.run(call_once())
+        return asyncio.run(send_once())
 
     def call_workers(self, method: str, *arguments: Any, timeout: float) -> None:
-        """Call a method of every worker; raises ServerError if one fails.
+        """Call a method of the server's workers by name; raises ServerError if it fails in any of them.
 
         The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
         leave the replies of the others unread, and a later call would receive them.
         """
         body = {"method": "attempt", "args": [method, *arguments]}
-        answer = self.call("collective_rpc", body, timeout)
-        for failure in answer["results"]:
+        reply = self.send_control_request("collective_rpc", body, timeout)
+        for failure in reply["results"]:
             if failure is not None:
                 raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
 
-    def workers(self) -> int:
-        """See `Server.workers`."""
-        return int(self.call("get_world_size")["world_size"])
+    def count_workers(self) -> int:
+        """See `Server.count_workers`."""
+        return int(self.send_control_request("get_world_size")["world_size"])
 
-    def weights(self) -> str:
-        """See `Server.weights`."""
-        return str(self.call("weight_info", timeout=POLL_SECONDS)["weight_version"])
+    def fetch_weights_name(self) -> str:
+        """See `Server.fetch_weights_name`."""
+        return str(self.send_control_request("weight_info", timeout=POLL_SECONDS)["weight_version"])
 
     def claim(self, run: str, seconds: float) -> str | None:
         """See `Server.claim`."""
         body = {"method": "claim", "args": [run, seconds]}
-        answer = self.call("collective_rpc", body, POLL_SECONDS)
+        reply = self.send_control_request("collective_rpc", body, POLL_SECONDS)
         # All workers have the same claim: the first one's result counts for the server.
-        (holder, *_) = answer["results"]
-        return holder
+        first_holder, *_ = reply["results"]
+        return first_holder
 
     async def generate(
         self,
@@ -147,17 +147,17 @@ class VllmServer:
         timeout: float,
     ) -> Completion:
         """See `Server.generate`."""
-        seed = continuation_seed(request.seed, request.done)
+        seed = derive_continuation_seed(request.seed, request.done)
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
-            **vllm_parameters(request.sampling, request.limit, seed, request.done),
-            **vllm_filters(request.sampling),
-            **vllm_stops(request.sampling),
+            **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
+            **make_vllm_filters(request.sampling),
+            **make_vllm_stop_fields(request.sampling),
         }
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
-        reply = await self.request(session, "inference/v1/generate", body, timeout)
+        reply = await self.send_request(session, "inference/v1/generate", body, timeout)
         return _parse_completion(request.number, reply, weights_name)
 
     def reset_updates(self, timeout: float) -> None:
@@ -170,7 +170,7 @@ class VllmServer:
     def pause(self, timeout: float) -> None:
         """See `Server.pause`."""
         # "keep": requests in flight stay queued, and continue after `resume`.
-        self.call("pause?mode=keep", {}, timeout)
+        self.send_control_request("pause?mode=keep", {}, timeout)
 
     def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
         """See `Server.join_transfer`."""
@@ -184,14 +184,14 @@ class VllmServer:
         """See `Server.receive_weights`."""
         self.call_workers("update_weights", {"version": version}, timeout=timeout)
 
-    def finish_update(self, name: str, timeout: float) -> None:
+    def finish_update(self, weights_name: str, timeout: float) -> None:
         """See `Server.finish_update`."""
-        self.call("finish_weight_update", {"weight_version": name}, timeout)
+        self.send_control_request("finish_weight_update", {"weight_version": weights_name}, timeout)
         # Before `resume`: a request in flight must not continue from the cache of older weights.
-        reset = self.call("reset_prefix_cache?reset_running_requests=true", {}, timeout)
+        reset = self.send_control_request("reset_prefix_cache?reset_running_requests=true", {}, timeout)
         if not reset["success"]:
             raise ServerError(f"{self.url} does not drop the prefix cache of older weights")
-        self.call("resume", {}, timeout)
+        self.send_control_request("resume", {}, timeout)
 
     def require_fit(self, config: RunConfig) -> int:
         """See `Server.require_fit`."""
@@ -218,15 +218,16 @@ class VllmServer:
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
-            info = self.call("server_info?config_format=json", timeout=FIRST_SECONDS)["vllm_config"]
-            _require_equal(requirements.compare(info), path)
-            answer = self.call("collective_rpc", {"method": "model_settings"})
-            (served_settings, *_) = answer["results"]
+            server_info = self.send_control_request("server_info?config_format=json", timeout=FIRST_SECONDS)
+            info = server_info["vllm_config"]
+            _require_fitting_settings(requirements.compare_settings(info), path)
+            reply = self.send_control_request("collective_rpc", {"method": "model_settings"})
+            served_settings, *_ = reply["results"]
             max_requests = int(info["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
             raise self._unusable_error(path, error) from error
 
-        _require_model(settings, served_settings, path)
+        _require_same_model(settings, served_settings, path)
         return max_requests
 
     def _unusable_error(self, path: str, error: Exception) -> UserError:
@@ -239,28 +240,31 @@ class VllmServer:
         expected = "an API server of the vLLM that is installed here"
         if isinstance(error, ServerError) and error.status == 0:
             message = "a server is unreachable"
-        elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm():
+        elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm_server():
             expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
         return UserError(
             message, where=path, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START
         )
 
-    def _is_vllm(self) -> bool:
-        """Return whether the server has the path that every server of vLLM has."""
+    def _is_vllm_server(self) -> bool:
+        """Return whether the server responds on the path that every server of vLLM has."""
         try:
-            return "version" in self.call("version", timeout=POLL_SECONDS)
+            return "version" in self.send_control_request("version", timeout=POLL_SECONDS)
         except (ServerError, TypeError, ValueError):
             return False
 
-    def require_open(self) -> None:
-        """See `Server.require_open`. Not for the server of another run, whose updates it would disturb."""
+    def require_token_sampling(self) -> None:
+        """See `Server.require_token_sampling`.
+
+        Not for the server of another run, whose updates it would disturb.
+        """
         try:
             # A job that was killed during an update has left the server paused.
-            self.call("resume", {})
+            self.send_control_request("resume", {})
 
             parameters = {"max_tokens": 1, "detokenize": False}
             body = {"token_ids": [0], "sampling_params": parameters}
-            self.call("inference/v1/generate", body, FIRST_SECONDS)
+            self.send_control_request("inference/v1/generate", body, FIRST_SECONDS)
         except ServerError as error:
             raise UserError(
                 "a server does not sample from tokens",
@@ -296,34 +300,37 @@ class ServerRequirements:
     tokenizer: bool = False
     """The server ends responses at stop texts, for which it needs the model's tokenizer."""
 
-    def compare(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
-        """Return (expected, actual, whether they fit) by setting; ``info`` is the server's configuration."""
-        # The model: as loaded, and how its log-probs are computed.
+    def compare_settings(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
+        """Compare the settings of a server with these requirements.
+
+        ``info`` is the server's configuration. Returns setting -> (expected, actual, whether they fit).
+        """
+        # How the model is loaded, and how its log-probs are computed.
         model = info["model_config"]
         dtype = str(model["dtype"]).removeprefix("torch.")
         head_dtype = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
         expected_head = "float32" if self.float32_head else head_dtype
         max_model_len = int(model["max_model_len"])
         quantization = model.get("quantization")
-        mode = model["logprobs_mode"]
+        log_probs_mode = model["logprobs_mode"]
 
         # The plug-ins of this package.
-        transfer = (info.get("weight_transfer_config") or {}).get("backend")
+        transfer_backend = (info.get("weight_transfer_config") or {}).get("backend")
         extension = info["parallel_config"]["worker_extension_cls"]
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
         # A chunked prefill sets a request's generator back, which a generator on the host cannot do.
-        chunked = info["scheduler_config"]["enable_chunked_prefill"]
-        loses_seeds = bool(chunked) and info["device_config"]["device"] == self.host
+        has_chunked_prefill = info["scheduler_config"]["enable_chunked_prefill"]
+        loses_seeds = bool(has_chunked_prefill) and info["device_config"]["device"] == self.host
 
         # Names as in the command that `check` shows. The first misfit is reported.
         return {
             "worker-extension-cls": (WORKER_EXTENSION, str(extension), extension == WORKER_EXTENSION),
             "weight-transfer-config": (
                 f'{{"backend": "{TRANSFER_BACKEND}"}}',
-                str(transfer),
-                transfer == TRANSFER_BACKEND,
+                str(transfer_backend),
+                transfer_backend == TRANSFER_BACKEND,
             ),
             "dtype": (self.dtype, dtype, dtype == self.dtype),
             "head_dtype": (expected_head, head_dtype, head_dtype == expected_head),
@@ -338,21 +345,24 @@ class ServerRequirements:
                 str(not has_tokenizer),
                 has_tokenizer or not self.tokenizer,
             ),
-            "logprobs-mode": ("processed_logprobs", mode, mode == "processed_logprobs"),
+            "logprobs-mode": ("processed_logprobs", log_probs_mode, log_probs_mode == "processed_logprobs"),
             "enable-chunked-prefill": (
                 "false on a host without accelerator",
-                str(chunked),
+                str(has_chunked_prefill),
                 not loses_seeds,
             ),
         }
 
 
-def _require_equal(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
-    """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare`."""
+def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
+    """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare_settings`.
+
+    ``path`` is the error's ``where``: the URL and the key that names it.
+    """
     for name, (expected, actual, fits) in comparisons.items():
         if not fits:
             raise UserError(
-                f"a server has another `{name}` than the run needs",
+                f"the `{name}` of a server does not fit the run",
                 where=path,
                 expected=expected,
                 got=actual,
@@ -360,26 +370,27 @@ def _require_equal(comparisons: Mapping[str, tuple[str, str, bool]], path: str) 
             )
 
 
-def _require_model(
+def _require_same_model(
     settings: Mapping[str, Any],
-    served: Mapping[str, Any],
+    served_settings: Mapping[str, Any],
     path: str,
 ) -> None:
     """Raise UserError if the server's model differs from the run's in a value of `comparable_settings`.
 
-    A setting that only one of the two has is ignored: transformers and vLLM add different defaults.
+    Both mappings are contents of a config.json; ``path`` is the error's ``where``. A setting that only one of
+    the two has is ignored: transformers and vLLM add different defaults.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
-    plain = comparable_settings(settings)
-    served_plain = comparable_settings(transformers_config(served))
+    expected_values = comparable_settings(settings)
+    served_values = comparable_settings(transformers_config(served_settings))
 
-    for name, value in plain.items():
-        if name in served_plain and served_plain[name] != value:
+    for name, value in expected_values.items():
+        if name in served_values and served_values[name] != value:
             raise UserError(
                 "the server has a different model",
                 where=path,
                 expected=f"{name}: {value}",
-                got=f"{name}: {served_plain[name]}, of {served.get('_name_or_path')}",
+                got=f"{name}: {served_values[name]}, of {served_settings.get('_name_or_path')}",
                 fix="start it with the model of model.path",
             )
 
@@ -396,21 +407,21 @@ def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
         if tokens:
             entries = choice["logprobs"]["content"]
             log_probs = [float(entry["logprob"]) for entry in entries]
-        versions = {span["version"] for span in choice["weight_versions"]}
-        stale = versions - {weights_name}
+        sampled_weights = {span["version"] for span in choice["weight_versions"]}
+        stale_weights = sampled_weights - {weights_name}
         reason = choice["finish_reason"]
     # Any program may respond at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
-    if stale:
-        raise ServerError(f"a response from weights {sorted(stale)} instead of {weights_name}")
+    if stale_weights:
+        raise ServerError(f"a response from weights {sorted(stale_weights)} instead of {weights_name}")
 
     if reason not in ("stop", "length"):
         # A server that is being stopped ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
 
-    finish_reason = vllm_finish_code(tokens, log_probs, reason)
+    finish_reason = map_vllm_finish_reason(tokens, log_probs, reason)
     if finish_reason == FINISH_FAILED:
-        return failed_completion(number)
+        return make_failed_completion(number)
     return Completion(number, tokens, log_probs, finish_reason)
