@@ -27,8 +27,8 @@ from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
-from megatron_rl.planning.simulation.ranks import Simulated, simulation_plan
-from megatron_rl.planning.simulation.step import simulate
+from megatron_rl.planning.simulation.ranks import RankSimulation, plan_simulation
+from megatron_rl.planning.simulation.step import simulate_step
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of
@@ -49,7 +49,7 @@ def phases(simulated: bool) -> dict[str, Any]:
     rows = batch(rows=8, length=256)
 
     groups = ParallelGroups(ParallelLayout((0,)))
-    with simulation.measured():
+    with simulation.measure():
         with simulation.phase("build"):
             model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.float32, attention="torch")
             wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
@@ -99,7 +99,7 @@ def waits() -> dict[str, Any]:
     sizes = torch.full((len(rows.tokens),), 3, dtype=torch.int32)
     rows = replace(rows, support_sizes=sizes, support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)))
     simulation = Simulation()
-    with simulation.measured():
+    with simulation.measure():
         groups = ParallelGroups(ParallelLayout((0,)))
         model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.bfloat16, attention="torch")
         wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
@@ -122,9 +122,9 @@ def shipped() -> dict[str, Any]:
         patience=0,
     )
     # Without files: the shipped configurations contain only the model's config.json.
-    config, estimate = simulation_plan(report, 0)
+    config, estimate = plan_simulation(report, 0)
     assert report.batch is not None
-    rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
+    rank = RankSimulation(simulate_step(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
     assert report.layouts is not None
     usage = {phase: rank.rank.phases[phase] for phase in ("score", "learn")}
