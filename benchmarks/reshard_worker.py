@@ -203,8 +203,8 @@ def main(
         if name.startswith("hybrid"):
             # The number of messages follows from the plan and the staging memory.
             transfers = schedule_phases(hybrid.plan, STAGING)
-            metrics[name]["messages_max"] = [transfers.messages_per_rank]
-            metrics[name]["peers_max"] = [max(hybrid.plan.peers.values(), default=0)]
+            metrics[name]["messages_max"] = [transfers.max_messages_per_rank]
+            metrics[name]["peers_max"] = [max(hybrid.plan.peer_counts.values(), default=0)]
 
     # The collector must not run in the middle of a measurement.
     gc.freeze()

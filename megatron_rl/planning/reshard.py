@@ -275,7 +275,7 @@ def summarise_transfer(
 
     received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]
     nodes = {rank: rank // ranks_per_node for rank in plan.ranks}
-    inside_nodes, across_nodes = plan.bytes_between(nodes)
+    inside_nodes, across_nodes = plan.bytes_inside_and_across_nodes(nodes)
 
     # Count a region that is in several bundles once.
     region_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -289,7 +289,7 @@ def summarise_transfer(
         seconds[name] = predict_transfer_seconds(plan, transfers, Machine(cluster, constants))
 
     # Assume that a rank connects to its peers one after another.
-    max_peers = max(plan.peers.values(), default=0)
+    max_peers = max(plan.peer_counts.values(), default=0)
     connect_seconds = max_peers * constants.weight_sync.connection_seconds
     return TransferSummary(
         model_bytes=sum(region_bytes.values()),
@@ -300,11 +300,11 @@ def summarise_transfer(
         local_mean=sum(plan.local.values()) / len(received_bytes),
         inside_nodes=inside_nodes,
         across_nodes=across_nodes,
-        messages=sum(transfers.messages.values()),
-        messages_most=transfers.messages_per_rank,
+        messages=sum(transfers.message_counts.values()),
+        messages_most=transfers.max_messages_per_rank,
         peers_most=max_peers,
-        peers_mean=sum(plan.peers.values()) / len(plan.ranks),
-        staging_most=transfers.staging,
+        peers_mean=sum(plan.peer_counts.values()) / len(plan.ranks),
+        staging_most=transfers.staging_bytes,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),
         seconds=seconds,
         connect_seconds=connect_seconds,
@@ -334,8 +334,8 @@ def predict_transfer_seconds(plan: ReshardPlan, transfers: Schedule, machine: Ma
     remote_bytes: Counter[tuple[int, str]] = Counter()
     domain_bytes: Counter[tuple[int, str]] = Counter()
     messages: Counter[tuple[int, str]] = Counter()
-    for (sender, receiver), num_bytes in plan.pairs.items():
-        num_messages = transfers.messages[sender, receiver]
+    for (sender, receiver), num_bytes in plan.pair_bytes.items():
+        num_messages = transfers.message_counts[sender, receiver]
         for rank_and_direction in ((sender, "out"), (receiver, "in")):
             messages[rank_and_direction] += num_messages
             if sender // domain == receiver // domain:

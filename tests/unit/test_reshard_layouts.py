@@ -92,10 +92,10 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
     plan = build_plan(sources, engine_boxes(model, ranks, places, torch.bfloat16, whole), nodes)
     traffic = shared.traffic(ranks, per_node)
     across_nodes = Counter(dict.fromkeys(ranks, 0))
-    for (sender, receiver), count in plan.pairs.items():
+    for (sender, receiver), count in plan.pair_bytes.items():
         across_nodes[receiver] += count * (nodes[sender] != nodes[receiver])
     assert across_nodes == traffic.received_across_nodes
-    assert plan.bytes_between(nodes) == (traffic.inside_nodes, traffic.across_nodes)
+    assert plan.bytes_inside_and_across_nodes(nodes) == (traffic.inside_nodes, traffic.across_nodes)
     assert {rank: plan.received.get(rank, 0) for rank in ranks} == traffic.received
     assert plan.needed == traffic.needed
     whole_model = build_plan(sources, engine_boxes(model, (0,), 1, torch.bfloat16))
@@ -150,14 +150,14 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     plan = plan_offline(
         config, actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8, whole_experts=whole_experts
     )
-    assert max(plan.peers.values()) <= 64
+    assert max(plan.peer_counts.values()) <= 64
     assert max(plan.sent.values()) <= 1.05 * least_sent(plan)
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
-    assert schedule_phases(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
+    assert schedule_phases(plan, HybridEngineConfig.staging_bytes).max_messages_per_rank <= most_messages
 
     shape = describe_model(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
     shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
     order = best_rank_order(shared, actor.ranks, 8)
-    near = Counter(rank for pair in plan.pairs for rank in pair if pair[0] // 8 == pair[1] // 8)
+    near = Counter(rank for pair in plan.pair_bytes for rank in pair if pair[0] // 8 == pair[1] // 8)
     assert max(near.values(), default=0) <= 2 * max_peers_on_node(shared, actor, order, 8)

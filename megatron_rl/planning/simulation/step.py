@@ -157,12 +157,12 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     num_sent = 0
     num_received = 0
     transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
-    for (sender, receiver), count in transfers.messages.items():
+    for (sender, receiver), count in transfers.message_counts.items():
         if sender == rank:
             num_sent += count
         if receiver == rank:
             num_received += count
-    return SyncMessages(peers=plan.peers.get(rank, 0), sent=num_sent, received=num_received)
+    return SyncMessages(peers=plan.peer_counts.get(rank, 0), sent=num_sent, received=num_received)
 
 
 def _with_model_folders(config: RunConfig, config_files: Mapping[str, Path]) -> RunConfig:
