@@ -192,8 +192,8 @@ def _torch_value(value: Any) -> Any:
     return value
 
 
-def _resize_vocabulary(model: ParallelModel, value: Any, row_count: int) -> Any:
-    """Change a sharded tensor with a row per token of the vocabulary to ``row_count`` rows in total.
+def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
+    """Change a sharded tensor with a row per token of the vocabulary to ``num_rows`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
     The last tensor-parallel rank adds or removes rows of zeros. Other values than embedding and output
@@ -210,16 +210,16 @@ def _resize_vocabulary(model: ParallelModel, value: Any, row_count: int) -> Any:
     start = tensor_rank * len(data)
     is_last_rank = tensor_rank == model.groups.layout.tensor - 1
     if is_last_rank:
-        rank_rows = row_count - start
-        rows = data[:rank_rows]
-        padding = rows.new_zeros(rank_rows - len(rows), data.shape[1])
+        num_rank_rows = num_rows - start
+        rows = data[:num_rank_rows]
+        padding = rows.new_zeros(num_rank_rows - len(rows), data.shape[1])
         data = torch.cat([rows, padding])
 
     return replace(
         value,
         data=data,
         local_shape=tuple(data.shape),
-        global_shape=(row_count, *value.global_shape[1:]),
+        global_shape=(num_rows, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
         # A number of equal shards, which these are not: the last one has another size.
         axis_fragmentations=None,

@@ -489,9 +489,9 @@ def step_count(optimizer: Optimizer) -> int:
     # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
     for sub_optimizer in optimizer.sub_optimizers:
         torch_optimizer = sub_optimizer.optimizer
-        for entry in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
-            if "step" in entry:
-                return int(entry["step"])
+        for state_or_group in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
+            if "step" in state_or_group:
+                return int(state_or_group["step"])
     return 0
 
 
@@ -607,9 +607,9 @@ def _insert_padding(values: Tensor, buffer: Any) -> Tensor:
     padded = values.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:
-        count = bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + count] = values[start : start + count]
-        start += count
+        num_elements = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + num_elements] = values[start : start + num_elements]
+        start += num_elements
     return padded
 
 

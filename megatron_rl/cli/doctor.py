@@ -263,7 +263,7 @@ def _check_attention_compiler() -> list[Finding]:
 
     from megatron_rl.distributed import device
 
-    toolkit = device.toolkit_version()
+    toolkit = device.cuda_major_version()
     if toolkit is None:
         return []
     return [check_runtime_compiler(toolkit)]

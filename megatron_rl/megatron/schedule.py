@@ -164,7 +164,7 @@ def _upload_microbatches(micros: list[MicroBatch]) -> list[MicroBatch]:
         return tensor
 
     _map_tensors(micros, collect)
-    copies = dict(zip(tensors, device.upload(list(tensors.values())), strict=True))
+    copies = dict(zip(tensors, device.upload_tensors(list(tensors.values())), strict=True))
     return _map_tensors(micros, lambda tensor: copies[id(tensor)])
 
 

@@ -245,7 +245,7 @@ def probe_devices() -> list[DeviceProbe]:
     copy_seconds = _median_call_seconds(lambda: copy.copy_(block))
     host_rate = None
     if not device.on_host():
-        buffer = device.host_buffer(len(block) // 4)
+        buffer = device.allocate_host_buffer(len(block) // 4)
         host_seconds = _median_call_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
         host_rate = len(buffer) / host_seconds
 

@@ -381,7 +381,7 @@ class Training:
 
         # Seed again, so that a restart after completed stages gets the same random numbers.
         if plans:
-            checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
+            checkpoint.seed_all_generators(self.config.seed, 0, self.roles.actor.model)
 
     def _run_step(self, step: RunStep) -> None:
         """Execute a step of the configured algorithm.
@@ -559,7 +559,7 @@ class Training:
     ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
+        ``layout`` and ``in_background`` are those of `checkpoint.save_checkpoint`. Collective over the world.
         """
         pending_checkpoint = self.state.save(
             path,

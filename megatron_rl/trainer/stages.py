@@ -331,7 +331,7 @@ def run_stage(stage: Stage, job: Job) -> None:
     run_optimizer = role.optimizer
     with role.resident():
         # Seed again, so that a stage gets the same random numbers after another stage and after a restart.
-        checkpoint.seed_generators(job.config.seed, 0, role.model)
+        checkpoint.seed_all_generators(job.config.seed, 0, role.model)
         if role.model is not None:
             # A role with an optimizer has already been wrapped in DDP.
             if run_optimizer is None:
@@ -443,13 +443,13 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # computes the log-probs of all batches here.
     batches, held_out = _prepare_batches(stage, job, step)
     if newest_checkpoint is not None:
-        checkpoint.load(newest_checkpoint, trained_roles)
+        checkpoint.load_checkpoint(newest_checkpoint, trained_roles)
         job.say(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
 
     def write_checkpoint(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         """Write the checkpoint of the current step; see `Checkpoints`."""
         # Retain a single checkpoint; it is deleted when the stage's model has been written.
-        return checkpoint.save(
+        return checkpoint.save_checkpoint(
             path,
             trained_roles,
             state,

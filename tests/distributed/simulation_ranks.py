@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 def phases(simulated: bool) -> dict[str, Any]:
     """Return begin and peak bytes of each phase, with real memory or in a simulation."""
     if simulated:
-        device.simulate()
+        device.become_simulated_rank()
 
     # The host's attention takes grouped key-value heads; the simulated accelerator repeats them.
     setattr(layers, "_takes_grouped_keys", lambda query: False)
@@ -83,7 +83,7 @@ def batch(rows: int, length: int) -> TrainBatch:
 
 def waits() -> dict[str, Any]:
     """Count the host's waits in two micro-batches of other losses, with truncated sampling."""
-    device.simulate()
+    device.become_simulated_rank()
     device.initialize()
     plain = get_algorithm("grpo")
     correction = Correction(level="sequence", rejection={"token_k2": 1.0, "seq_max_k3": 9.0}, bypass=True)

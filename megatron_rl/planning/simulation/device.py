@@ -1,8 +1,8 @@
 """Count the bytes, kernels, device reads and messages of a rank on a device without storage.
 
-After `device.simulate`, tensors on the device have shapes but no values, and there are no other ranks. Inside
-a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts get equal
-numbers of tokens, and every value that is read from the device is 1.
+After `device.become_simulated_rank`, tensors on the device have shapes but no values, and there are no other
+ranks. Inside a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts
+get equal numbers of tokens, and every value that is read from the device is 1.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Simulation(TorchDispatchMode):
     def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator copies host memory to the device while the host waits.
 
-        Only `device.upload` copies without waiting, from pinned memory.
+        Only `device.upload_tensors` copies without waiting, from pinned memory.
         """
         if self._device == device.host().type:
             return False

@@ -56,7 +56,7 @@ def simulate_step(
     """
     # Initialise this process as a rank of the complete job, of which no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    device.simulate()
+    device.become_simulated_rank()
     device.initialize()
     config = _with_model_folders(config, config_files)
     algorithm = algorithm_of(config)
