@@ -40,7 +40,7 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planning.predict.placement import PlacementProblem, Planner, best_grouping
+from megatron_rl.planning.predict.placement import PlacementProblem, Planner, plan_grouping
 from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
 from megatron_rl.planning.predict.step import RoleSeconds, compose_step
 from megatron_rl.shapes.hardware import GB
@@ -364,7 +364,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
     )
     # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)
-    plans = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
+    plans = {name: plan_grouping(name, planner, groups) for name, groups in candidates.items()}
 
     fitting = {name: plan for name, plan in plans.items() if plan is not None}
     if not fitting:

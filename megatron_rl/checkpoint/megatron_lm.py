@@ -245,15 +245,15 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
     # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
-    for state, open_files in _list_optimizer_states(model, source, checkpoint):
+    for stored_name, open_files in _iterate_optimizer_states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
         fill_parameters(values, model, open_files)
 
         # Megatron's optimizers call the master weights "param".
-        state_name = state
-        if state in MASTERS:
+        state_name = stored_name
+        if stored_name in MASTERS:
             state_name = "param"
         for sub_optimizer in optimizer.sub_optimizers:
             _set_state(model, sub_optimizer, state_name, values)
@@ -264,7 +264,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
             sub_optimizer.optimizer.copy_restored_state()
 
 
-def _list_optimizer_states(
+def _iterate_optimizer_states(
     model: ParallelModel,
     source: str | Path,
     checkpoint: MegatronCheckpoint,
@@ -360,7 +360,7 @@ def _is_equal_up_to_rounding(master_weights: MegatronFiles, weights: MegatronFil
 def _set_state(
     model: ParallelModel,
     sub_optimizer: Any,
-    state: str,
+    state_name: str,
     values: Mapping[str, Tensor],
 ) -> None:
     """Copy one optimizer state into one of Megatron's optimizers.
@@ -372,15 +372,15 @@ def _set_state(
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
             if is_distributed:
-                _set_state_shard(sub_optimizer, parameter, state, value)
+                _set_state_shard(sub_optimizer, parameter, state_name, value)
             else:
-                _set_complete_state(sub_optimizer, parameter, state, value)
+                _set_complete_state(sub_optimizer, parameter, state_name, value)
 
 
 def _set_state_shard(
     sub_optimizer: Any,
     parameter: Any,
-    state: str,
+    state_name: str,
     value: Tensor,
 ) -> None:
     """Copy this rank's data-parallel range of a state into a distributed optimizer.
@@ -393,13 +393,13 @@ def _set_state_shard(
 
     shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
     shard_values = value.flatten()[shard.start : shard.end]
-    set_states(sub_optimizer, parameter, {state: shard_values})
+    set_states(sub_optimizer, parameter, {state_name: shard_values})
 
 
 def _set_complete_state(
     sub_optimizer: Any,
     parameter: Any,
-    state: str,
+    state_name: str,
     value: Tensor,
 ) -> None:
     """Copy a state into an optimizer that is not distributed.
@@ -412,7 +412,7 @@ def _set_complete_state(
     if main_parameter not in optimizer_state:
         return
 
-    if state == "param":
+    if state_name == "param":
         main_parameter.copy_(value)
     else:
-        optimizer_state[main_parameter][state].copy_(value)
+        optimizer_state[main_parameter][state_name].copy_(value)

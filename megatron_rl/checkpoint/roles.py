@@ -32,7 +32,7 @@ from megatron_rl.checkpoint.folders import (
     PendingCheckpoint,
     convert_write_error,
     partial_path,
-    require_intact,
+    require_intact_checkpoint,
     run_write_step,
 )
 from megatron_rl.checkpoint.shards import load_shards, write_shard_index
@@ -335,7 +335,7 @@ def load_actor_weights(
     Raises UserError as `load_checkpoint` does, and for damaged files. Collective over the world.
     """
     folder = Path(directory)
-    require_intact(folder)
+    require_intact_checkpoint(folder)
     meta = read_meta(folder)
     refuse_code(folder / "actor", trusted=trusted)
     if model is not None:

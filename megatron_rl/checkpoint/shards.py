@@ -114,7 +114,7 @@ class _StoredBox:
 
 
 def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> list[Path]:
-    """Write the index of the optimizer buffers whose data-parallel group this rank is the first of.
+    """Write the index of the optimizer buffers, if this rank is the first of their data-parallel group.
 
     Returns a list with the path of the written file, or an empty list if this rank writes none.
     """
@@ -248,19 +248,19 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
 
-            for state in sorted(current_states.keys() - {"step"}):
+            for state_name in sorted(current_states.keys() - {"step"}):
                 if not boxes:
-                    raise _missing_state_error(folder, None, state)
+                    raise _missing_state_error(folder, None, state_name)
 
                 values = torch.zeros(parameter.numel(), device=device.host())
                 for box in boxes:
                     shard_box = box.narrow_to_range(shard.start, shard.end)
-                    num_absent = _copy_box(values, shard_box, state, saved_index.boxes, bucket_reader)
+                    num_absent = _copy_box(values, shard_box, state_name, saved_index.boxes, bucket_reader)
                     if num_absent and not may_be_absent:
-                        raise _missing_state_error(folder, box, state)
+                        raise _missing_state_error(folder, box, state_name)
 
                 shard_values = values[shard.start : shard.end]
-                set_states(sub_optimizer, parameter, {state: shard_values})
+                set_states(sub_optimizer, parameter, {state_name: shard_values})
             count_progress("tensors read")
 
     restore_steps(optimizer, saved_index.steps)
@@ -272,7 +272,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
 def _copy_box(
     values: Tensor,
     box: ParameterBox,
-    state: str,
+    state_name: str,
     stored_boxes: Mapping[str, list[_StoredBox]],
     bucket_reader: BucketReader,
 ) -> int:
@@ -293,7 +293,7 @@ def _copy_box(
         for extent, stride in zip(size, source.strides, strict=True):
             element_count += (extent - 1) * stride
         begin = stored_box.begin + source.offset_of(start)
-        elements = bucket_reader.read(state, stored_box.bucket, begin, element_count)
+        elements = bucket_reader.read(state_name, stored_box.bucket, begin, element_count)
 
         # View the overlap with the strides of the saved and of the current parameter.
         source_view = elements.as_strided(size, source.strides, elements.storage_offset())
@@ -314,7 +314,7 @@ class _Index(NamedTuple):
 
 
 def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
-    """Read the index files of a role's folder; return the boxes of the named global tensors, each once."""
+    """Read the index files of a role's folder, and keep each box of the named global tensors once."""
     stored_boxes: dict[str, list[_StoredBox]] = {}
     unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
@@ -349,7 +349,7 @@ def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
     return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
 
 
-def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
+def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not locate.
 
     ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.
@@ -360,7 +360,7 @@ def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> 
     return UserError(
         "the checkpoint's optimizer shards cannot be read on this layout",
         where=str(folder),
-        expected=f"{state} of {text}",
+        expected=f"{state_name} of {text}",
         got="no location of it in the index of the shards",
         fix="resume on the layout that saved it with checkpoint.optimizer_layout=any, which writes the "
         "checkpoint for any layout",

@@ -12,7 +12,7 @@ from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODE
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError, range_error
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
-from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.calibrate import calibrate_constants
 from megatron_rl.planning.predict.configured import (
     configured_plan_record,
     configured_plans_text,
@@ -24,7 +24,7 @@ from megatron_rl.planning.predict.placement import (
     ROLES,
     SYNCHRONOUS,
     PlacementProblem,
-    search_simplest,
+    search_simplest_placements,
 )
 from megatron_rl.planning.predict.plan_file import (
     Paths,
@@ -182,7 +182,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrate_constants(args: argparse.Namespace) -> int:
     """Print a run's phases with their predictions, and print or write the constants that fit them."""
-    override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
+    override, phases = calibrate_constants(
+        args.calibrate, args.gpu, load_constants(args.constants), args.model
+    )
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
     for name, (predicted, measured) in phases.items():
         print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
@@ -283,7 +285,7 @@ def _search_placements(args: argparse.Namespace) -> int:
     """Search the placements of a plain model, print the best, and write the files that options name."""
     problem = make_problem(args)
     started = time.monotonic()
-    result = search_simplest(problem, args.split)
+    result = search_simplest_placements(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
     runs = [make_planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
     runs.sort(key=lambda planned: planned.prediction.total)

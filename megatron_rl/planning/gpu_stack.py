@@ -113,37 +113,46 @@ def _version_series(version: str) -> str:
     return "{}.{}".format(*release_series(version))
 
 
-def _check_torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's torch, without vLLM, with the torch for which vLLM's wheel was built."""
-    vllm = pinned["vllm"]
-    if release_series(torch) != release_series(pinned["torch"]):
-        text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"
+def _check_torch_without_vllm(
+    torch_version: str, extensions: list[str], pinned: Mapping[str, str]
+) -> list[Finding]:
+    """Compare the torch of a machine without vLLM with the torch for which vLLM's wheel is built.
+
+    ``extensions`` are the machine's packages that are compiled against its torch, ``pinned`` the versions in
+    the lock file.
+    """
+    vllm_version = pinned["vllm"]
+    if release_series(torch_version) != release_series(pinned["torch"]):
+        text = f"{torch_version} is installed, and vLLM {vllm_version} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
-        return [Finding("error", "torch", text, _other_torch_fix(torch, pinned))]
+        return [Finding("error", "torch", text, _other_torch_fix(torch_version, pinned))]
 
     # With a vendor's build of the same release wheels usually load; importing them after the installation
     # tests it.
-    if "a0+" in torch or ".nv" in torch:
-        text = f"{torch} is the vendor's build of the release that vLLM {vllm} is built for"
+    if "a0+" in torch_version or ".nv" in torch_version:
+        text = f"{torch_version} is the vendor's build of the release that vLLM {vllm_version} is built for"
         return [
             Finding(
-                "warning", "torch", text, f"if `import vllm` fails afterwards, {_vllm_build_advice(vllm)}"
+                "warning",
+                "torch",
+                text,
+                f"if `import vllm` fails afterwards, {_vllm_build_advice(vllm_version)}",
             )
         ]
     return []
 
 
-def _other_torch_fix(torch: str, pinned: Mapping[str, str]) -> str:
+def _other_torch_fix(torch_version: str, pinned: Mapping[str, str]) -> str:
     """Return the fix for a torch release for which the pinned vLLM was not built."""
     for vllm_series, built_for in TORCH_OF_VLLM.items():
-        if release_series(torch) == release_series(built_for):
+        if release_series(torch_version) == release_series(built_for):
             return f"launch/setup.sh --gpu --vllm {vllm_series} installs the vLLM that is built for it"
 
     series = _version_series(pinned["vllm"])
     fix = f"use a container with torch {pinned['torch']}, or with a vLLM {series} of its own"
     # A build from source succeeds only against a newer torch.
-    if release_series(torch) > release_series(pinned["torch"]):
+    if release_series(torch_version) > release_series(pinned["torch"]):
         fix += f"; or {_vllm_build_advice(pinned['vllm'])}"
     return fix
 
@@ -182,22 +191,23 @@ def _is_device_library(name: str) -> bool:
     return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
 
 
-def check_driver(driver: str, torch: str, cuda_version: int = TOOLKIT) -> Finding | None:
-    """Compare a driver's version with the CUDA of the torch that would be installed, in version ``torch``.
+def check_driver(driver_version: str, torch_version: str, cuda_version: int = TOOLKIT) -> Finding | None:
+    """Compare a driver's version with the CUDA of ``torch_version``, the torch that would be installed.
 
-    This is checked before any download, since a torch that the driver cannot run is 5 GB of packages.
+    Returns None if the driver runs it. This is checked before any download, since a torch that the driver
+    cannot run is 5 GB of packages.
     """
-    branch = release_series(driver)[0]
+    branch = release_series(driver_version)[0]
     oldest_branch = OLDEST_DRIVER[cuda_version]
     if branch >= oldest_branch:
         return None
 
-    text = f"{driver} does not run CUDA {cuda_version}, which torch {torch} of the index is built for"
+    torch = f"torch {torch_version}"
+    text = f"{driver_version} does not run CUDA {cuda_version}, which {torch} of the index is built for"
     fix = f"update the driver to {oldest_branch} or later"
     # The build for CUDA 12 runs on older drivers.
     if branch >= OLDEST_DRIVER[12]:
         fix += (
-            f"; or launch/setup.sh --gpu --cuda 12 takes torch {torch}+cu129 and vLLM's wheel for CUDA 12 "
-            "instead"
+            f"; or launch/setup.sh --gpu --cuda 12 takes {torch}+cu129 and vLLM's wheel for CUDA 12 instead"
         )
     return Finding("error", "driver", text, fix)

@@ -120,8 +120,9 @@ def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
 def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     """Return the pairs of ranks that send at the same time: `WITHIN` machines, and `ACROSS` machines.
 
-    Within a machine neighbouring ranks form pairs; across machines, ranks with the same index on two machines
-    do. Ranks without a partner are left out, and so is a kind without pairs.
+    ``hosts`` are machine names by rank. Within a machine neighbouring ranks form pairs; across machines,
+    ranks with the same index on two machines do. Ranks without a partner are left out, and so is a kind
+    without pairs.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):

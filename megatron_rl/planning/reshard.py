@@ -312,7 +312,7 @@ def summarise_transfer(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return rank -> bytes that it receives in a plan although it already has them."""
+    """Return the bytes that each rank receives in a plan although it already has them, by rank."""
     redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.

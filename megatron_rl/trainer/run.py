@@ -16,8 +16,8 @@ from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     compute_on_first_rank,
-    find_newest_intact,
-    require_intact,
+    find_newest_intact_checkpoint,
+    require_intact_checkpoint,
     require_intact_models,
 )
 from megatron_rl.config.health import health_rules
@@ -320,10 +320,10 @@ class Training:
         # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
-            return find_newest_intact(self.folder.checkpoints, self.job.say)
+            return find_newest_intact_checkpoint(self.folder.checkpoints, self.job.say)
         if resume == "never":
             return None
-        require_intact(Path(resume))
+        require_intact_checkpoint(Path(resume))
         return Path(resume)
 
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:

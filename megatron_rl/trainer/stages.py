@@ -23,8 +23,8 @@ from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     compute_on_first_rank,
-    find_model_damages,
-    find_newest_intact,
+    find_damaged_model_files,
+    find_newest_intact_checkpoint,
     require_intact_models,
     summarize_damages,
 )
@@ -308,7 +308,7 @@ def set_damaged_models_aside(job: Job) -> None:
     """
     ended_plans = compute_on_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.has_ended])
     for plan in ended_plans:
-        damages = find_model_damages(plan.model)
+        damages = find_damaged_model_files(plan.model)
         if not damages:
             continue
 
@@ -429,7 +429,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # Read the state of the stage's newest checkpoint, if there is one.
     trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest_checkpoint = find_newest_intact(folder, job.say)
+    newest_checkpoint = find_newest_intact_checkpoint(folder, job.say)
     step = 0
     loss: float | None = None
     state: Mapping[str, Any] = {}

@@ -224,7 +224,8 @@ def _intersect_boxes(
 ) -> list[_Overlap]:
     """Return every intersection of source and target boxes of one tensor.
 
-    Raises UncoveredError, naming the tensor, if the sources do not contain a target completely.
+    Both map a box to the ranks that have it; ``rank_sets`` interns these. Raises UncoveredError, naming the
+    tensor, if the sources do not contain a target completely.
     """
     # Disjoint boxes: every element is sent and received once.
     sources = cut_overlaps(source_spans, rank_sets)
@@ -485,7 +486,7 @@ def _find_gaps(
     boxes: Sequence[TensorBox],
     num_elements: int,
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return the gaps of [0, count) that no box covers, and the number of elements written more than once."""
+    """Return the gaps of [0, num_elements) that no box covers, and how many elements are written again."""
     starts_by_box: list[numpy.ndarray] = []
     ends_by_box: list[numpy.ndarray] = []
     for box in boxes:

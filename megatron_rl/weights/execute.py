@@ -261,7 +261,7 @@ class Execution:
 
     def _reference_term(
         self,
-        index: int,
+        region_index: int,
         region: Region,
     ) -> _Term:
         """Return the term of this rank as the reference holder of a region.
@@ -272,11 +272,11 @@ class Execution:
         weight = num_receivers * (num_receivers + 1) // 2
         view = self._source_view(region)
         checksum = BoxChecksum(view, region.start, region.dtype)
-        return _Term(index, True, weight, checksum)
+        return _Term(region_index, True, weight, checksum)
 
     def _receiver_terms(
         self,
-        index: int,
+        region_index: int,
         region: Region,
     ) -> list[_Term]:
         """Return a receiver's terms, one per storage of the region on this rank.
@@ -288,9 +288,9 @@ class Execution:
 
         # Each copy in a further storage is added once, and the first is subtracted once more for it.
         receiver_number = region.receivers.index(self._rank) + 1
-        terms = [_Term(index, False, -receiver_number - len(copy_checksums), first_checksum)]
+        terms = [_Term(region_index, False, -receiver_number - len(copy_checksums), first_checksum)]
         for checksum in copy_checksums:
-            terms.append(_Term(index, False, 1, checksum))
+            terms.append(_Term(region_index, False, 1, checksum))
         return terms
 
     def _raise_mismatch(self, checksums: Sequence[tuple[int, bool, int]]) -> NoReturn:
@@ -300,19 +300,19 @@ class Execution:
         """
         sums_by_rank = gather_objects((self._rank, checksums), self._group)
         # The holder's checksum of each region.
-        references: dict[int, int] = {}
+        reference_checksums: dict[int, int] = {}
         for _, rank_sums in sums_by_rank:
-            for region, is_reference, value in rank_sums:
+            for region, is_reference, checksum in rank_sums:
                 if is_reference:
-                    references[region] = value
+                    reference_checksums[region] = checksum
 
         # The receivers whose checksum differs.
         faults: list[str] = []
         for rank, rank_sums in sums_by_rank:
-            for region, is_reference, value in rank_sums:
-                reference = references[region]
-                if not is_reference and value != reference:
-                    faults.append(self._describe_mismatch(region, rank, value, reference))
+            for region, is_reference, checksum in rank_sums:
+                reference_checksum = reference_checksums[region]
+                if not is_reference and checksum != reference_checksum:
+                    faults.append(self._describe_mismatch(region, rank, checksum, reference_checksum))
 
         summary = f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync"
         lines = "\n  ".join(faults[:LISTED_FAULTS])
@@ -320,18 +320,18 @@ class Execution:
 
     def _describe_mismatch(
         self,
-        index: int,
+        region_index: int,
         rank: int,
-        value: int,
-        reference: int,
+        checksum: int,
+        reference_checksum: int,
     ) -> str:
         """Return one line on a receiver's checksum that differs from the reference."""
-        region = self._regions[index]
+        region = self._regions[region_index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
 
         # Checksums are signed; show them as the 32 bits that they are.
-        value_bits = f"{value % 2**32:#010x}"
-        reference_bits = f"{reference % 2**32:#010x}"
+        value_bits = f"{checksum % 2**32:#010x}"
+        reference_bits = f"{reference_checksum % 2**32:#010x}"
         holders = f"ranks {list(region.holders)} hold {reference_bits}"
         return f"{box}: rank {rank} has {value_bits}, {holders}"
 
@@ -482,7 +482,10 @@ def _elements_per_word(
     count: int,
     itemsize: int,
 ) -> int:
-    """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word."""
+    """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word.
+
+    A row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    """
     elements = max(1, 4 // itemsize)
     if start % elements or count % elements:
         return 1
@@ -536,7 +539,10 @@ def _column_weights(
     itemsize: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the factors of a row's words in the checksum, [words] int32."""
+    """Return the factors of a row's words in the checksum, [words] int32.
+
+    The row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    """
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = max(1, itemsize // 4)
     first_word = start * words_per_element // elements_per_word

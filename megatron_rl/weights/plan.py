@@ -275,7 +275,8 @@ def _count_messages(
 ) -> dict[Pair, int]:
     """Return the number of messages into which `transfer` divides the regions of each pair.
 
-    ``size_counts`` counts the regions of each bundle by their bytes.
+    ``size_counts`` counts the regions of each bundle by their bytes. Regions of ``own_message_bytes`` or more
+    get separate messages.
     """
     own_messages: Counter[Pair] = Counter()
     packed_bytes: Counter[Pair] = Counter()

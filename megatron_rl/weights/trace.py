@@ -153,16 +153,16 @@ class CopyRecorder(TorchDispatchMode):
     ) -> Any:
         """Record a copy into a destination, or execute any other copy; return the result of ``copy_``."""
         is_source = _storage_address(source) in self._source_boxes
-        parameter = self._find_destination(target)
+        destination = self._find_destination(target)
 
         # A copy between intermediate tensors of the loader is executed.
-        if parameter is None:
+        if destination is None:
             result = execute()
             if is_source:
                 self._add_intermediate(target, source)
             return result
 
-        name, begin = parameter
+        name, destination_begin = destination
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
         if _storage_address(source) in self._zeros:
@@ -170,11 +170,14 @@ class CopyRecorder(TorchDispatchMode):
         elif target.numel():
             # `copy_` broadcasts its source.
             source = source.expand(target.shape)
-            self.boxes += self._boxes_of_copy(target, source, name, begin)
+            self.boxes += self._boxes_of_copy(target, source, name, destination_begin)
         return target
 
     def _find_destination(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return the name of the destination that contains a view, and its first position, or None."""
+        """Return the name of the destination that contains a view, and its first position in the storage.
+
+        Returns None if the view is not in a destination.
+        """
         entries = self._destinations.get(_storage_address(tensor))
         if entries is None:
             return None

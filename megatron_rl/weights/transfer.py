@@ -270,7 +270,10 @@ class Exchange:
         stream: _Stream,
         message_index: int,
     ) -> Tensor:
-        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer."""
+        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer.
+
+        ``buffers`` has the staging buffer of the stream under ``key`` (direction and peer), once it exists.
+        """
         storages = self._in_place[id(stream)]
         in_place = storages[message_index]
         if in_place is not None:

@@ -125,7 +125,7 @@ def shipped() -> dict[str, Any]:
     config, estimate = plan_simulation(report, 0)
     assert report.batch is not None
     rank = RankSimulation(simulate_step(config, report.models, report.batch, 0, 8), estimate)
-    differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+    differences = {phase: rank.relative_error(phase) for phase in ("generate", "score", "learn")}
     assert report.layouts is not None
     usage = {phase: rank.rank.phases[phase] for phase in ("score", "learn")}
     return {

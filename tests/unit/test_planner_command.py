@@ -18,7 +18,7 @@ from megatron_rl.config import budget
 from megatron_rl.config.adapters import is_initial_actor
 from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.calibrate import calibrate_constants
 from megatron_rl.planning.predict.placement import search_placements
 from megatron_rl.planning.predict.plan_file import (
     Paths,
@@ -341,7 +341,7 @@ def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
     assert "generate" in capsys.readouterr().out
     assert set(json.loads(record.read_text())) == {"generate", "reshard", "score", "learn", "rest"}
     # With its own constants the run is predicted as it was measured.
-    _, phases = calibrate(str(tmp_path / "run"), None, load_constants(str(out)))
+    _, phases = calibrate_constants(str(tmp_path / "run"), None, load_constants(str(out)))
     for name, (predicted, measured) in phases.items():
         assert predicted == pytest.approx(measured, rel=1e-6), name
 

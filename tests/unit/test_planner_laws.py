@@ -21,7 +21,7 @@ from megatron_rl.planning.predict.placement import (
     PlacementProblem,
     compositions,
     search_placements,
-    search_simplest,
+    search_simplest_placements,
 )
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
@@ -147,7 +147,7 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
 def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algorithm: str) -> None:
     searched = replace(problem(model, gpus, algorithm=algorithm), shared_stage_split=True)
     fastest = {plan.name: plan for plan in search_placements(searched).plans}
-    simple = search_simplest(searched).plans
+    simple = search_simplest_placements(searched).plans
     assert {plan.name for plan in simple} == set(fastest)
     assert [plan.step.total for plan in simple] == sorted(plan.step.total for plan in simple)
 
@@ -167,9 +167,9 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
     batch = StepBatch(256, 8, 1, 1024.0, response_lengths(2731.0, 8192.0, "variable"), 9216.0)
     for algorithm in ROLES:
         asked = replace(problem("qwen2.5-7b", 16, algorithm=algorithm), batch=batch, shared_stage_split=True)
-        first, *_ = search_simplest(asked).plans
+        first, *_ = search_simplest_placements(asked).plans
         assert first.largest_pipeline <= 2 and not any(size % 8 for size in first.gpus_per_group)
-        split = next(plan for plan in search_simplest(asked).plans if plan.rollout_gpus)
+        split = next(plan for plan in search_simplest_placements(asked).plans if plan.rollout_gpus)
         is_aligned = (split.gpus_per_group, split.rollout_gpus) == ([8], 8)
         assert is_aligned or any("whole nodes" in reason for reason in split.reasons)
         assert is_aligned or algorithm == "ppo", "training four models needs more than a node"

@@ -86,7 +86,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
     return steps[1:] or steps
 
 
-def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
+def estimate_run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
     """Estimate the mean lengths of a run's prompts and responses from the metrics of its steps."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
@@ -204,7 +204,7 @@ def _load_run_shape(model_path: str, run_dir: str) -> ModelShape:
         ) from error
 
 
-def calibrate(
+def calibrate_constants(
     run_dir: str,
     gpu: str | None,
     constants: Constants,
@@ -220,7 +220,7 @@ def calibrate(
     steps = read_steps(run_dir)
     config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
     gpu_name = gpu or config.gpu or _DEFAULT_GPU
-    stats = run_stats(config, steps)
+    stats = estimate_run_stats(config, steps)
     measured_seconds = median_phase_seconds(steps)
 
     def shape_of(path: str) -> ModelShape:

@@ -30,7 +30,7 @@ from megatron_rl.planning.predict.placement import (
     SYNCHRONOUS,
     PlacementPlan,
     PlacementProblem,
-    search_simplest,
+    search_simplest_placements,
 )
 from megatron_rl.planning.predict.plan_file import Paths, plan_settings
 from megatron_rl.planning.predict.step import (
@@ -112,7 +112,7 @@ def plan_configuration(
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
     rejected: list[str] = []
-    for plan in search_simplest(problem, _sampling_schedule(config)).plans:
+    for plan in search_simplest_placements(problem, _sampling_schedule(config)).plans:
         changes = layout_overrides(problem, plan, report)
         candidate_report = _check_for_other_machines(path, [*machine_overrides, *changes], plan.gpus)
         if candidate_report.errors:

@@ -272,9 +272,9 @@ def replica_seconds(
 ) -> float:
     """Return the seconds until the last of ``rows`` responses on one replica is complete.
 
-    Decode steps continue to the end of the longest response. If more sequences are unfinished than fit into
-    the engine or its cache, the others wait. The result is infinite if the cache has no room for one
-    sequence.
+    Prompts have ``prompt_length`` tokens, and ``samples_per_prompt`` rows share a prompt. Decode steps
+    continue to the end of the longest response. If more sequences are unfinished than fit into the engine or
+    its cache, the others wait. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     cache_capacity = cache_capacity_tokens(model, rollout, machine)

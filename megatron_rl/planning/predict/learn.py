@@ -86,7 +86,7 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 
 
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
-    """Return the seconds of a token exchange over consecutive ranks, in one direction.
+    """Return the seconds of a token exchange over ``size`` consecutive ranks, in one direction.
 
     ``sent_bytes`` is the total of a rank, which sends each token to each of its ``copies`` experts. Across
     nodes a token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437
@@ -148,7 +148,10 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the achieved FLOP/s of grouped expert products; few rows or narrow experts reduce it."""
+    """Return the achieved FLOP/s of grouped expert products for a micro-batch of ``tokens`` tokens.
+
+    Few rows per expert and narrow experts reduce it.
+    """
     gpu = machine.gpu
     efficiency_constants = machine.constants.efficiency
     precision = machine.precision
@@ -721,7 +724,7 @@ def peak_training_memory(
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
 ) -> RoleMemory:
-    """Return the bytes on the fullest GPU while it trains on micro-batches of ``tokens`` tokens.
+    """Return the bytes on the fullest GPU while it trains on ``micro_batches`` of ``tokens`` tokens each.
 
     ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch;
     None is for logits that are computed in chunks.

@@ -211,7 +211,7 @@ class PlacementPlan:
     rollout_gpus: int = 0
     """Number of GPUs that only generate."""
     reasons: tuple[str, ...] = ()
-    """Reasons why no simpler placement was selected, see `search_simplest`."""
+    """Reasons why no simpler placement was selected, see `search_simplest_placements`."""
 
     @property
     def largest_pipeline(self) -> int:
@@ -283,13 +283,14 @@ class Planner:
         roles: Sequence[str],
         gpus: int,
         generates: bool,
-        alone: bool = True,
+        is_alone: bool = True,
     ) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs, or None if the group does not fit.
 
         A role may use the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
-        ``generates``: whether the group also generates. ``alone``: whether it is the only group with models.
+        ``generates``: whether the group also generates. ``is_alone``: whether it is the only group with
+        models.
         """
         # Trained roles come first, the actor before the critic: the lead's memory limits the other roles.
         ordered_roles = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
@@ -297,7 +298,7 @@ class Planner:
         if len(ordered_roles) == 1:
             state_factors = _STATE_FACTORS[:1]
         # Several groups cannot share an uneven split of stages, so only even splits are tried for them.
-        needs_even_stages = self.problem.shared_stage_split and not alone
+        needs_even_stages = self.problem.shared_stage_split and not is_alone
 
         best: GroupPlan | None = None
         shortest_seconds = inf
@@ -568,7 +569,7 @@ def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *tail)
 
 
-def best_grouping(
+def plan_grouping(
     name: str,
     planner: Planner,
     groups: Sequence[Sequence[str]],
@@ -655,7 +656,10 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
 
 
 def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with separate GPUs that only generate, or None if none fits."""
+    """Return the fastest placement with separate GPUs that only generate, or None if none fits.
+
+    ``split``, one of `SPLITS`, is the sampling schedule of these GPUs.
+    """
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -699,14 +703,17 @@ def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
-    """Yield the best plan of every placement, or None for a placement in which no plan fits."""
+    """Yield the best plan of every placement, or None for a placement in which no plan fits.
+
+    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
+    """
     yield _plan_colocated(planner, roles)
     yield _plan_split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
         # A grouping with an empty group is the same as one with fewer groups.
         if all(groups):
-            yield best_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
+            yield plan_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
 
 def _role_names(problem: PlacementProblem) -> tuple[str, ...]:
@@ -719,13 +726,13 @@ def search_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> Se
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
-    result = _search_feasible(problem, split)
+    result = _search_fitting_placements(problem, split)
     if not result.plans:
         raise _does_not_fit_error(problem)
     return result
 
 
-def _search_feasible(problem: PlacementProblem, split: str) -> SearchResult:
+def _search_fitting_placements(problem: PlacementProblem, split: str) -> SearchResult:
     """Return the best plan of every placement that fits; the result has no plans if none fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.row_limit)) >= 4:
@@ -749,7 +756,7 @@ _RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
 """(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both)."""
 
 
-def search_simplest(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
+def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return for every placement the simplest of the plans that are nearly as fast as the fastest one.
 
     A plan is simpler if its groups have whole nodes and, second, if it has fewer pipeline stages. A plan that
@@ -774,7 +781,7 @@ def search_simplest(problem: PlacementProblem, split: str = SYNCHRONOUS) -> Sear
     simplest: dict[str, PlacementPlan] = {}
     for whole_nodes, pipeline_limit in restrictions:
         restricted_problem = replace(problem, whole_nodes=whole_nodes, max_pipeline=pipeline_limit)
-        restricted = _search_feasible(restricted_problem, split)
+        restricted = _search_fitting_placements(restricted_problem, split)
         plans = {plan.name: plan for plan in restricted.plans}
         searches.append((whole_nodes, pipeline_limit, plans))
         layouts += restricted.layouts
@@ -785,20 +792,23 @@ def search_simplest(problem: PlacementProblem, split: str = SYNCHRONOUS) -> Sear
             if simpler_plan is None or plan.name in simplest:
                 continue
             if simpler_plan.step.total <= (1.0 + SIMPLER) * plan.step.total:
-                simplest[plan.name] = _with_reasons(simpler_plan, whole_nodes, searches)
+                simplest[plan.name] = _add_reasons(simpler_plan, whole_nodes, searches)
         if len(simplest) == len(fastest.plans):
             break
 
     # A placement without a simpler plan keeps its fastest one.
-    selected = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
+    selected = [simplest.get(plan.name) or _add_reasons(plan, False, searches) for plan in fastest.plans]
     selected.sort(key=lambda plan: plan.step.total)
     return SearchResult(tuple(selected), layouts, evaluated)
 
 
-def _with_reasons(
+def _add_reasons(
     plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_RestrictedSearch]
 ) -> PlacementPlan:
-    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches."""
+    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches.
+
+    ``whole_nodes``: whether the plan's groups have whole nodes.
+    """
     name = plan.name
     reasons: list[str] = []
 

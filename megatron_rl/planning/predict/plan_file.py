@@ -99,7 +99,10 @@ def ranks_by_role(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role these ranks, or None if no preset does."""
+    """Return the placement preset that gives every role these ranks, or None if no preset does.
+
+    ``ranges`` has the ranks of each role, and ``world`` is the number of ranks of the job.
+    """
     if all(ranks == (0, world) for ranks in ranges.values()):
         return "colocate"
 
@@ -116,7 +119,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _download_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models and data that are not on this machine: path -> command."""
+    """Return the commands that download the models and data that this machine lacks, by path."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]

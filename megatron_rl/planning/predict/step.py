@@ -157,7 +157,7 @@ def sync_seconds(traffic: WeightTraffic, num_senders: int, machine: Machine) -> 
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes` for a model in a layout, cached, since a search repeats layouts."""
+    """Return the bytes that actor and engine ranks share, cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -206,7 +206,7 @@ class RunStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each phase of the step: phase -> seconds."""
+        """Return the seconds of each phase of the step, by phase."""
         return self.step.seconds
 
     @property

@@ -119,7 +119,7 @@ class Simulation(TorchDispatchMode):
             return read(self, *args, **kwargs)
 
         # Count pageable copies and selections, which make the host wait for the device like reads.
-        if self._copies_pageable(func, args, kwargs):
+        if self._is_pageable_copy(func, args, kwargs):
             self._usage.copies += 1
         if self._has_data_dependent_size(func, args, kwargs):
             self._usage.selections += 1
@@ -144,7 +144,7 @@ class Simulation(TorchDispatchMode):
         if device_tensors and launches_kernel:
             self._usage.kernels += 1
 
-    def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _is_pageable_copy(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator copies host memory to the device while the host waits.
 
         Only `device.upload_tensors` copies without waiting, from pinned memory.

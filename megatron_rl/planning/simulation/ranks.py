@@ -40,7 +40,8 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 class RankSimulation:
     """Simulation of one rank, and the estimate of its memory for the same layers.
 
-    Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
+    Example: ``RankSimulation(rank, estimate).relative_error("learn")`` is 0.02 for an estimate that is 2 %
+    too high.
     """
 
     rank: SimulatedRank
@@ -54,7 +55,7 @@ class RankSimulation:
             return self.rank.resting
         return self.rank.phases[phase].peak
 
-    def difference(self, phase: str) -> float:
+    def relative_error(self, phase: str) -> float:
         """Return the relative error of the estimate, estimated / simulated - 1; 0 for less than 1 MiB."""
         simulated_bytes = self.bytes(phase)
         if simulated_bytes <= _MIN_BYTES:
@@ -140,7 +141,7 @@ def simulation_lines(simulations: list[RankSimulation]) -> list[str]:
             estimated_size = f"{simulation.estimate.phase_peak(phase) / _GIB:.2f} GiB"
             lines.append(
                 f"{simulation.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
-                f"{simulation.difference(phase):>+12.1%}"
+                f"{simulation.relative_error(phase):>+12.1%}"
             )
 
     for simulation in simulations:
