@@ -170,10 +170,10 @@ def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[
     return findings
 
 
-def _prepare_install(requirements: Path, lock: str | None, cuda_version: int) -> int:
+def _prepare_install(requirements: Path, lock: str | None, toolkit_version: int) -> int:
     """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
 
-    ``lock`` is the path of the file with the stack's versions, ``cuda_version`` the major version of CUDA.
+    ``lock`` is the path of the file with the stack's versions, ``toolkit_version`` the major version of CUDA.
     Returns exit code 1 if a conflict is an error, else 0.
     """
     if lock is None:
@@ -187,14 +187,14 @@ def _prepare_install(requirements: Path, lock: str | None, cuda_version: int) ->
     findings = check_package_compatibility(versions, pinned)
     driver = driver_version()
     if driver is not None:
-        driver_finding = check_driver(driver, pinned["torch"], cuda_version)
+        driver_finding = check_driver(driver, pinned["torch"], toolkit_version)
         if driver_finding:
             findings.append(driver_finding)
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
     # Packages that the machine already has, such as a vendor's torch, are not installed again.
-    to_install = missing_requirements(lock_text, versions, cuda_version)
+    to_install = missing_requirements(lock_text, versions, toolkit_version)
     requirements.write_text("".join(f"{requirement}\n" for requirement in to_install), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
 
@@ -263,7 +263,7 @@ def _check_attention_compiler() -> list[Finding]:
 
     from megatron_rl.distributed import device
 
-    toolkit = device.cuda_major_version()
+    toolkit = device.toolkit_version()
     if toolkit is None:
         return []
     return [check_runtime_compiler(toolkit)]

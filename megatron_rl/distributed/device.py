@@ -114,7 +114,7 @@ def compute_capability() -> int:
     return 10 * major + minor
 
 
-def cuda_major_version() -> int | None:
+def toolkit_version() -> int | None:
     """Return the major version of CUDA that torch is built for, or None without an accelerator."""
     version = torch.version.cuda
     if _ON_HOST or version is None:

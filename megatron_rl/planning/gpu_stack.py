@@ -157,7 +157,7 @@ def _other_torch_fix(torch_version: str, pinned: Mapping[str, str]) -> str:
     return fix
 
 
-def missing_requirements(lock: str, versions: Mapping[str, str], cuda_version: int = TOOLKIT) -> list[str]:
+def missing_requirements(lock: str, versions: Mapping[str, str], toolkit_version: int = TOOLKIT) -> list[str]:
     """Return the lines of a lock file that must be installed in addition to a machine's own packages.
 
     ``lock`` is the file's text, with lines ``name==version``; ``versions`` are the versions of the machine's
@@ -170,9 +170,9 @@ def missing_requirements(lock: str, versions: Mapping[str, str], cuda_version: i
     # container's own parts.
     if "transformer-engine" in system_names:
         excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
-    if cuda_version != TOOLKIT:
+    if toolkit_version != TOOLKIT:
         excluded |= FROM_OTHER_INDEXES
-    torch_brings_libraries = "torch" in system_names or cuda_version != TOOLKIT
+    torch_brings_libraries = "torch" in system_names or toolkit_version != TOOLKIT
 
     requirements = []
     for name, version in pinned_versions(lock).items():
@@ -191,19 +191,19 @@ def _is_device_library(name: str) -> bool:
     return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
 
 
-def check_driver(driver_version: str, torch_version: str, cuda_version: int = TOOLKIT) -> Finding | None:
+def check_driver(driver_version: str, torch_version: str, toolkit_version: int = TOOLKIT) -> Finding | None:
     """Compare a driver's version with the CUDA of ``torch_version``, the torch that would be installed.
 
     Returns None if the driver runs it. This is checked before any download, since a torch that the driver
     cannot run is 5 GB of packages.
     """
     branch = release_series(driver_version)[0]
-    oldest_branch = OLDEST_DRIVER[cuda_version]
+    oldest_branch = OLDEST_DRIVER[toolkit_version]
     if branch >= oldest_branch:
         return None
 
     torch = f"torch {torch_version}"
-    text = f"{driver_version} does not run CUDA {cuda_version}, which {torch} of the index is built for"
+    text = f"{driver_version} does not run CUDA {toolkit_version}, which {torch} of the index is built for"
     fix = f"update the driver to {oldest_branch} or later"
     # The build for CUDA 12 runs on older drivers.
     if branch >= OLDEST_DRIVER[12]:

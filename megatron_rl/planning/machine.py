@@ -287,15 +287,15 @@ def check_accelerators() -> list[Finding]:
     return findings
 
 
-def check_runtime_compiler(cuda_version: int, wheels_folder: Path | None = None) -> Finding:
+def check_runtime_compiler(toolkit_version: int, wheels_folder: Path | None = None) -> Finding:
     """Check that the libraries with which cuDNN compiles attention kernels can be opened.
 
     Call it in a process that has imported torch. cuDNN opens the libraries by name, and has no fused
-    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``cuda_version`` is
-    the major version of torch's CUDA, ``wheels_folder`` the folder of NVIDIA's wheels.
+    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``toolkit_version``
+    is the major version of torch's CUDA, ``wheels_folder`` the folder of NVIDIA's wheels.
     """
     # Open them by name like cuDNN, so that the same search paths apply.
-    compiler = f"libnvrtc.so.{cuda_version}"
+    compiler = f"libnvrtc.so.{toolkit_version}"
     driver_library = "libcuda.so.1"
     load_errors: dict[str, str] = {}
     for library in (compiler, driver_library):
@@ -310,7 +310,7 @@ def check_runtime_compiler(cuda_version: int, wheels_folder: Path | None = None)
 
     fixes = []
     if compiler in load_errors:
-        fixes.append(_compiler_fix(compiler, cuda_version, wheels_folder))
+        fixes.append(_compiler_fix(compiler, toolkit_version, wheels_folder))
     if driver_library in load_errors:
         fixes.append(
             "libcuda.so.1 is the driver's: start the container with --gpus all, or install the driver"
@@ -319,7 +319,7 @@ def check_runtime_compiler(cuda_version: int, wheels_folder: Path | None = None)
     return Finding("error", label, text, "; ".join(fixes))
 
 
-def _compiler_fix(library: str, cuda_version: int, wheels_folder: Path | None) -> str:
+def _compiler_fix(library: str, toolkit_version: int, wheels_folder: Path | None) -> str:
     """Return the fix if cuDNN cannot open the runtime compiler: a search path, or a wheel to install."""
     if wheels_folder is None:
         wheels_folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
@@ -328,8 +328,8 @@ def _compiler_fix(library: str, cuda_version: int, wheels_folder: Path | None) -
         return f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
 
     # From CUDA 13 on NVIDIA's wheels have no version in their names.
-    wheel = f"nvidia-cuda-nvrtc-cu{cuda_version}"
-    if cuda_version >= 13:
+    wheel = f"nvidia-cuda-nvrtc-cu{toolkit_version}"
+    if toolkit_version >= 13:
         wheel = "nvidia-cuda-nvrtc"
     return f"pip install {wheel}, in the version that torch requires"
 

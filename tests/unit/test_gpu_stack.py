@@ -137,7 +137,7 @@ def test_a_driver_of_cuda_12_is_led_to_the_builds_for_it():
     assert finding is not None
     assert finding.fix is not None
     assert "--cuda 12" in finding.fix
-    assert check_driver("550.54.15", "2.13.0", cuda_version=12) is None
+    assert check_driver("550.54.15", "2.13.0", toolkit_version=12) is None
 
 
 def test_a_driver_older_than_cuda_12_has_to_be_updated():
@@ -185,7 +185,7 @@ def test_cudas_compiler_is_of_the_release_of_its_headers(lock: Path):
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():
-    missing = missing_requirements(LOCKS[0].read_text(encoding="utf-8"), {}, cuda_version=12)
+    missing = missing_requirements(LOCKS[0].read_text(encoding="utf-8"), {}, toolkit_version=12)
     names = {requirement.partition("==")[0].lower() for requirement in missing}
     assert not names & {"torch", "vllm", "transformer-engine-cu13", "nvidia-nccl-cu13"}
     assert {"transformer-engine", "megatron-core"} <= names
