@@ -86,7 +86,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    words = "from megatron_rl.planning.machine import check_packages; print([vars(item) for item in check_packages()])"
+    words = "from megatron_rl.planning import machine; print([vars(it) for it in machine.check_packages()])"
     python = str(other / "bin/python")
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told
