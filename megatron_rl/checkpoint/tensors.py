@@ -219,12 +219,10 @@ def plan_tensor_write(
 
     ``model`` is None on ranks outside its layout. ``layout`` is how a distributed optimizer is stored: `ANY`
     gathers it, `SAME` stores its shards. ``copy_host_tensors``: whether tensors in host memory are copied
-    too, as in `TensorWrite`.
-    Collective over the world.
+    too, as in `TensorWrite`. Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
-
         if model is not None:
             if optimizer is not None:
                 # Before the first step the optimizer has no states yet: create the initial ones to save.

@@ -446,7 +446,7 @@ class OptimizerStep:
 def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaWork:
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
-    With packing a micro-batch has up to ``micro_batch * longest`` tokens, and at least one row. Without
+    With packing a micro-batch has up to ``micro_batch * row_limit`` tokens, and at least one row. Without
     packing it has ``micro_batch`` rows, padded to the longest of them. A replica gets at least one row.
     """
     mean_row = batch.mean_row

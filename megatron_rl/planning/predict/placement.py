@@ -499,11 +499,12 @@ def _build_placement(
     groups: Sequence[GroupPlan],
     rollout: RolloutPlan,
     rollout_gpus: int = 0,
-    ahead: bool = False,
+    samples_ahead: bool = False,
 ) -> PlacementPlan:
     """Combine planned groups and a rollout into a placement, and predict its step.
 
-    ``rollout_gpus``: number of GPUs that only generate. ``ahead``: whether they sample the next step's rows.
+    ``rollout_gpus``: number of GPUs that only generate. ``samples_ahead``: whether they sample the next
+    step's rows.
     """
     layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
     # The engine is on the actor's ranks, or on separate ranks after them.
@@ -522,7 +523,7 @@ def _build_placement(
         generate=rollout.seconds,
         reshard=problem.sync_seconds(model, layout, rollout.layout, ranks, problem.machine),
         fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
-        samples_ahead=ahead,
+        samples_ahead=samples_ahead,
     )
     return PlacementPlan(name, tuple(groups), step, rollout, rollout_gpus)
 
@@ -555,8 +556,8 @@ def place_split(
     if rollout is None:
         return None
 
-    ahead = split != SYNCHRONOUS
-    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
+    samples_ahead = split != SYNCHRONOUS
+    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, samples_ahead)
 
 
 def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
