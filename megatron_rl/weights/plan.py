@@ -107,7 +107,10 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def regions_to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions that a rank receives, by sender; it copies regions of sender ``rank`` itself."""
+        """Return the regions that a rank receives, by sender.
+
+        Those under ``rank`` itself are local copies.
+        """
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)

@@ -276,12 +276,12 @@ def layer_seconds(
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
-    tokens = tokens / layout.context
+    rank_tokens = tokens / layout.context
 
     # Dense matrix products.
     expert_flops = 2.0 * model.active_expert_parameters
     dense_flops = model.layer_flops - expert_flops
-    # A model whose layers are all routed has no dense feed-forward, whose width could be read.
+    # Without dense feed-forwards, assume an inner width of twice the hidden size.
     inner_width = model.hidden * 2
     if model.moe_layers < model.layers:
         inner_width = model.mlp_width
@@ -289,22 +289,23 @@ def layer_seconds(
     # Assume the rate of the narrowest product for all products of the layer.
     width = min(model.query_width, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
-    dense_seconds = tokens * dense_flops / model.layers / layout.tensor / dense_rate
+    dense_seconds = rank_tokens * dense_flops / model.layers / layout.tensor / dense_rate
 
     # Products of routed experts.
     expert_seconds = 0.0
     if expert_flops:
-        flop_rate = expert_rate(machine, model, layout, tokens)
-        expert_seconds = tokens * expert_flops / model.layers / layout.tensor / flop_rate
+        flop_rate = expert_rate(machine, model, layout, rank_tokens)
+        expert_seconds = rank_tokens * expert_flops / model.layers / layout.tensor / flop_rate
 
     # Attention.
     attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.relative_efficiency)
-    attention_flops = tokens * model.attention_flops(context)
+    attention_flops = rank_tokens * model.attention_flops(context)
     attention_seconds = attention_flops / model.layers / layout.tensor / attention_rate
 
     # Memory-bound kernels. Plain layers are assumed to move more bytes in the ratio of saved activations.
     hbm_rate = gpu.hbm * efficiency.hbm
-    memory_bound_seconds = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards) / hbm_rate
+    bytes_per_token = elementwise_bytes(model, layout.tensor, layout.token_shards)
+    memory_bound_seconds = rank_tokens * bytes_per_token / hbm_rate
     if not fused:
         # A layer with attention, and with routed experts if there are any.
         block = max(
@@ -315,7 +316,7 @@ def layer_seconds(
         fused_bytes = LayerImplementation(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound_seconds *= plain_bytes / fused_bytes
 
-    exposed_seconds = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
+    exposed_seconds = _exposed_communication(model, layout, machine, rank_tokens, fused, exchanges_heads)
     launch_seconds = efficiency.launch_seconds_layer
     # Without padding, the host must read the token count of each expert before it can launch the products.
     routing_wait_seconds = efficiency.routing_seconds_layer * model.moe_layers / model.layers
@@ -342,8 +343,8 @@ def layer_seconds(
 
     # The output layer is computed in bfloat16 even if the layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
-    head_seconds = tokens * model.head_flops / layout.tensor / head_rate
-    head_memory_seconds = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
+    head_seconds = rank_tokens * model.head_flops / layout.tensor / head_rate
+    head_memory_seconds = rank_tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
     return LayerSeconds(
         forward=forward,
         backward=backward,
