@@ -26,7 +26,7 @@ from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import ParallelModel, build_model, live_parameters
 from megatron_rl.megatron.model_spec import describe_model
-from megatron_rl.planning.reshard import actor_layout, read_layout
+from megatron_rl.planning.reshard import actor_layout, parse_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import best_rank_order, shared_bytes
@@ -90,7 +90,7 @@ def void(value: Any) -> None:
 def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
     """Return the methods of a case, the parameters that they fill, the hybrid engine, the peers' gatherer."""
     source, _, target = case.partition("-")
-    actor = actor_layout(read_layout(source))
+    actor = actor_layout(parse_layout(source))
     model = build_model(
         config,
         ParallelGroups(actor),
@@ -105,7 +105,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
         # Another seed: the copy's weights differ from the model's until a method has transferred them.
         copy = build_model(
             config,
-            ParallelGroups(actor_layout(read_layout(target.removeprefix("megatron-")))),
+            ParallelGroups(actor_layout(parse_layout(target.removeprefix("megatron-")))),
             dtype=torch.float32,
             seed=4,
         )
@@ -114,7 +114,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
         return methods, live_parameters(copy), hybrid, None
 
     # Megatron to vLLM: the order of ranks is the one that a run would choose.
-    tensor = read_layout(target.partition("x")[0])["tensor"]
+    tensor = parse_layout(target.partition("x")[0])["tensor"]
     overlap = shared_bytes(
         describe_model(config).shape,
         actor,
@@ -203,8 +203,8 @@ def main(
         if name.startswith("hybrid"):
             # The number of messages follows from the plan and the staging memory.
             transfers = schedule_phases(hybrid.plan, STAGING)
-            metrics[name]["messages_max"] = [transfers.messages_per_rank]
-            metrics[name]["peers_max"] = [max(hybrid.plan.peers.values(), default=0)]
+            metrics[name]["messages_max"] = [transfers.max_messages_per_rank]
+            metrics[name]["peers_max"] = [max(hybrid.plan.peer_counts.values(), default=0)]
 
     # The collector must not run in the middle of a measurement.
     gc.freeze()

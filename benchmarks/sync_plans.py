@@ -21,9 +21,9 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.planning.reshard import (
     actor_layout,
     find_config,
+    parse_layout,
     plan_offline,
-    read_layout,
-    summarise,
+    summarise_transfer,
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.weights.plan import build_plan, schedule_phases
@@ -56,7 +56,7 @@ CASES = {
 def measure(name: str, case: Case, report: Report) -> None:
     """Plan one case and add its numbers."""
     say("sync_plans", name)
-    actor = actor_layout(read_layout(case.actor))
+    actor = actor_layout(parse_layout(case.actor))
     plan = plan_offline(
         find_config(str(MODELS / case.model)), actor, actor.ranks, case.tensor, torch.bfloat16,
         ranks_per_node=RANKS_PER_NODE, whole_experts=case.whole_experts,
@@ -70,7 +70,7 @@ def measure(name: str, case: Case, report: Report) -> None:
     cpu_seconds = time.process_time() - start
 
     # Nothing is transferred: the planner's constants predict the seconds.
-    summary = summarise(
+    summary = summarise_transfer(
         plan,
         RANKS_PER_NODE,
         STAGING,

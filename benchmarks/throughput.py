@@ -28,7 +28,7 @@ from megatron_rl.config.budget import PHASES as MEMORY_PHASES
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planning.predict.calibrate import phase_seconds, read_steps, run_stats
+from megatron_rl.planning.predict.calibrate import estimate_run_stats, phase_seconds, read_steps
 from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants, load_constants
 from megatron_rl.shapes.model import ModelShape
@@ -185,7 +185,7 @@ def add_measurement(
             report.add(case.name, method, phase, "s", values)
 
     # Tokens and FLOPs of each step follow from its own lengths.
-    stats = [run_stats(case.config, [line]) for line in lines]
+    stats = [estimate_run_stats(case.config, [line]) for line in lines]
     steps = [case.predict(gpu or "h100", constants, step_stats) for step_stats in stats]
     if gpu is None:
         # The peak of another machine is no reference.
@@ -202,7 +202,7 @@ def add_measurement(
             values,
         )
     if gpu is not None:
-        add_prediction(report, case, case.predict(gpu, constants, run_stats(case.config, lines)))
+        add_prediction(report, case, case.predict(gpu, constants, estimate_run_stats(case.config, lines)))
 
 
 def launch(

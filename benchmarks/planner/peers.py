@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.planning.predict.batch import Lengths
+from megatron_rl.planning.predict.batch import ResponseLengths
 from megatron_rl.planning.predict.generate import (
     POINTS,
     RolloutLayout,
-    cache_tokens,
+    cache_capacity_tokens,
     decode_cost,
     prefill_seconds,
     rollout_weight_bytes,
 )
-from megatron_rl.planning.predict.learn import TrainChoice, Work, gather_seconds
+from megatron_rl.planning.predict.learn import ReplicaWork, TrainChoice, gather_seconds
 from megatron_rl.planning.predict.placement import SyncSeconds
-from megatron_rl.planning.predict.step import copy_seconds
+from megatron_rl.planning.predict.step import weight_transfer_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import max_stage_parameters
@@ -164,7 +164,7 @@ def planned_sync_seconds(
     sent_bytes = 0.0
     if layout:
         sent_bytes = machine.bytes_per_weight * model.parameters / layout.size
-    return copy_seconds(machine, max(received_bytes, sent_bytes))
+    return weight_transfer_seconds(machine, max(received_bytes, sent_bytes))
 
 
 METHODS: dict[str, Method] = {
@@ -212,12 +212,12 @@ def decode_milliseconds(
     machine: Machine,
     rows: float,
     prompt: float,
-    lengths: Lengths,
+    lengths: ResponseLengths,
 ) -> float:
     """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
     # Integrate over the response length, weighted by the sequences that are alive.
     cost = decode_cost(model, rollout, machine)
-    width = lengths.longest / POINTS
+    width = lengths.limit / POINTS
     total = 0.0
     weight = 0.0
 
@@ -235,7 +235,7 @@ def serving_tokens_per_second(
     machine: Machine,
     concurrent: float,
     prompt: float,
-    lengths: Lengths,
+    lengths: ResponseLengths,
 ) -> float:
     """Return response tokens per second of one replica that is kept full by a queue.
 
@@ -244,7 +244,7 @@ def serving_tokens_per_second(
     # As many run as the queue, the engine and its cache allow.
     engine = machine.constants.engines[rollout.engine]
     generated = lengths.mean_square() / (2.0 * lengths.mean)
-    capacity = cache_tokens(model, rollout, machine)
+    capacity = cache_capacity_tokens(model, rollout, machine)
 
     running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + generated))
     if running < 1.0:
@@ -259,7 +259,7 @@ def serving_tokens_per_second(
 def gathering_seconds(
     choice: TrainChoice,
     machine: Machine,
-    work: Work,
+    work: ReplicaWork,
     compute: float,
 ) -> float:
     """Return the seconds that gathering fully sharded weights adds to ``compute`` of an optimizer step.

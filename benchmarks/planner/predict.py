@@ -32,15 +32,15 @@ from megatron_rl.planning.predict.generate import (
 )
 from megatron_rl.planning.predict.learn import (
     TrainChoice,
-    fullest_training,
     learn_memory,
     learn_seconds,
-    optimizer_step,
+    peak_training_memory,
+    predict_optimizer_step,
     replica_work,
     score_memory,
     score_seconds,
 )
-from megatron_rl.planning.predict.placement import Planner, Problem, best_grouping
+from megatron_rl.planning.predict.placement import PlacementProblem, Planner, plan_grouping
 from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
 from megatron_rl.planning.predict.step import RoleSeconds, compose_step
 from megatron_rl.shapes.hardware import GB
@@ -162,7 +162,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     machine = scenario.machine
     choice = _train_choice(scenario, "actor", batch, scenario.gpus)
     work = replica_work(choice, batch, batch.rows)
-    step = optimizer_step(choice, machine, work)
+    step = predict_optimizer_step(choice, machine, work)
     # Fully sharded training also gathers the weights for every micro-batch.
     seconds = step.total
 
@@ -197,7 +197,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     if rows:
         micro_batches = rows / layout.data / choice.micro_batch
 
-    memory = fullest_training(
+    memory = peak_training_memory(
         choice,
         choice.micro_batch * scenario.sequence,
         max(1, round(micro_batches)),
@@ -234,14 +234,14 @@ def decode_latency(scenario: Scenario) -> Prediction:
     machine = scenario.machine
     # More sequences than the engine's limit wait, and do not slow the running ones.
     sequences = min(sequences, rollout.max_sequences or sequences)
-    milliseconds = decode_milliseconds(model, rollout, machine, sequences, batch.prompt, batch.lengths)
+    milliseconds = decode_milliseconds(model, rollout, machine, sequences, batch.prompt_length, batch.lengths)
 
     # A static batch prefills every prompt at once, a continuous one in chunks.
-    prefill_tokens = sequences * batch.prompt
+    prefill_tokens = sequences * batch.prompt_length
     if scenario.engine != "static_batch":
         prefill_tokens = min(prefill_tokens, _PREFILL_TOKENS)
 
-    cache = sequences * (batch.prompt + batch.lengths.longest) * model.kv_bytes_per_gpu(rollout.tensor)
+    cache = sequences * (batch.prompt_length + batch.lengths.limit) * model.kv_bytes_per_gpu(rollout.tensor)
     peak = rollout_weight_bytes(model, rollout, machine) + cache
     engine_bytes = scenario.constants.memory.engine_gigabytes * GB
     peak += prefill_workspace_bytes(model, rollout, prefill_tokens) + engine_bytes
@@ -267,7 +267,7 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     if "concurrent_sequences" not in section:
         sequences = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
 
-    rate = serving_tokens_per_second(model, rollout, machine, sequences, batch.prompt, batch.lengths)
+    rate = serving_tokens_per_second(model, rollout, machine, sequences, batch.prompt_length, batch.lengths)
     return {"tokens_per_second_total": rollout.replicas * rate}
 
 
@@ -294,7 +294,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
         generate=generate_seconds(actor.model, rollout, batch, machine),
         reshard=method_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
         fixed=scenario.constants.efficiency.rl_fixed_seconds,
-        ahead=scenario.disaggregated,
+        samples_ahead=scenario.disaggregated,
     )
     rate = batch.tokens / step.total
 
@@ -346,7 +346,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
 
     # The trainer of HybridFlow, not this package's: roles are swapped, and each has its own stages.
     rollout = scenario.section("rollout")
-    problem = Problem(
+    problem = PlacementProblem(
         models={role: scenario.model(role) for role in scenario.roles},
         algorithm=scenario.algorithm,
         batch=scenario.batch,
@@ -364,7 +364,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
     )
     # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)
-    plans = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
+    plans = {name: plan_grouping(name, planner, groups) for name, groups in candidates.items()}
 
     fitting = {name: plan for name, plan in plans.items() if plan is not None}
     if not fitting:

@@ -310,9 +310,9 @@ class Scenario:
             prompts=prompts,
             samples=samples,
             optimizer_steps=int(optimizer_steps),
-            prompt=prompt,
+            prompt_length=prompt,
             lengths=lengths,
-            longest=float(section.get("sequence_length") or prompt + limit),
+            row_limit=float(section.get("sequence_length") or prompt + limit),
             packing=bool(section.get("packing", self.kind != "pretrain_throughput")),
         )
 
@@ -325,7 +325,7 @@ class Scenario:
         if "response_tokens_max" not in section:
             return 4096.0
         batch = self.batch
-        return batch.prompt + batch.lengths.longest
+        return batch.prompt_length + batch.lengths.limit
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -231,10 +231,11 @@ class PendingCheckpoint:
 
 
 def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, str]:
-    """Return file name -> digest for all files of a folder; ``rank_digests`` are this rank's results so far.
+    """Return the digests of all files of a folder, by file name, the same on every rank.
 
-    Files without a digest are divided among the ranks. Raises on all ranks if one cannot read a file or flush
-    it to the disk. Collective over the world.
+    ``rank_digests`` are the digests that this rank has computed already. Files without a digest are divided
+    among the ranks. Raises on all ranks if one cannot read a file or flush it to the disk. Collective over
+    the world.
     """
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
@@ -258,7 +259,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 # --- Verification
 
 
-def find_newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
+def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests, or None if there are none.
 
     First, a checkpoint whose replacement was interrupted by a kill is renamed back. Damaged checkpoints are
@@ -271,7 +272,7 @@ def find_newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
 
     newest_damage = ""
     for path in reversed(compute_on_first_rank(lambda: named_checkpoints(folder))):
-        problems = find_damages(path)
+        problems = find_damaged_files(path)
         if not problems:
             # If the last save of a run was interrupted, no later save deletes its files.
             compute_on_first_rank(lambda: remove_interrupted_saves(folder))
@@ -292,11 +293,11 @@ def find_newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     return None
 
 
-def require_intact(path: Path) -> None:
+def require_intact_checkpoint(path: Path) -> None:
     """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
     # Raises UserError for a folder that is not a checkpoint: it has no readable meta.json.
     read_meta(path)
-    problems = find_damages(path)
+    problems = find_damaged_files(path)
     if problems:
         raise UserError(
             "the checkpoint is damaged",
@@ -314,7 +315,7 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
     as a download, is not verified. Collective over the world.
     """
     for path, key in keys_by_folder.items():
-        problems = find_model_damages(Path(path))
+        problems = find_damaged_model_files(Path(path))
         if problems:
             raise UserError(
                 "the model folder is damaged",
@@ -326,7 +327,7 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
             )
 
 
-def find_model_damages(folder: Path) -> list[str]:
+def find_damaged_model_files(folder: Path) -> list[str]:
     """Return a line for each damaged file of a model folder, or [] if the folder has no digests.
 
     Collective over the world.
@@ -334,18 +335,18 @@ def find_model_damages(folder: Path) -> list[str]:
     has_digests = compute_on_first_rank(lambda: durable.is_sealed(folder))
     if not has_digests:
         return []
-    return find_damages(folder)
+    return find_damaged_files(folder)
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
-    """Join the first of the lines from `find_damages` into one line, with the number of omitted ones."""
+    """Join the first lines from `find_damaged_files` into one line, with the number of omitted ones."""
     text = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
         text += f" and {len(problems) - _SHOWN_PROBLEMS} more"
     return text
 
 
-def find_damages(path: Path) -> list[str]:
+def find_damaged_files(path: Path) -> list[str]:
     """Return a line for each file of a folder that does not match its digest, equal on all ranks.
 
     The files are divided among the ranks. Collective over the world.

@@ -192,8 +192,8 @@ def _torch_value(value: Any) -> Any:
     return value
 
 
-def _resize_vocabulary(model: ParallelModel, value: Any, row_count: int) -> Any:
-    """Change a sharded tensor with a row per token of the vocabulary to ``row_count`` rows in total.
+def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
+    """Change a sharded tensor with a row per token of the vocabulary to ``num_rows`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
     The last tensor-parallel rank adds or removes rows of zeros. Other values than embedding and output
@@ -210,16 +210,16 @@ def _resize_vocabulary(model: ParallelModel, value: Any, row_count: int) -> Any:
     start = tensor_rank * len(data)
     is_last_rank = tensor_rank == model.groups.layout.tensor - 1
     if is_last_rank:
-        rank_rows = row_count - start
-        rows = data[:rank_rows]
-        padding = rows.new_zeros(rank_rows - len(rows), data.shape[1])
+        num_rank_rows = num_rows - start
+        rows = data[:num_rank_rows]
+        padding = rows.new_zeros(num_rank_rows - len(rows), data.shape[1])
         data = torch.cat([rows, padding])
 
     return replace(
         value,
         data=data,
         local_shape=tuple(data.shape),
-        global_shape=(row_count, *value.global_shape[1:]),
+        global_shape=(num_rows, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
         # A number of equal shards, which these are not: the last one has another size.
         axis_fragmentations=None,
@@ -245,15 +245,15 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
     # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
-    for state, open_files in _list_optimizer_states(model, source, checkpoint):
+    for stored_name, open_files in _iterate_optimizer_states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
             values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
         fill_parameters(values, model, open_files)
 
         # Megatron's optimizers call the master weights "param".
-        state_name = state
-        if state in MASTERS:
+        state_name = stored_name
+        if stored_name in MASTERS:
             state_name = "param"
         for sub_optimizer in optimizer.sub_optimizers:
             _set_state(model, sub_optimizer, state_name, values)
@@ -264,7 +264,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
             sub_optimizer.optimizer.copy_restored_state()
 
 
-def _list_optimizer_states(
+def _iterate_optimizer_states(
     model: ParallelModel,
     source: str | Path,
     checkpoint: MegatronCheckpoint,
@@ -360,7 +360,7 @@ def _is_equal_up_to_rounding(master_weights: MegatronFiles, weights: MegatronFil
 def _set_state(
     model: ParallelModel,
     sub_optimizer: Any,
-    state: str,
+    state_name: str,
     values: Mapping[str, Tensor],
 ) -> None:
     """Copy one optimizer state into one of Megatron's optimizers.
@@ -372,15 +372,15 @@ def _set_state(
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
             if is_distributed:
-                _set_state_shard(sub_optimizer, parameter, state, value)
+                _set_state_shard(sub_optimizer, parameter, state_name, value)
             else:
-                _set_complete_state(sub_optimizer, parameter, state, value)
+                _set_complete_state(sub_optimizer, parameter, state_name, value)
 
 
 def _set_state_shard(
     sub_optimizer: Any,
     parameter: Any,
-    state: str,
+    state_name: str,
     value: Tensor,
 ) -> None:
     """Copy this rank's data-parallel range of a state into a distributed optimizer.
@@ -393,13 +393,13 @@ def _set_state_shard(
 
     shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
     shard_values = value.flatten()[shard.start : shard.end]
-    set_states(sub_optimizer, parameter, {state: shard_values})
+    set_states(sub_optimizer, parameter, {state_name: shard_values})
 
 
 def _set_complete_state(
     sub_optimizer: Any,
     parameter: Any,
-    state: str,
+    state_name: str,
     value: Tensor,
 ) -> None:
     """Copy a state into an optimizer that is not distributed.
@@ -412,7 +412,7 @@ def _set_complete_state(
     if main_parameter not in optimizer_state:
         return
 
-    if state == "param":
+    if state_name == "param":
         main_parameter.copy_(value)
     else:
-        optimizer_state[main_parameter][state].copy_(value)
+        optimizer_state[main_parameter][state_name].copy_(value)

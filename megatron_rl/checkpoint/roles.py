@@ -32,10 +32,10 @@ from megatron_rl.checkpoint.folders import (
     PendingCheckpoint,
     convert_write_error,
     partial_path,
-    require_intact,
+    require_intact_checkpoint,
     run_write_step,
 )
-from megatron_rl.checkpoint.shards import load_shards, write_index
+from megatron_rl.checkpoint.shards import load_shards, write_shard_index
 from megatron_rl.checkpoint.tensors import (
     TensorWrite,
     load_tensors,
@@ -89,12 +89,12 @@ class TrainedRole(NamedTuple):
 # --- Saving
 
 
-def save(
+def save_checkpoint(
     directory: str | Path,
     roles: Mapping[str, TrainedRole],
     state: Mapping[str, Any],
     keep: int | None = None,
-    best: Collection[int] = (),
+    best_steps: Collection[int] = (),
     *,
     layout: str = ANY,
     in_background: bool = False,
@@ -109,13 +109,13 @@ def save(
             entries are repeated at the top level of meta.json.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, or None for all.
-        best: steps whose checkpoints are retained in addition.
+        best_steps: steps whose checkpoints are retained in addition.
         layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
         in_background: write from copies, so that the models may change meanwhile; the caller must call
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
     final = Path(directory)
-    partial = partial_path(final)
+    partial_folder = partial_path(final)
     first_role = next(iter(roles))
 
     # Before anything is written, `_prepare_folders` compares the free space with the whole checkpoint's size.
@@ -140,8 +140,8 @@ def save(
     run_state = _broadcast_from_layout(dict(state), roles[first_role].model)
     content = {"state": run_state, "schedules": schedules}
     meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
-    generator_path = partial / "rng" / f"rank_{device.rank()}.pt"
-    state_path = partial / "state.pt"
+    generator_path = partial_folder / "rng" / f"rank_{device.rank()}.pt"
+    state_path = partial_folder / "state.pt"
 
     def prepare() -> None:
         _prepare_folders(final, roles, layout, checkpoint_bytes)
@@ -150,7 +150,7 @@ def save(
         torch.save(_generator_states(), generator_path)
         if device.rank() == 0:
             torch.save(content, state_path)
-            write_meta(partial, meta)
+            write_meta(partial_folder, meta)
 
     run_write_step(prepare, "prepare the checkpoint's folder", final)
     run_write_step(write_rank_files, "write the state of the run", final)
@@ -166,16 +166,16 @@ def save(
             copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = plan_tensor_write(
-                    partial / name, role.model, role.optimizer, layout, copy_host_tensors=copies
+                    partial_folder / name, role.model, role.optimizer, layout, copy_host_tensors=copies
                 )
             writes.append(write)
             files += write.files
             if layout == SAME:
-                files += write_index(partial / name, role.model, role.optimizer)
+                files += write_shard_index(partial_folder / name, role.model, role.optimizer)
     except Exception as error:
         raise convert_write_error(error, final) from error
 
-    checkpoint = PendingCheckpoint(final, writes, files, keep, best)
+    checkpoint = PendingCheckpoint(final, writes, files, keep, best_steps)
     if not in_background:
         checkpoint.finish()
     return checkpoint
@@ -236,11 +236,11 @@ def _broadcast_from_layout(value: Any, model: ParallelModel | None) -> Any:
     ``model`` is None on ranks outside the layout. Collective over the world.
     """
     # In a tuple: the value itself may be None.
-    message = None
+    boxed_value = None
     if model is not None and model.groups.layout.ranks[0] == device.rank():
-        message = (value,)
+        boxed_value = (value,)
 
-    for gathered in gather_objects(message):
+    for gathered in gather_objects(boxed_value):
         if gathered is not None:
             return gathered[0]
     return value
@@ -249,17 +249,17 @@ def _broadcast_from_layout(value: Any, model: ParallelModel | None) -> Any:
 # --- Loading
 
 
-def load(
+def load_checkpoint(
     directory: str | Path,
     roles: Mapping[str, TrainedRole],
-    types: Sequence[type] = (),
+    value_types: Sequence[type] = (),
     *,
     trusted: bool = False,
 ) -> dict[str, Any]:
     """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
-    ``types`` are classes that ``state`` may contain besides plain values and tensors. Raises UserError if
-    loading could run code from the checkpoint, unless it is ``trusted``.
+    ``value_types`` are classes that ``state`` may contain besides plain values and tensors. Raises UserError
+    if loading could run code from the checkpoint, unless it is ``trusted``.
 
     If all roles have the layouts of the save, the random generators of every rank are restored; otherwise
     they are seeded from the saved seed and step. Learning rate, decay and other settings stay as configured.
@@ -282,7 +282,7 @@ def load(
     # Before any pickle of the checkpoint is loaded.
     for name in roles:
         refuse_code(folder / name, trusted=trusted)
-    content = _read_file(folder / "state.pt", types)
+    content = _read_file(folder / "state.pt", value_types)
 
     # Both loads below are collective over the world: every rank needs every role's layout to choose the same
     # one.
@@ -314,17 +314,17 @@ def load(
         _set_generator_states(_read_file(generator_path))
     else:
         first_model = next(iter(roles.values())).model
-        seed_generators(int(meta["seed"]), int(meta["step"]), first_model)
+        seed_all_generators(int(meta["seed"]), int(meta["step"]), first_model)
     return content["state"]
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Return the ``state`` that `save` stored in a checkpoint; it must be plain values and tensors."""
+    """Return the ``state`` that `save_checkpoint` stored; it must consist of plain values and tensors."""
     require_state_format(directory, read_meta(directory))
     return _read_file(Path(directory) / "state.pt")["state"]
 
 
-def load_model(
+def load_actor_weights(
     directory: str | Path,
     model: ParallelModel | None,
     *,
@@ -332,10 +332,10 @@ def load_model(
 ) -> dict[str, Any]:
     """Restore the actor's weights without its optimizer; return the content of meta.json.
 
-    Raises UserError as `load` does, and for damaged files. Collective over the world.
+    Raises UserError as `load_checkpoint` does, and for damaged files. Collective over the world.
     """
     folder = Path(directory)
-    require_intact(folder)
+    require_intact_checkpoint(folder)
     meta = read_meta(folder)
     refuse_code(folder / "actor", trusted=trusted)
     if model is not None:
@@ -344,13 +344,13 @@ def load_model(
     return meta
 
 
-def _read_file(path: Path, types: Sequence[type] = ()) -> Any:
-    """Read a file that torch.save wrote, of plain values, tensors and ``types``.
+def _read_file(path: Path, value_types: Sequence[type] = ()) -> Any:
+    """Read a file that torch.save wrote, of plain values, tensors and ``value_types``.
 
     Raises UserError if the file is unreadable or contains an object of the wrong type.
     """
     try:
-        with torch.serialization.safe_globals(list(types)):
+        with torch.serialization.safe_globals(list(value_types)):
             return torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise unreadable_file_error(
@@ -379,7 +379,7 @@ def _role_meta(
     optimizer: Optimizer | None,
     layout: str,
 ) -> dict[str, Any]:
-    """Return a role's entry of meta.json, which `load` compares with the role that it restores.
+    """Return a role's entry of meta.json, which `load_checkpoint` compares with the role that it restores.
 
     ``layout`` is how a distributed optimizer is stored: `ANY` or `SAME`.
     """
@@ -499,7 +499,7 @@ def _set_generator_states(states: Mapping[str, Any]) -> None:
     device.set_generator_states(states["torch"])
 
 
-def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
+def seed_all_generators(seed: int, step: int, model: ParallelModel | None) -> None:
     """Seed every random generator of this rank from the run's seed and a step.
 
     The device's generators get a different seed on each tensor-parallel rank of ``model``.
@@ -507,11 +507,11 @@ def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
     # SeedSequence hashes both numbers, so that neighbouring steps get unrelated seeds. All generators accept
     # a seed of 31 bits.
     sequence = np.random.SeedSequence([seed, step])
-    value = int(sequence.generate_state(1)[0]) >> 1
-    random.seed(value)
-    np.random.seed(value)
+    hashed_seed = int(sequence.generate_state(1)[0]) >> 1
+    random.seed(hashed_seed)
+    np.random.seed(hashed_seed)
 
     tensor_rank = 0
     if model is not None:
         tensor_rank = model.groups.coordinates.tensor
-    device.seed_generators(value, tensor_rank)
+    device.seed_generators(hashed_seed, tensor_rank)

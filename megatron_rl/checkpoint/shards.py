@@ -113,8 +113,8 @@ class _StoredBox:
 # --- Saving
 
 
-def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> list[Path]:
-    """Write the index of the optimizer buffers whose data-parallel group this rank is the first of.
+def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> list[Path]:
+    """Write the index of the optimizer buffers, if this rank is the first of their data-parallel group.
 
     Returns a list with the path of the written file, or an empty list if this rank writes none.
     """
@@ -157,7 +157,11 @@ def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
     It is a ShardedTensor or a ShardedTensorFactory.
     """
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
-    return {item.data: item for item in nested_values(sharded) if item.data is not None}
+    sharded_parameters = {}
+    for sharded_parameter in nested_values(sharded):
+        if sharded_parameter.data is not None:
+            sharded_parameters[sharded_parameter.data] = sharded_parameter
+    return sharded_parameters
 
 
 def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
@@ -225,13 +229,15 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
 
     ``sharded_parameters`` maps each parameter to its ShardedTensor or ShardedTensorFactory.
     """
-    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded_parameters.items()}
+    boxes_by_parameter: dict[Any, list[ParameterBox]] = {}
+    for parameter, sharded_parameter in sharded_parameters.items():
+        boxes_by_parameter[parameter] = _parameter_boxes(sharded_parameter)
     tensor_names: set[str] = set()
     for boxes in boxes_by_parameter.values():
         tensor_names.update(box.key for box in boxes)
 
-    index = _read_index(folder, tensor_names)
-    files = BucketReader(folder, read_tensors(folder).buffers)
+    saved_index = _read_index(folder, tensor_names)
+    bucket_reader = BucketReader(folder, read_tensors(folder).buffers)
 
     # One parameter and one state at a time, so that host memory has a single unsharded parameter.
     for sub_optimizer in optimizer.sub_optimizers:
@@ -242,22 +248,22 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
             current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
 
-            for state in sorted(current_states.keys() - {"step"}):
+            for state_name in sorted(current_states.keys() - {"step"}):
                 if not boxes:
-                    raise _missing_state_error(folder, None, state)
+                    raise _missing_state_error(folder, None, state_name)
 
                 values = torch.zeros(parameter.numel(), device=device.host())
                 for box in boxes:
                     shard_box = box.narrow_to_range(shard.start, shard.end)
-                    num_absent = _copy_box(values, shard_box, state, index.boxes, files)
+                    num_absent = _copy_box(values, shard_box, state_name, saved_index.boxes, bucket_reader)
                     if num_absent and not may_be_absent:
-                        raise _missing_state_error(folder, box, state)
+                        raise _missing_state_error(folder, box, state_name)
 
                 shard_values = values[shard.start : shard.end]
-                set_states(sub_optimizer, parameter, {state: shard_values})
+                set_states(sub_optimizer, parameter, {state_name: shard_values})
             count_progress("tensors read")
 
-    restore_steps(optimizer, index.steps)
+    restore_steps(optimizer, saved_index.steps)
     for sub_optimizer in optimizer.sub_optimizers:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.copy_restored_state()
@@ -266,9 +272,9 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
 def _copy_box(
     values: Tensor,
     box: ParameterBox,
-    state: str,
+    state_name: str,
     stored_boxes: Mapping[str, list[_StoredBox]],
-    files: BucketReader,
+    bucket_reader: BucketReader,
 ) -> int:
     """Copy one box of an optimizer state from the checkpoint into ``values``, a flattened parameter.
 
@@ -287,7 +293,7 @@ def _copy_box(
         for extent, stride in zip(size, source.strides, strict=True):
             element_count += (extent - 1) * stride
         begin = stored_box.begin + source.offset_of(start)
-        elements = files.read(state, stored_box.bucket, begin, element_count)
+        elements = bucket_reader.read(state_name, stored_box.bucket, begin, element_count)
 
         # View the overlap with the strides of the saved and of the current parameter.
         source_view = elements.as_strided(size, source.strides, elements.storage_offset())
@@ -308,7 +314,7 @@ class _Index(NamedTuple):
 
 
 def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
-    """Read the index files of a role's folder; return the boxes of the named global tensors, each once."""
+    """Read the index files of a role's folder, and keep each box of the named global tensors once."""
     stored_boxes: dict[str, list[_StoredBox]] = {}
     unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
@@ -343,7 +349,7 @@ def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
     return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
 
 
-def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
+def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not locate.
 
     ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.
@@ -354,7 +360,7 @@ def _missing_state_error(folder: Path, box: ParameterBox | None, state: str) -> 
     return UserError(
         "the checkpoint's optimizer shards cannot be read on this layout",
         where=str(folder),
-        expected=f"{state} of {text}",
+        expected=f"{state_name} of {text}",
         got="no location of it in the index of the shards",
         fix="resume on the layout that saved it with checkpoint.optimizer_layout=any, which writes the "
         "checkpoint for any layout",

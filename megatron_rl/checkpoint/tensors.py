@@ -219,12 +219,10 @@ def plan_tensor_write(
 
     ``model`` is None on ranks outside its layout. ``layout`` is how a distributed optimizer is stored: `ANY`
     gathers it, `SAME` stores its shards. ``copy_host_tensors``: whether tensors in host memory are copied
-    too, as in `TensorWrite`.
-    Collective over the world.
+    too, as in `TensorWrite`. Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
-
         if model is not None:
             if optimizer is not None:
                 # Before the first step the optimizer has no states yet: create the initial ones to save.
@@ -489,9 +487,9 @@ def step_count(optimizer: Optimizer) -> int:
     # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
     for sub_optimizer in optimizer.sub_optimizers:
         torch_optimizer = sub_optimizer.optimizer
-        for entry in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
-            if "step" in entry:
-                return int(entry["step"])
+        for state_or_group in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
+            if "step" in state_or_group:
+                return int(state_or_group["step"])
     return 0
 
 
@@ -607,9 +605,9 @@ def _insert_padding(values: Tensor, buffer: Any) -> Tensor:
     padded = values.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:
-        count = bucket.numel_unpadded
-        padded[bucket.offset : bucket.offset + count] = values[start : start + count]
-        start += count
+        num_elements = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + num_elements] = values[start : start + num_elements]
+        start += num_elements
     return padded
 
 

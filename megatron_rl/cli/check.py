@@ -20,7 +20,7 @@ from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors, unknown_choice_error
 from megatron_rl.launcher import current_launch, process_rank
-from megatron_rl.planning.predict.step import predict_checked
+from megatron_rl.planning.predict.step import predict_checked_step
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 from megatron_rl.shapes.hardware import load_constants
 
@@ -196,12 +196,12 @@ def report_json(report: CheckReport) -> dict[str, Any]:
 
 def _prediction_json(report: CheckReport) -> dict[str, Any]:
     """Return the predicted seconds of a step by phase, or the reason why a step cannot be predicted."""
-    prediction = predict_checked(report)
+    prediction = predict_checked_step(report)
     if prediction.step is None:
         return {"reason": prediction.reason}
     return {
         "gpu": prediction.gpu,
-        "assumed_gpu": prediction.assumed,
+        "assumed_gpu": prediction.is_gpu_assumed,
         "response_tokens": prediction.response_tokens,
         "seconds": {**prediction.step.seconds, "total": prediction.step.total},
     }

@@ -38,8 +38,8 @@ from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered_lines
-from megatron_rl.planning.predict.step import predict_checked
-from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
+from megatron_rl.planning.predict.step import predict_checked_step
+from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, RankSimulation, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -73,7 +73,7 @@ _SECTION_NAMES = (
 
 
 def report_text(
-    report: CheckReport, name: str, simulated: list[Simulated] | None = None, *, verbose: bool = False
+    report: CheckReport, name: str, simulated: list[RankSimulation] | None = None, *, verbose: bool = False
 ) -> str:
     """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
 
@@ -232,12 +232,12 @@ def _weight_sync_line(report: CheckReport) -> str:
 
 def _step_line(report: CheckReport) -> str:
     """Describe the predicted seconds of a step, by phase, as one line."""
-    prediction = predict_checked(report)
+    prediction = predict_checked_step(report)
     if prediction.step is None:
         return f"not predicted: {prediction.reason}"
 
     gpu = str(prediction.gpu)
-    if prediction.assumed:
+    if prediction.is_gpu_assumed:
         gpu += " (assumed)"
     seconds = prediction.step.seconds
     phases = ", ".join(f"{phase} {seconds[phase]:.3g}" for phase in seconds if seconds[phase])

@@ -16,22 +16,22 @@ from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,
     TOOLKIT,
+    check_driver,
+    check_package_compatibility,
     missing_requirements,
     pinned_versions,
-    unfit_driver,
-    unfit_packages,
 )
 from megatron_rl.planning.machine import (
     Finding,
-    accelerators,
-    disk,
+    check_accelerators,
+    check_disk,
+    check_limits,
+    check_optional_packages,
+    check_packages,
+    check_runtime_compiler,
+    check_shared_memory,
     driver_version,
-    limits,
-    optional_packages,
-    packages,
-    runtime_compiler,
-    shared_memory,
-    system_packages,
+    system_package_versions,
 )
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
@@ -88,10 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
     # Under torchrun every rank checks its machine, and only the first one prints.
     is_first_rank = process_rank() == 0
     sections: Sections = {
-        "packages": packages(),
-        "optional": optional_packages(),
-        "accelerators": accelerators(),
-        "machine": [*shared_memory(), *disk(), *limits()],
+        "packages": check_packages(),
+        "optional": check_optional_packages(),
+        "accelerators": check_accelerators(),
+        "machine": [*check_shared_memory(), *check_disk(), *check_limits()],
     }
     if not arguments.quick:
         sections["imports"] = _check_imports()
@@ -151,16 +151,16 @@ def _print_errors(errors: list[Finding]) -> None:
 
 
 def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
-    """Test the machines with `planning.proof.prove`, and return the findings. Collective over the world.
+    """Test the machines with `proof.prove_machine`, and return the findings. Collective over the world.
 
     ``folder`` is for the files of the tests, ``world`` the number of ranks. With ``prints_progress``, a line
     is printed at the end of each test.
     """
     # It imports torch, which a machine that lacks packages may not have.
-    from megatron_rl.planning.proof import prove
+    from megatron_rl.planning.proof import prove_machine
 
     findings = []
-    for finding in prove(folder, world):
+    for finding in prove_machine(folder, world):
         findings.append(finding)
         if prints_progress:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
@@ -170,10 +170,10 @@ def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[
     return findings
 
 
-def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
+def _prepare_install(requirements: Path, lock: str | None, toolkit_version: int) -> int:
     """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
 
-    ``lock`` is the path of the file with the stack's versions, ``toolkit`` the major version of its CUDA.
+    ``lock`` is the path of the file with the stack's versions, ``toolkit_version`` the major version of CUDA.
     Returns exit code 1 if a conflict is an error, else 0.
     """
     if lock is None:
@@ -183,18 +183,18 @@ def _prepare_install(requirements: Path, lock: str | None, toolkit: int) -> int:
 
     lock_text = Path(lock).read_text(encoding="utf-8")
     pinned = pinned_versions(lock_text)
-    versions = system_packages()
-    findings = unfit_packages(versions, pinned)
+    versions = system_package_versions()
+    findings = check_package_compatibility(versions, pinned)
     driver = driver_version()
     if driver is not None:
-        driver_finding = unfit_driver(driver, pinned["torch"], toolkit)
+        driver_finding = check_driver(driver, pinned["torch"], toolkit_version)
         if driver_finding:
             findings.append(driver_finding)
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
     # Packages that the machine already has, such as a vendor's torch, are not installed again.
-    to_install = missing_requirements(lock_text, versions, toolkit)
+    to_install = missing_requirements(lock_text, versions, toolkit_version)
     requirements.write_text("".join(f"{requirement}\n" for requirement in to_install), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
 
@@ -266,7 +266,7 @@ def _check_attention_compiler() -> list[Finding]:
     toolkit = device.toolkit_version()
     if toolkit is None:
         return []
-    return [runtime_compiler(toolkit)]
+    return [check_runtime_compiler(toolkit)]
 
 
 def _import_torch() -> str:

@@ -12,10 +12,10 @@ from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODE
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError, range_error
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
-from megatron_rl.planning.predict.calibrate import calibrate
+from megatron_rl.planning.predict.calibrate import calibrate_constants
 from megatron_rl.planning.predict.configured import (
-    configured_record,
-    configured_text,
+    configured_plan_record,
+    configured_plans_text,
     plan_configuration,
 )
 from megatron_rl.planning.predict.placement import (
@@ -23,10 +23,16 @@ from megatron_rl.planning.predict.placement import (
     OPEN_ORDER,
     ROLES,
     SYNCHRONOUS,
-    Problem,
-    search_simple,
+    PlacementProblem,
+    search_simplest_placements,
 )
-from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, plans_text
+from megatron_rl.planning.predict.plan_file import (
+    Paths,
+    config_text,
+    make_planned_run,
+    plan_record,
+    plans_text,
+)
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.lora import Lora
@@ -176,7 +182,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _calibrate_constants(args: argparse.Namespace) -> int:
     """Print a run's phases with their predictions, and print or write the constants that fit them."""
-    override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
+    override, phases = calibrate_constants(
+        args.calibrate, args.gpu, load_constants(args.constants), args.model
+    )
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
     for name, (predicted, measured) in phases.items():
         print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
@@ -229,7 +237,7 @@ def _check_precision(args: argparse.Namespace) -> None:
         )
 
 
-def make_problem(args: argparse.Namespace) -> Problem:
+def make_problem(args: argparse.Namespace) -> PlacementProblem:
     """Return the search problem that the command line describes; raises UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
@@ -248,9 +256,9 @@ def make_problem(args: argparse.Namespace) -> Problem:
         prompts=args.prompts,
         samples=args.samples,
         optimizer_steps=args.optimizer_steps,
-        prompt=float(args.prompt_tokens),
+        prompt_length=float(args.prompt_tokens),
         lengths=response_lengths(mean_length, float(args.response_tokens), "variable"),
-        longest=float(args.prompt_tokens + args.response_tokens),
+        row_limit=float(args.prompt_tokens + args.response_tokens),
     )
 
     # Critic and reward model have scalar heads, and the size that --critic names.
@@ -268,16 +276,18 @@ def make_problem(args: argparse.Namespace) -> Problem:
     lora = None
     if args.lora_rank:
         lora = Lora.for_model(actor, args.lora_rank)
-    return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
+    return PlacementProblem(
+        models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora
+    )
 
 
 def _search_placements(args: argparse.Namespace) -> int:
     """Search the placements of a plain model, print the best, and write the files that options name."""
     problem = make_problem(args)
     started = time.monotonic()
-    result = search_simple(problem, args.split)
+    result = search_simplest_placements(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
-    runs = [planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
+    runs = [make_planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
     runs.sort(key=lambda planned: planned.prediction.total)
     runs = runs[: max(1, args.best)]
 
@@ -313,9 +323,9 @@ def _plan_configuration(args: argparse.Namespace) -> int:
     constants = load_constants(args.constants)
     plans = plan_configuration(Path(args.model), overrides, None, args.gpu, constants)
     best_plans = plans.found[: max(1, args.best)]
-    print(configured_text(args.model, plans, best_plans))
+    print(configured_plans_text(args.model, plans, best_plans))
     if args.json:
-        records = [configured_record(plan) for plan in (plans.given, *best_plans)]
+        records = [configured_plan_record(plan) for plan in (plans.given, *best_plans)]
         Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     return 0
 

@@ -19,12 +19,12 @@ from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError, UserErrors, divisor_error
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.planning.reshard import (
-    Summary,
+    TransferSummary,
     actor_layout,
     find_config,
+    parse_layout,
     plan_offline,
-    read_layout,
-    summarise,
+    summarise_transfer,
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.lora import Lora
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         constants.gpu(name)
 
     config = find_config(arguments.model)
-    actor = actor_layout(read_layout(arguments.source, "--from"))
+    actor = actor_layout(parse_layout(arguments.source, "--from"))
     tensor, whole_experts = _parse_engine_layout(arguments.target)
 
     # By default the engine shares the actor's ranks.
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     # Traffic of other systems is computed by their formulas, ours from the plan.
-    summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
+    summary = summarise_transfer(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     is_colocated = not arguments.rollout_ranks
     peer_bytes = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
     planning_seconds = time.perf_counter() - start
@@ -167,7 +167,7 @@ def _parse_engine_layout(text: str) -> tuple[int, bool]:
     Returns N, the number of ranks of a replica, and whether each expert is complete on one rank (``epN``)
     instead of being sharded over all ranks of the replica (``tpN``).
     """
-    sizes = read_layout(text, "--to")
+    sizes = parse_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
             "not a layout of the engine",
@@ -184,7 +184,7 @@ def _parse_engine_layout(text: str) -> tuple[int, bool]:
 
 
 def _summary_lines(
-    summary: Summary,
+    summary: TransferSummary,
     bytes_by_method: Mapping[str, float],
     layouts: str,
     planning_seconds: float,

@@ -60,7 +60,7 @@ _earlier_peak = 0
 """Peak of allocated bytes from the last reset of `peak_memory` to the last restart of PyTorch's own peak."""
 
 
-def simulate() -> None:
+def become_simulated_rank() -> None:
     """Make this process a simulated rank. It must precede `initialize` and is irreversible.
 
     Tensors on its device are meta tensors, with a size but no values, and collectives transfer nothing.
@@ -106,7 +106,7 @@ def on_accelerator() -> bool:
     return not _ON_HOST
 
 
-def capability() -> int:
+def compute_capability() -> int:
     """Return the device's compute capability x 10: 90 for an H100, and also without an accelerator."""
     if _ON_HOST:
         return HOPPER
@@ -182,24 +182,24 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def host_buffer(size: int) -> Tensor:
-    """Return ``size`` bytes of pinned host memory, [size] uint8; unpinned without an accelerator.
+def allocate_host_buffer(num_bytes: int) -> Tensor:
+    """Allocate pinned host memory, [num_bytes] uint8; unpinned without an accelerator.
 
     Ordinary memory is pinned after its allocation, since torch's pinned allocator rounds sizes up to a power
     of two.
     """
     if _simulated:
-        return torch.empty(1, dtype=torch.uint8).expand(size)
+        return torch.empty(1, dtype=torch.uint8).expand(num_bytes)
 
-    buffer = torch.empty(size, dtype=torch.uint8)
-    if not _ON_HOST and size:
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if not _ON_HOST and num_bytes:
         runtime: Any = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+        torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
     return buffer
 
 
-def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
+def upload_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy host tensors to the device; return the copies, or on a host the tensors themselves.
 
     All are copied in one transfer from pinned memory, so that the host waits neither for the copy nor for
@@ -210,18 +210,18 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     # Each copy starts at an aligned offset of the buffer.
     offsets: list[int] = []
-    size = 0
+    buffer_bytes = 0
     for tensor in tensors:
-        offsets.append(size)
+        offsets.append(buffer_bytes)
         padding = -tensor.nbytes % _ALIGNMENT
-        size += tensor.nbytes + padding
-    buffer = torch.empty(size, dtype=torch.uint8, device=device())
+        buffer_bytes += tensor.nbytes + padding
+    buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device())
 
     if _simulated:
-        staging = torch.empty(1, dtype=torch.uint8).expand(size)
+        staging = torch.empty(1, dtype=torch.uint8).expand(buffer_bytes)
     else:
         # PyTorch reuses this memory only after the copy below has ended.
-        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        staging = torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True)
         for tensor, view in zip(tensors, _slice_views(staging, tensors, offsets), strict=True):
             view.copy_(tensor)
     buffer.copy_(staging, non_blocking=True)
@@ -232,8 +232,8 @@ def _slice_views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[in
     """Return views of a byte buffer at ``offsets``, with the dtypes and shapes of ``tensors``."""
     views = []
     for tensor, offset in zip(tensors, offsets, strict=True):
-        content = buffer[offset : offset + tensor.nbytes]
-        views.append(content.view(tensor.dtype).view(tensor.shape))
+        tensor_bytes = buffer[offset : offset + tensor.nbytes]
+        views.append(tensor_bytes.view(tensor.dtype).view(tensor.shape))
     return views
 
 
@@ -303,7 +303,7 @@ def _restart_peak() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
-def set_unbacked_bytes(size: int) -> None:
+def set_unbacked_bytes(num_bytes: int) -> None:
     """Set the number of bytes that are allocated without physical memory, as by a sleeping engine.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
@@ -312,7 +312,7 @@ def set_unbacked_bytes(size: int) -> None:
     if _is_accelerator_initialized():
         # Store the peak computed with the previous number: it is unknown when PyTorch's peak was reached.
         _restart_peak()
-    _unbacked_bytes = size
+    _unbacked_bytes = num_bytes
 
 
 def rank() -> int:

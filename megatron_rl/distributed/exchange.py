@@ -387,10 +387,10 @@ def store_value(name: str) -> int:
     return _add_to_counter(name, 0)
 
 
-def _add_to_counter(name: str, amount: int) -> int:
+def _add_to_counter(name: str, increment: int) -> int:
     """Add to a counter in the job's store and return its new value."""
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.add(f"counter {name}", amount)
+    return store.add(f"counter {name}", increment)
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:

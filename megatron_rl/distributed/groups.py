@@ -192,24 +192,26 @@ def join_span(
     address: str,
     port: int,
     rank: int,
-    count: int,
+    num_processes: int,
     timeout: float = 600.0,
 ) -> Any:
     """Join a span: a process group across jobs, such as trainers and the workers of a rollout server.
 
-    Its ``count`` processes rendezvous at ``address:port``, which rank 0 opens; ``rank`` is this process's
-    rank in the span. torch treats the ranks in a span as global ranks. A default group is not needed.
-    ``timeout`` in seconds bounds the rendezvous and every collective. Collective over the ``count``
+    Its ``num_processes`` processes rendezvous at ``address:port``, which rank 0 opens; ``rank`` is this
+    process's rank in the span. torch treats the ranks in a span as global ranks. A default group is not
+    needed. ``timeout`` in seconds bounds the rendezvous and every collective. Collective over these
     processes.
     """
-    limit = timedelta(seconds=timeout)
-    store = dist.TCPStore(address, port, count, is_master=rank == 0, timeout=limit)
+    timeout_delta = timedelta(seconds=timeout)
+    store = dist.TCPStore(address, port, num_processes, is_master=rank == 0, timeout=timeout_delta)
     name: Any = f"span {address}:{port}"
     backends = c10d.Backend(device.backends())
-    group, _ = c10d._new_process_group_helper(count, rank, [], backends, store, name, timeout=limit)
+    group, _ = c10d._new_process_group_helper(
+        num_processes, rank, [], backends, store, name, timeout=timeout_delta
+    )
 
     # torch maps group ranks to global ranks in every collective; in a span both are the same.
-    identity = {rank_in_span: rank_in_span for rank_in_span in range(count)}
+    identity = {rank_in_span: rank_in_span for rank_in_span in range(num_processes)}
     c10d._world.pg_group_ranks[group] = identity  # pyright: ignore[reportArgumentType]
     return group
 

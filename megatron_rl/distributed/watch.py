@@ -63,7 +63,7 @@ class Report:
     """Number of this rank's reports so far; it changes while the reporting thread lives."""
     progress: str
     """Hash of phase, work done and call stack; it changes when the main thread makes progress."""
-    waits: bool
+    is_in_collective: bool
     """Whether the main thread is in a collective, where it may wait for other ranks."""
     text: str
     """Rank, phase, work and innermost calls, for the abort message."""
@@ -78,7 +78,7 @@ class Report:
     def to_text(self) -> str:
         """Return the report as text, which `from_text` parses."""
         waits = ""
-        if self.waits:
+        if self.is_in_collective:
             waits = "waits"
         return "\n".join([self.beat, self.progress, waits, self.text])
 
@@ -151,7 +151,7 @@ class HangDetector:
     def _is_waiting(self, rank: int) -> bool:
         """Return whether a rank was in a collective at its last report."""
         report = self._last_report[rank]
-        return report is not None and report.waits
+        return report is not None and report.is_in_collective
 
 
 class Watch:
@@ -163,7 +163,7 @@ class Watch:
     ``limit``: seconds without progress of any rank after which the job is aborted (`rank_timeout`).
     ``describe``: function that returns this rank and its phase, for messages.
     ``abort``: function that prints a message and ends the process.
-    ``records``: folder for the flight records of all ranks, or None for no records.
+    ``records_folder``: folder for the flight records of all ranks, or None for no records.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class Watch:
         limit: float,
         describe: Callable[[], str],
         abort: Callable[[str], None],
-        records: Path | None,
+        records_folder: Path | None,
     ) -> None:
         self._limit = limit
         self._describe = describe
         self._abort = abort
-        self._records = records
+        self._records_folder = records_folder
         self._interval = min(_MAX_REPORT_INTERVAL, limit / 8)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
@@ -245,19 +245,19 @@ class Watch:
 
         # Within three intervals the other ranks read the key and write their flight records.
         if not self._stopped.wait(3 * self._interval):
-            if self._records:
-                message += f"\n  the last collectives of each rank: torchfrtrace {self._records}"
+            if self._records_folder:
+                message += f"\n  the last collectives of each rank: torchfrtrace {self._records_folder}"
             self._abort(message)
 
     def _write_flight_record(self) -> None:
         """Write this rank's last collectives to the folder of records, if there is one."""
-        if self._records is None:
+        if self._records_folder is None:
             return
 
         # The abort message must appear even if the folder cannot be written.
         with contextlib.suppress(OSError):
-            self._records.mkdir(parents=True, exist_ok=True)
-            (self._records / f"rank_{self._rank}").write_bytes(device.dump_flight_record())
+            self._records_folder.mkdir(parents=True, exist_ok=True)
+            (self._records_folder / f"rank_{self._rank}").write_bytes(device.dump_flight_record())
 
     def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
         """Update the detector from the reports of ``ranks`` in the job's store."""
@@ -272,19 +272,19 @@ class Watch:
 
         # Hash the line numbers of the complete stack: while a rank makes progress, one of them changes.
         stack = []
-        waits = False
+        is_in_collective = False
         frame: Any = sys._current_frames().get(self._main_thread or 0)
         while frame is not None:
             stack.append((frame.f_code.co_name, frame.f_lineno))
             module_name = frame.f_globals.get("__name__", "")
-            waits = waits or module_name.startswith("torch.distributed")
+            is_in_collective = is_in_collective or module_name.startswith("torch.distributed")
             frame = frame.f_back
 
         description = self._describe()
         work = progress_text()
         text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
         progress = str(hash((description, work, *stack)))
-        report = Report(str(self._beats), progress, waits, text)
+        report = Report(str(self._beats), progress, is_in_collective, text)
         self._store.set(f"report {self._rank}", report.to_text())
 
 
@@ -292,7 +292,7 @@ def join_job(
     limit: float,
     describe: Callable[[], str],
     abort: Callable[[str], None] | None = None,
-    records: Path | None = None,
+    records_folder: Path | None = None,
 ) -> None:
     """Join the job, and start a `Watch` that aborts it when no rank makes progress for ``limit`` seconds.
 
@@ -303,7 +303,7 @@ def join_job(
 
     # A simulated rank has no peers to wait for.
     if not device.is_simulated():
-        _watch = Watch(limit, describe, abort or exit_immediately, records)
+        _watch = Watch(limit, describe, abort or exit_immediately, records_folder)
 
 
 def exit_immediately(message: str) -> None:

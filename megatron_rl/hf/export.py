@@ -48,11 +48,11 @@ from megatron_rl.weights.boxes import (
     BoxIndex,
     Coordinates,
     Region,
-    boxes_of_experts,
     compute_regions,
+    split_expert_boxes,
     view_of,
 )
-from megatron_rl.weights.transfer import Exchange, create_communicator, gather_layout
+from megatron_rl.weights.transfer import Exchange, create_communicator, gather_box_groups
 
 FILE_BYTES = 5 * 2**30
 """Largest size of a file of the checkpoint, a usual size among published checkpoints."""
@@ -94,7 +94,7 @@ class _Piece:
             offset=0,
             stride=strides,
         )
-        return boxes_of_experts([box], self.fused_experts)
+        return split_expert_boxes([box], self.fused_experts)
 
 
 def export_model(
@@ -250,7 +250,7 @@ def _write_checkpoint_folder(
     # Send every piece to its writer. All ranks create the communicator, even if they have no messages in the
     # first step.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
-    sources = gather_layout(content.boxes, parameter_dtypes, group)
+    sources = gather_box_groups(content.boxes, parameter_dtypes, group)
     writer = _PieceWriter(content, temporary_folder)
     create_communicator(group)
     _collect_pieces(
@@ -398,7 +398,7 @@ def _collect_pieces(
     ``sources`` are the boxes of all ranks, ``local_boxes`` those in this rank's ``parameters``. Collective
     over the group.
     """
-    # All ranks compute the same slot size, so that it need not be sent.
+    # All ranks compute the same largest message, so that its size need not be sent.
     rank = device.rank()
     max_piece_bytes = 0
     for step in steps:
@@ -424,12 +424,12 @@ def _collect_pieces(
         for region, writer, sender in transfers:
             source_view = None
             if sender == rank:
-                box = local_boxes.containing(region)[0]
+                box = local_boxes.boxes_containing(region)[0]
                 source_view = view_of(parameters[box.storage], box)
 
             if writer == rank:
                 assert piece_values is not None
-                (piece_box,) = piece_boxes.containing(region)
+                (piece_box,) = piece_boxes.boxes_containing(region)
                 piece_view = view_of(piece_values, piece_box)
                 if source_view is not None:
                     piece_view.copy_(source_view)
@@ -438,9 +438,9 @@ def _collect_pieces(
             elif source_view is not None:
                 sends.setdefault(writer, []).append((source_view, region.dtype))
 
-        # A slot has room for a piece in one message, and for the alignment of its regions.
-        slot_bytes = 2 * max_piece_bytes + 4096
-        exchange = Exchange(sends, receives, slot_bytes, group)
+        # A message has room for a complete piece, and for the alignment of its regions.
+        max_message_bytes = 2 * max_piece_bytes + 4096
+        exchange = Exchange(sends, receives, max_message_bytes, group)
         exchange.run()
         if piece is not None and piece_values is not None:
             piece_writer.write(piece, piece_values)

@@ -35,7 +35,7 @@ from megatron_rl.rollout.engines.base import Storage, WeightStore
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.execute import VERIFY, Execution, storage_key
 from megatron_rl.weights.plan import ReshardPlan, build_plan
-from megatron_rl.weights.transfer import create_communicator, gather_layout
+from megatron_rl.weights.transfer import create_communicator, gather_box_groups
 
 
 class WeightSource(NamedTuple):
@@ -130,8 +130,8 @@ class WeightTransfer:
 
         # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
         create_communicator(self._group)
-        source_layout = gather_layout(source_boxes, _get_dtypes(source), self._group)
-        target_layout = gather_layout(target_boxes, _get_dtypes(target), self._group)
+        source_layout = gather_box_groups(source_boxes, _get_dtypes(source), self._group)
+        target_layout = gather_box_groups(target_boxes, _get_dtypes(target), self._group)
 
         # The plan prefers senders on the receiver's node; the ranks on one host form a node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))

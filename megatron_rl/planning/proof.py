@@ -1,8 +1,9 @@
 """Tests of machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
 
-`doctor --gpu` runs `prove` on every rank. First come short measurements over the job's own communicators
-(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model. The jobs run in
-separate processes, so that a job that hangs or crashes is reported as a finding and does not end the proof.
+`doctor --gpu` runs `prove_machine` on every rank. First come short measurements over the job's own
+communicators (`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model. The
+jobs run in separate processes, so that a job that hangs or crashes is reported as a finding and does not end
+the test.
 """
 
 from __future__ import annotations
@@ -82,13 +83,16 @@ class LinkProbe:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Return the bytes per second per rank in both directions of a ring: 2 (n - 1) / n of the data."""
+        """Return the bus bandwidth in bytes/s: each of n ranks in a ring sends 2 (n - 1) / n of the data."""
         ranks = len(self.hosts)
         return 2 * (ranks - 1) / ranks * self.bytes / self.seconds
 
 
-def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
-    """Time all-reduces over the world and compare clocks. Collective over the world."""
+def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
+    """Time all-reduces over the world and compare clocks. Collective over the world.
+
+    ``host_name`` is the name of this rank's machine.
+    """
     # Each rank adds its number, counted from 1, in float32.
     num_elements = mebibytes * _MIB // 4
     expected_sum = device.world_size() * (device.world_size() + 1) / 2
@@ -109,15 +113,16 @@ def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
         seconds=max(gather_objects(median(rank_seconds[1:]))),
         correct=all(gather_objects(is_correct)),
         clock_spread=max(clocks) - min(clocks),
-        hosts=tuple(gather_objects(host)),
+        hosts=tuple(gather_objects(host_name)),
     )
 
 
 def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     """Return the pairs of ranks that send at the same time: `WITHIN` machines, and `ACROSS` machines.
 
-    Within a machine neighbouring ranks form pairs; across machines, ranks with the same index on two machines
-    do. Ranks without a partner are left out, and so is a kind without pairs.
+    ``hosts`` are machine names by rank. Within a machine neighbouring ranks form pairs; across machines,
+    ranks with the same index on two machines do. Ranks without a partner are left out, and so is a kind
+    without pairs.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -229,7 +234,7 @@ def probe_devices() -> list[DeviceProbe]:
 
     # Use random values: zeros and ones draw less power, so clocks would be higher than in training.
     matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
-    factor = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
+    other_matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
@@ -237,11 +242,11 @@ def probe_devices() -> list[DeviceProbe]:
     barrier()
 
     # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
-    product_seconds = _median_call_seconds(lambda: matrix @ factor)
+    product_seconds = _median_call_seconds(lambda: matrix @ other_matrix)
     copy_seconds = _median_call_seconds(lambda: copy.copy_(block))
     host_rate = None
     if not device.on_host():
-        buffer = device.host_buffer(len(block) // 4)
+        buffer = device.allocate_host_buffer(len(block) // 4)
         host_seconds = _median_call_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
         host_rate = len(buffer) / host_seconds
 
@@ -283,26 +288,26 @@ def _time_call(call: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True)
-class Task:
+class SmallJob:
     """Small job in which every rank takes part, in a separate process.
 
-    Example: ``Task("train", "resume from the checkpoint", "train", ("steps=3",), "compare metrics")``.
+    Example: ``SmallJob("train", "resume from the checkpoint", "train", ("steps=3",), "compare metrics")``.
     """
 
     name: str
     """Name of the job's run folder, inside the folder of the test (``--out``)."""
-    shows: str
+    capability: str
     """Capability of the machines that the job tests, which is the name of its finding."""
     command: str
     """Command of megatron_rl."""
-    changes: tuple[str, ...]
+    overrides: tuple[str, ...]
     """Overrides of the configuration in `job_settings`."""
     fix: str
     """Advice if the job fails."""
 
 
-def list_tasks(folder: Path, world: int) -> list[Task]:
-    """Return the training jobs of a small model that `prove` runs, in their order.
+def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
+    """Return the training jobs of a small model that `prove_machine` runs, in their order.
 
     ``folder`` is the folder of their data and runs, and ``world`` the number of ranks. With one rank the job
     that compares all ranks with one rank is left out.
@@ -315,21 +320,21 @@ def list_tasks(folder: Path, world: int) -> list[Task]:
 
     # The first two jobs train the same steps, whose losses and gradient norms are compared.
     jobs = [
-        Task(
+        SmallJob(
             "one_rank",
             "a training step on one rank",
             "sft",
             (*sft_settings, "actor.layout={ranks: [0]}"),
             "read the log of rank 0",
         ),
-        Task(
+        SmallJob(
             "all_ranks",
             "the same step in tensor, pipeline and data parallelism",
             "sft",
             sft_settings,
             "set NCCL_DEBUG=INFO and look for the first rank that stops; try fewer ranks",
         ),
-        Task(
+        SmallJob(
             "train",
             "rollout by vLLM in the same processes, verified weight transfer, sleep and wake, checkpoints",
             "train",
@@ -337,7 +342,7 @@ def list_tasks(folder: Path, world: int) -> list[Task]:
             "try rollout.engine=torch: if that passes, vLLM does not fit this machine",
         ),
         # This job has the folder of the previous one, so that one more step resumes from its checkpoint.
-        Task(
+        SmallJob(
             "train",
             "resume from the checkpoint",
             "train",
@@ -380,7 +385,7 @@ def _training_dtype(on_host: bool) -> str:
     return "bfloat16"
 
 
-def prove(folder: Path, world: int) -> Iterator[Finding]:
+def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
     """Test a machine with measurements and small training jobs; yield a finding for each.
 
     ``folder`` gets the data, configuration and runs of the jobs, and ``world`` is the number of ranks. The
@@ -392,14 +397,14 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     links = probe_links(socket.gethostname())
     pairs = {kind: probe_pairs(ranks) for kind, ranks in neighbour_pairs(links.hosts).items()}
     devices = probe_devices()
-    kernels = gather_objects(probe_kernel())
+    kernel_results = gather_objects(probe_kernel())
 
     # Rank 0 writes the files of the jobs to the shared folder; every rank must see them.
     if device.rank() == 0:
         _write_job_files(folder, world, on_host=device.on_host())
     barrier()
-    sees_folder = gather_objects(_has_job_files(folder))
-    blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
+    sees_files = gather_objects(_has_job_files(folder))
+    blind_hosts = [host for host, has_files in zip(links.hosts, sees_files, strict=True) if not has_files]
 
     # The small jobs run in other processes with their own process groups.
     watch.leave_job()
@@ -410,16 +415,16 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
             return
     yield from _pair_findings(pairs)
     yield from rate_findings(devices)
-    yield _kernel_finding(kernels)
+    yield _kernel_finding(kernel_results)
     if blind_hosts:
         fix = "name a folder on a file system that all machines share: --out FOLDER"
         text = f"{folder} of rank 0 is not seen on {blind_hosts[0]}"
         yield Finding("error", "shared folder", text, fix)
         return
 
-    for task in list_tasks(folder, world):
-        finding = _run_task(task, folder)
-        if finding.level == "ok" and task.name == "all_ranks":
+    for job in list_small_jobs(folder, world):
+        finding = _run_small_job(job, folder)
+        if finding.level == "ok" and job.name == "all_ranks":
             tolerance = TOLERANCE[_training_dtype(device.on_host())]
             finding = compare_steps(folder, finding, tolerance)
         yield finding
@@ -443,16 +448,16 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     """
     if not _has_job_files(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
-            "the folder contains files that no proof has written",
+            "the folder contains files that doctor --gpu has not written",
             where="--out",
-            expected="an empty folder, or the folder of an earlier proof",
+            expected="an empty folder, or the folder of an earlier doctor --gpu",
             got=str(folder),
             fix="name another folder",
         )
 
     # The jobs of two ranks include the one that a test on one rank leaves out.
-    task_names = {task.name for task in list_tasks(folder, 2)}
-    for name in task_names | {"material", "logs"}:
+    job_names = {job.name for job in list_small_jobs(folder, 2)}
+    for name in job_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
 
     # A host trains the small model in seconds, a GPU the medium one.
@@ -471,18 +476,18 @@ def _has_job_files(folder: Path) -> bool:
     return (folder / "proof.yaml").is_file()
 
 
-def _run_task(task: Task, folder: Path) -> Finding:
+def _run_small_job(job: SmallJob, folder: Path) -> Finding:
     """Run this rank's process of a job as a subprocess; the subprocesses of all ranks form the job."""
     start = time.monotonic()
-    log = folder / f"logs/{task.name}_{process_rank()}.log"
+    log = folder / f"logs/{job.name}_{process_rank()}.log"
     command = [
         sys.executable,
         "-m",
         "megatron_rl",
-        task.command,
+        job.command,
         str(folder / "proof.yaml"),
-        f"run_dir={folder / task.name}",
-        *task.changes,
+        f"run_dir={folder / job.name}",
+        *job.overrides,
     ]
     # Unset the error file: the launcher would attribute the errors that the job writes to this process.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
@@ -491,8 +496,8 @@ def _run_task(task: Task, folder: Path) -> Finding:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
         tail = log.read_text(errors="replace").strip()[-_LOG_TAIL:]
-        return Finding("error", task.shows, f"exit code {code}; the end of {log}:\n{tail}", task.fix)
-    return Finding("ok", task.shows, f"{time.monotonic() - start:.0f} s")
+        return Finding("error", job.capability, f"exit code {code}; the end of {log}:\n{tail}", job.fix)
+    return Finding("ok", job.capability, f"{time.monotonic() - start:.0f} s")
 
 
 # ---------------------------------------------------------------- findings
@@ -562,13 +567,13 @@ def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
             yield Finding("warning", name, f"{text}; median {median(values) / scale:.3g}", fix)
 
 
-def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
+def _kernel_finding(kernel_results: Sequence[tuple[bool, str]]) -> Finding:
     """Return the finding on the log-prob kernel, from each rank's accuracy and errors."""
-    inaccurate = [rank for rank, (accurate, _) in enumerate(kernels) if not accurate]
+    inaccurate = [rank for rank, (accurate, _) in enumerate(kernel_results) if not accurate]
     if not inaccurate:
-        return Finding("ok", "log-prob kernel", kernels[0][1])
+        return Finding("ok", "log-prob kernel", kernel_results[0][1])
     fix = f"none needed: on ranks {inaccurate} torch computes log-probs instead, correct but slower"
-    return Finding("warning", "log-prob kernel", kernels[inaccurate[0]][1], fix)
+    return Finding("warning", "log-prob kernel", kernel_results[inaccurate[0]][1], fix)
 
 
 def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
@@ -621,12 +626,12 @@ def run_findings(folder: Path) -> Iterator[Finding]:
 
 
 def measured_constants(
-    devices: Sequence[DeviceProbe], pairs: Mapping[str, float], constants: Constants
+    devices: Sequence[DeviceProbe], pair_rates: Mapping[str, float], constants: Constants
 ) -> dict[str, Any]:
     """Return an override of the planner's constants with the measured rates, empty for an unknown device.
 
     The planner multiplies a link's nominal rate by its efficiency, so the override is the measured rate
-    divided by that efficiency. The slowest rank determines each rate. ``pairs`` are bytes/s by kind.
+    divided by that efficiency. The slowest rank determines each rate. ``pair_rates`` are bytes/s by kind.
     """
     # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
     name_parts = devices[0].name.lower().split()
@@ -645,10 +650,10 @@ def measured_constants(
         "hbm_terabytes_per_second": memory_rate / efficiency.hbm / 1e12,
         "host_gigabytes_per_second": host_rate / efficiency.host / GB,
     }
-    if WITHIN in pairs:
-        rates["nvlink_gigabytes_per_second"] = pairs[WITHIN] / efficiency.nvlink / GB
-    if ACROSS in pairs:
-        rates["network_gigabits"] = pairs[ACROSS] / efficiency.network / GB * 8
+    if WITHIN in pair_rates:
+        rates["nvlink_gigabytes_per_second"] = pair_rates[WITHIN] / efficiency.nvlink / GB
+    if ACROSS in pair_rates:
+        rates["network_gigabits"] = pair_rates[ACROSS] / efficiency.network / GB * 8
 
     rounded_rates = {name: round(rate, 3) for name, rate in rates.items()}
     return {"comment": "measured by doctor --gpu", "gpus": {gpu.name: rounded_rates}}

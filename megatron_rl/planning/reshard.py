@@ -20,7 +20,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError, first_line, range_error
 from megatron_rl.megatron.model_spec import describe_model, model_spec
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
-from megatron_rl.planning.predict.step import copy_seconds
+from megatron_rl.planning.predict.step import weight_transfer_seconds
 from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layer_weights import Source
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout, end_settings, stage_layers
@@ -37,7 +37,7 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Summary:
+class TransferSummary:
     """Cost of a planned weight transfer, which `plan-reshard` prints.
 
     Bytes are per rank unless a field says otherwise.
@@ -77,7 +77,7 @@ class Summary:
     """Additional seconds of the first transfer, in which a rank connects to its peers."""
 
 
-def read_layout(text: str, option: str = "--from") -> dict[str, int]:
+def parse_layout(text: str, option: str = "--from") -> dict[str, int]:
     """Parse a text such as ``tp8pp8dp2`` into sizes by name; raise UserError if it is not a layout."""
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
@@ -115,20 +115,20 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
 
     Raises UserError for more than `MAX_WORLD` ranks, before their tuple is created.
     """
-    count = sizes.get("data", 1)
+    num_ranks = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
-        count *= sizes.get(name, 1)
+        num_ranks *= sizes.get(name, 1)
 
-    if count > MAX_WORLD:
+    if num_ranks > MAX_WORLD:
         raise range_error(
             "--from",
-            count,
+            num_ranks,
             f"at most {MAX_WORLD:,} ranks",
             fix="plan fewer data-parallel copies: each has the same traffic",
         )
     # The number of data-parallel copies follows from the ranks.
     model_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
-    return ParallelLayout(tuple(range(count)), path="--from", **model_sizes).checked()
+    return ParallelLayout(tuple(range(num_ranks)), path="--from", **model_sizes).checked()
 
 
 def plan_offline(
@@ -145,6 +145,7 @@ def plan_offline(
 ) -> ReshardPlan:
     """Build the plan that the ranks themselves would build, in the rank order that a run would choose.
 
+    ``tensor`` is the tensor-parallel size of the engine, whose replicas are on ``rollout_ranks``.
     ``settings`` are Megatron's for uneven stages; if None, they are derived from the number of layers. With
     ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora`` only
     adapters are transferred.
@@ -155,13 +156,13 @@ def plan_offline(
 
     # Megatron validates its settings in constructors, partly by assertions.
     try:
-        sources = megatron_layout(hf_config, actor, dtype, settings, lora)
+        sources = megatron_boxes(hf_config, actor, dtype, settings, lora)
     except (AssertionError, ValueError) as error:
         message = "Megatron refuses this layout of the model"
         raise UserError(message, where="--from", got=str(error)) from error
 
     # Assign ranks to replicas as a run would, by the bytes that they share with the actor.
-    overlap = shared_bytes(
+    shared = shared_bytes(
         model.shape,
         actor,
         tensor,
@@ -170,18 +171,18 @@ def plan_offline(
         whole_experts=whole_experts,
         lora=lora,
     )
-    order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
+    ordered_ranks = best_rank_order(shared, rollout_ranks, ranks_per_node)
 
     # With adapters the engine already has the base, and only the tensors of adapters are sent.
     if lora is not None:
         model = make_adapted_model(model, lora.rank, None, lora.targets)
-    destinations = engine_layout(model, order, tensor, dtype, whole_experts)
+    destinations = engine_boxes(model, ordered_ranks, tensor, dtype, whole_experts)
 
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
     return build_plan(sources, destinations, nodes)
 
 
-def engine_layout(
+def engine_boxes(
     model: PretrainedModel,
     ranks: Sequence[int],
     tensor: int,
@@ -190,7 +191,8 @@ def engine_layout(
 ) -> list[BoxGroup]:
     """Return the slices of tensors (boxes) that vLLM's ranks need, for replicas of ``tensor`` ranks.
 
-    This predicts the slices of vLLM's weight loaders; a running `HybridEngine` traces them.
+    ``ranks`` are those of all replicas, one replica after another. This predicts the slices of vLLM's weight
+    loaders; a running `HybridEngine` traces them.
     """
     groups = []
     for tensor_rank in range(tensor):
@@ -201,16 +203,16 @@ def engine_layout(
         for tensor_spec in model.tensors():
             name = tensor_spec.name
             source = tensor_spec.source
-            cut = engine_slice(source, tensor_rank, tensor)
+            tensor_slice = engine_slice(source, tensor_rank, tensor)
             if whole_experts and tensor_spec.expert is not None:
                 # An expert is complete on one rank of the replica, and absent on the others.
-                cut = Slice(0, 0, 0)
+                tensor_slice = Slice(0, 0, 0)
                 if tensor_spec.expert in experts:
-                    cut = Slice(0, 0, source.shape[0])
-            if cut.start >= cut.stop:
+                    tensor_slice = Slice(0, 0, source.shape[0])
+            if tensor_slice.start >= tensor_slice.stop:
                 continue
 
-            boxes += _slice_boxes(name, source, cut)
+            boxes += _slice_boxes(name, source, tensor_slice)
             dtypes[name] = dtype
             if source.float32:
                 dtypes[name] = torch.float32
@@ -221,22 +223,22 @@ def engine_layout(
     return groups
 
 
-def _slice_boxes(name: str, source: Source, cut: Slice) -> list[TensorBox]:
-    """Return a slice of a weight as boxes of the checkpoint's tensor, without offsets and strides.
+def _slice_boxes(name: str, source: Source, tensor_slice: Slice) -> list[TensorBox]:
+    """Return a slice of a weight as boxes of the checkpoint's tensor ``name``.
 
-    A plan does not need the latter.
+    The boxes have no offsets and strides, which a plan does not need.
     """
     start = [0] * len(source.shape)
     size = list(source.shape)
-    start[cut.dim] = cut.start
-    size[cut.dim] = cut.stop - cut.start
+    start[tensor_slice.dim] = tensor_slice.start
+    size[tensor_slice.dim] = tensor_slice.stop - tensor_slice.start
 
     boxes = []
-    for row, rows in source.row_ranges(start[0], size[0]):
+    for first_row, num_rows in source.row_ranges(start[0], size[0]):
         box = TensorBox(
             name,
-            start=(row, *start[1:]),
-            size=(rows, *size[1:]),
+            start=(first_row, *start[1:]),
+            size=(num_rows, *size[1:]),
             rank=-1,
             storage=name,
             offset=0,
@@ -246,22 +248,22 @@ def _slice_boxes(name: str, source: Source, cut: Slice) -> list[TensorBox]:
     return boxes
 
 
-def summarise(
+def summarise_transfer(
     plan: ReshardPlan,
     ranks_per_node: int,
-    staging: int,
+    staging_bytes: int,
     constants: Constants,
     clusters: Sequence[str],
-) -> Summary:
+) -> TransferSummary:
     """Summarise the cost of a planned weight transfer, including its predicted seconds on each cluster.
 
-    ``ranks_per_node``: number of consecutive ranks on a node. ``staging``: bytes of a rank's staging buffers.
-    ``clusters``: names of clusters in ``constants``. Raises UserError for any other cluster, and for staging
-    buffers that are too small.
+    ``ranks_per_node``: number of consecutive ranks on a node. ``staging_bytes``: size of a rank's staging
+    buffers. ``clusters``: names of clusters in ``constants``. Raises UserError for any other cluster, and for
+    staging buffers that are too small.
     """
     # The schedule divides the transfer into phases that fit into the staging buffers.
     try:
-        transfers = schedule_phases(plan, staging)
+        transfers = schedule_phases(plan, staging_bytes)
     except ValueError as error:
         raise UserError(
             "the staging memory is too small",
@@ -273,7 +275,7 @@ def summarise(
 
     received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]
     nodes = {rank: rank // ranks_per_node for rank in plan.ranks}
-    inside_nodes, across_nodes = plan.bytes_between(nodes)
+    inside_nodes, across_nodes = plan.bytes_inside_and_across_nodes(nodes)
 
     # Count a region that is in several bundles once.
     region_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -284,12 +286,12 @@ def summarise(
     seconds = {}
     for name in clusters:
         cluster = constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node)
-        seconds[name] = predict_seconds(plan, transfers, Machine(cluster, constants))
+        seconds[name] = predict_transfer_seconds(plan, transfers, Machine(cluster, constants))
 
     # Assume that a rank connects to its peers one after another.
-    max_peers = max(plan.peers.values(), default=0)
+    max_peers = max(plan.peer_counts.values(), default=0)
     connect_seconds = max_peers * constants.weight_sync.connection_seconds
-    return Summary(
+    return TransferSummary(
         model_bytes=sum(region_bytes.values()),
         received_least=min(received_bytes),
         received_mean=sum(received_bytes) / len(received_bytes),
@@ -298,11 +300,11 @@ def summarise(
         local_mean=sum(plan.local.values()) / len(received_bytes),
         inside_nodes=inside_nodes,
         across_nodes=across_nodes,
-        messages=sum(transfers.messages.values()),
-        messages_most=transfers.messages_per_rank,
+        messages=sum(transfers.message_counts.values()),
+        messages_most=transfers.max_messages_per_rank,
         peers_most=max_peers,
-        peers_mean=sum(plan.peers.values()) / len(plan.ranks),
-        staging_most=transfers.staging,
+        peers_mean=sum(plan.peer_counts.values()) / len(plan.ranks),
+        staging_most=transfers.staging_bytes,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),
         seconds=seconds,
         connect_seconds=connect_seconds,
@@ -310,7 +312,7 @@ def summarise(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return rank -> bytes that it receives in a plan although it already has them."""
+    """Return the bytes that each rank receives in a plan although it already has them, by rank."""
     redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.
@@ -321,7 +323,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
     return dict(redundant_bytes)
 
 
-def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
+def predict_transfer_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
     """Return the predicted seconds on a machine, until the slowest rank has exchanged its messages.
 
     Connections are assumed to exist from an earlier transfer.
@@ -332,48 +334,50 @@ def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) ->
     remote_bytes: Counter[tuple[int, str]] = Counter()
     domain_bytes: Counter[tuple[int, str]] = Counter()
     messages: Counter[tuple[int, str]] = Counter()
-    for (sender, receiver), num_bytes in plan.pairs.items():
-        num_messages = transfers.messages[sender, receiver]
-        for end in ((sender, "out"), (receiver, "in")):
-            messages[end] += num_messages
+    for (sender, receiver), num_bytes in plan.pair_bytes.items():
+        num_messages = transfers.message_counts[sender, receiver]
+        for rank_and_direction in ((sender, "out"), (receiver, "in")):
+            messages[rank_and_direction] += num_messages
             if sender // domain == receiver // domain:
-                domain_bytes[end] += num_bytes
+                domain_bytes[rank_and_direction] += num_bytes
             else:
-                remote_bytes[end] += num_bytes
+                remote_bytes[rank_and_direction] += num_bytes
 
     # A transfer without messages between ranks still takes the fixed time.
-    slowest = copy_seconds(machine, 0.0)
+    slowest = weight_transfer_seconds(machine, 0.0)
     message_seconds = machine.constants.weight_sync.message_seconds
-    for end, num_messages in messages.items():
-        seconds = copy_seconds(machine, remote_bytes[end], domain_bytes[end])
+    for rank_and_direction, num_messages in messages.items():
+        seconds = weight_transfer_seconds(
+            machine, remote_bytes[rank_and_direction], domain_bytes[rank_and_direction]
+        )
         slowest = max(slowest, seconds + num_messages * message_seconds)
     return slowest
 
 
-Shapes = dict[str, tuple[int, ...]]
+ParameterShapes = dict[str, tuple[int, ...]]
 """Name of a parameter -> its shape on one rank."""
 
 
-def megatron_layout(
+def megatron_boxes(
     hf_config: Any,
     layout: ParallelLayout,
     dtype: torch.dtype,
-    overrides: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
     lora: Lora | None = None,
 ) -> list[BoxGroup]:
     """Return the slices of a model's tensors (boxes) that every rank of a layout has.
 
-    With ``lora`` these are only slices of its adapters.
+    ``settings`` are Megatron's for uneven stages. With ``lora`` the slices are only those of its adapters.
 
     Experts are sharded differently from other parameters, so a rank of a model with experts is in two groups.
     Storages are parameter names with layers numbered over the whole model.
     """
-    model = model_spec(hf_config, layout, dtype, overrides).model
+    model = model_spec(hf_config, layout, dtype, settings).model
     if lora is not None:
         model = make_adapted_model(model, lora.rank, None, lora.targets)
     hf_shapes = model.tensor_shapes()
 
-    def trace_group(shapes: Shapes, shard: Shard, ranks: Sequence[int]) -> BoxGroup:
+    def trace_group(shapes: ParameterShapes, shard: Shard, ranks: Sequence[int]) -> BoxGroup:
         parameters: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             parameters[name] = torch.empty(shape, dtype=dtype, device="meta")
@@ -382,14 +386,14 @@ def megatron_layout(
 
     # Each pipeline stage has its own layers; its ranks differ by their shards.
     groups: list[BoxGroup] = []
-    stages = stage_layers(model.shape.layers, layout, overrides)
+    stages = stage_layers(model.shape.layers, layout, settings)
     for stage, stage_ranks in enumerate(layout.groups("tensor", "context", "data")):
         layers = stages[stage]
-        is_first = stage == 0
-        is_last = stage == layout.pipeline - 1
+        is_first_stage = stage == 0
+        is_last_stage = stage == layout.pipeline - 1
 
         # Parameters outside the experts are sharded over tensor-parallel ranks, which vary fastest.
-        shapes = dense_shapes(model, layout, layers, is_first, is_last)
+        shapes = dense_shapes(model, layout, layers, is_first_stage, is_last_stage)
         for tensor_rank in range(layout.tensor):
             shard = Shard(tensor_rank, layout.tensor)
             groups.append(trace_group(shapes, shard, stage_ranks[tensor_rank :: layout.tensor]))
@@ -423,11 +427,11 @@ def dense_shapes(
     model: PretrainedModel,
     layout: ParallelLayout,
     layers: list[int],
-    first: bool,
-    last: bool,
-) -> Shapes:
+    is_first_stage: bool,
+    is_last_stage: bool,
+) -> ParameterShapes:
     """Return the shapes of a rank's parameters outside the experts, by Megatron's parameter names."""
-    weights = {weight.name: weight for weight in model.outer_weights(first, last)}
+    weights = {weight.name: weight for weight in model.outer_weights(is_first_stage, is_last_stage)}
     for layer in layers:
         for weight in model.weights(layer):
             if not weight.expert:
@@ -440,9 +444,9 @@ def expert_shapes(
     model: PretrainedModel,
     layout: ParallelLayout,
     layers: list[int],
-) -> Shapes:
+) -> ParameterShapes:
     """Return the shapes of the parameters of a rank's experts, with each expert as a separate module."""
-    shapes: Shapes = {}
+    shapes: ParameterShapes = {}
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]
         # Some layers of a mixture-of-experts model are dense.

@@ -147,7 +147,7 @@ def _evaluate_path(
     """Load one model and evaluate it; return its metrics. Collective over the world."""
     with phases("build"):
         if is_checkpoint(path):
-            checkpoint.load_model(path, roles.actor.model, trusted=trusted)
+            checkpoint.load_actor_weights(path, roles.actor.model, trusted=trusted)
         elif roles.actor.model is not None:
             load_weights(roles.actor.model, path)
         roles.hybrid_engine.mark_updated()
@@ -262,7 +262,7 @@ def export_checkpoint(
 
         # Any layout can load a distributed checkpoint.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)
-        meta = checkpoint.load_model(path, model, trusted=trusted)
+        meta = checkpoint.load_actor_weights(path, model, trusted=trusted)
         if checkpoint_format == "megatron":
             save_megatron(out, model, arguments, first_iteration + int(meta["step"]))
         elif model is not None and checkpoint_format == "peft":

@@ -16,8 +16,8 @@ from megatron_rl.callbacks import Callbacks
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     compute_on_first_rank,
-    find_newest_intact,
-    require_intact,
+    find_newest_intact_checkpoint,
+    require_intact_checkpoint,
     require_intact_models,
 )
 from megatron_rl.config.health import health_rules
@@ -320,10 +320,10 @@ class Training:
         # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
-            return find_newest_intact(self.folder.checkpoints, self.job.say)
+            return find_newest_intact_checkpoint(self.folder.checkpoints, self.job.say)
         if resume == "never":
             return None
-        require_intact(Path(resume))
+        require_intact_checkpoint(Path(resume))
         return Path(resume)
 
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
@@ -381,7 +381,7 @@ class Training:
 
         # Seed again, so that a restart after completed stages gets the same random numbers.
         if plans:
-            checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
+            checkpoint.seed_all_generators(self.config.seed, 0, self.roles.actor.model)
 
     def _run_step(self, step: RunStep) -> None:
         """Execute a step of the configured algorithm.
@@ -559,7 +559,7 @@ class Training:
     ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
+        ``layout`` and ``in_background`` are those of `checkpoint.save_checkpoint`. Collective over the world.
         """
         pending_checkpoint = self.state.save(
             path,

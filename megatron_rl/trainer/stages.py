@@ -23,8 +23,8 @@ from megatron_rl.algorithms.lookup import load_preference_loss
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     compute_on_first_rank,
-    find_model_damages,
-    find_newest_intact,
+    find_damaged_model_files,
+    find_newest_intact_checkpoint,
     require_intact_models,
     summarize_damages,
 )
@@ -309,7 +309,7 @@ def set_damaged_models_aside(job: Job) -> None:
     """
     ended_plans = compute_on_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.has_ended])
     for plan in ended_plans:
-        damages = find_model_damages(plan.model)
+        damages = find_damaged_model_files(plan.model)
         if not damages:
             continue
 
@@ -332,7 +332,7 @@ def run_stage(stage: Stage, job: Job) -> None:
     run_optimizer = role.optimizer
     with role.resident():
         # Seed again, so that a stage gets the same random numbers after another stage and after a restart.
-        checkpoint.seed_generators(job.config.seed, 0, role.model)
+        checkpoint.seed_all_generators(job.config.seed, 0, role.model)
         if role.model is not None:
             # A role with an optimizer has already been wrapped in DDP.
             if run_optimizer is None:
@@ -430,7 +430,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # Read the state of the stage's newest checkpoint, if there is one.
     trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest_checkpoint = find_newest_intact(folder, job.say)
+    newest_checkpoint = find_newest_intact_checkpoint(folder, job.say)
     step = 0
     loss: float | None = None
     state: Mapping[str, Any] = {}
@@ -444,13 +444,13 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # computes the log-probs of all batches here.
     batches, held_out = _prepare_batches(stage, job, step)
     if newest_checkpoint is not None:
-        checkpoint.load(newest_checkpoint, trained_roles)
+        checkpoint.load_checkpoint(newest_checkpoint, trained_roles)
         job.say(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
 
     def write_checkpoint(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         """Write the checkpoint of the current step; see `Checkpoints`."""
         # Retain a single checkpoint; it is deleted when the stage's model has been written.
-        return checkpoint.save(
+        return checkpoint.save_checkpoint(
             path,
             trained_roles,
             state,

@@ -139,7 +139,7 @@ class TrainerState:
     ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint of the roles and this state into the folder ``path``.
 
-        ``layout`` and ``in_background`` are those of `checkpoint.save`. Collective over the world.
+        ``layout`` and ``in_background`` are those of `checkpoint.save_checkpoint`. Collective over the world.
         """
         # Retain the checkpoints of the best steps in addition to the newest ones.
         best_steps = [step for step, _ in self.best.kept]
@@ -150,7 +150,7 @@ class TrainerState:
             trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
 
         with roles.keep_learners_resident():
-            return checkpoint.save(
+            return checkpoint.save_checkpoint(
                 path,
                 trained_roles,
                 self.state_dict(roles),
@@ -181,7 +181,7 @@ class TrainerState:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
                 rollout_policy.capture_weights(roles.hybrid_engine.version)
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
-            state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
+            state = checkpoint.load_checkpoint(path, trained_roles, TYPES, trusted=trusted)
 
         # Without stored rollout weights, the next responses are sampled from the actor's weights.
         rollout_policy.version = None
@@ -247,7 +247,7 @@ def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
 class Checkpoints:
     """Writer of the checkpoints of a run or a stage into ``folder``; it writes at most one at a time.
 
-    ``write(path, layout, in_background)`` must call `checkpoint.save` with the current state. With
+    ``write(path, layout, in_background)`` must call `checkpoint.save_checkpoint` with the current state. With
     ``in_background``, training continues while the tensors are written.
     """
 

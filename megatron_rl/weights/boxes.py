@@ -101,18 +101,18 @@ def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup
     ranks are the same object. Raises UncoveredError if no source holds an element of a destination box.
     """
     rank_sets = _RankSets()
-    source_boxes = _boxes_by_tensor(sources, rank_sets)
-    target_boxes = _boxes_by_tensor(destinations, rank_sets)
+    sources_by_tensor = _spans_by_tensor(sources, rank_sets)
+    targets_by_tensor = _spans_by_tensor(destinations, rank_sets)
     dtypes = _dtypes_by_tensor(destinations)
 
     # Layers and experts with equal boxes are intersected once: a model has few distinct layers.
-    cache: dict[object, list[_Overlap]] = {}
+    cached_overlaps: dict[object, list[_Overlap]] = {}
     result: list[Region] = []
-    for name, target_spans in target_boxes.items():
-        source_spans = source_boxes.get(name, {})
+    for name, target_spans in targets_by_tensor.items():
+        source_spans = sources_by_tensor.get(name, {})
         key = (_cache_key(source_spans), _cache_key(target_spans))
-        if key not in cache:
-            cache[key] = _intersect_boxes(
+        if key not in cached_overlaps:
+            cached_overlaps[key] = _intersect_boxes(
                 name,
                 source_spans,
                 target_spans,
@@ -121,7 +121,7 @@ def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup
 
         # Traffic is counted in the receivers' dtype: a sender converts while it packs.
         dtype = dtypes[name]
-        for overlap in cache[key]:
+        for overlap in cached_overlaps[key]:
             num_bytes = math.prod(overlap.size) * dtype.itemsize
             region = Region(
                 name,
@@ -143,7 +143,7 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
 
     # Add up per set of ranks first: there are few sets, and many ranks in each.
     bytes_by_ranks: Counter[Ranks] = Counter()
-    for name, target_spans in _boxes_by_tensor(destinations, rank_sets).items():
+    for name, target_spans in _spans_by_tensor(destinations, rank_sets).items():
         itemsize = dtypes[name].itemsize
         for (_, size), receivers in cut_overlaps(target_spans, rank_sets).items():
             bytes_by_ranks[receivers] += math.prod(size) * itemsize
@@ -185,7 +185,7 @@ def _cache_key(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
     return tuple((span, id(ranks)) for span, ranks in spans.items())
 
 
-def _boxes_by_tensor(
+def _spans_by_tensor(
     groups: Sequence[BoxGroup],
     rank_sets: _RankSets,
 ) -> dict[str, dict[Span, Ranks]]:
@@ -217,14 +217,15 @@ def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
 
 
 def _intersect_boxes(
-    name: str,
+    tensor_name: str,
     source_spans: Mapping[Span, Ranks],
     target_spans: Mapping[Span, Ranks],
     rank_sets: _RankSets,
 ) -> list[_Overlap]:
     """Return every intersection of source and target boxes of one tensor.
 
-    Raises UncoveredError, naming the tensor, if the sources do not contain a target completely.
+    Both map a box to the ranks that have it; ``rank_sets`` interns these. Raises UncoveredError, naming the
+    tensor, if the sources do not contain a target completely.
     """
     # Disjoint boxes: every element is sent and received once.
     sources = cut_overlaps(source_spans, rank_sets)
@@ -242,12 +243,13 @@ def _intersect_boxes(
             result.append(_Overlap(start, size, holders, receivers))
 
         # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
-        count = math.prod(target[1])
-        if covered != count:
-            start, size = target
+        target_start, target_size = target
+        num_elements = math.prod(target_size)
+        if covered != num_elements:
+            num_missing = num_elements - covered
             raise UncoveredError(
-                f"{name}: no rank holds {count - covered} of the {count} elements in the box at "
-                f"{list(start)} of size {list(size)}, which ranks {list(receivers)} need"
+                f"{tensor_name}: no rank holds {num_missing} of the {num_elements} elements in the "
+                f"box at {list(target_start)} of size {list(target_size)}, which ranks {list(receivers)} need"
             )
     return result
 
@@ -258,15 +260,10 @@ def intersect(first: Span, second: Span) -> Span | None:
     size = []
 
     # Boxes overlap if their intervals overlap in every dimension.
-    for first_start, first_size, second_start, second_size in zip(
-        first[0],
-        first[1],
-        second[0],
-        second[1],
-        strict=True,
-    ):
-        low = max(first_start, second_start)
-        high = min(first_start + first_size, second_start + second_size)
+    dims = zip(*first, *second, strict=True)
+    for first_begin, first_length, second_begin, second_length in dims:
+        low = max(first_begin, second_begin)
+        high = min(first_begin + first_length, second_begin + second_length)
         if low >= high:
             return None
         start.append(low)
@@ -290,7 +287,7 @@ def cut_overlaps(
 
     # The edges of all boxes form a grid in each dimension.
     dims = len(boxes[0][0])
-    edges = [_edges(boxes, dim) for dim in range(dims)]
+    edges = [_edges_along(boxes, dim) for dim in range(dims)]
 
     # Each box becomes the cells of the grid inside it.
     ranks_by_cell: dict[Span, set[int]] = {}
@@ -321,7 +318,7 @@ def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
         yield cell_start, cell_size
 
 
-def _edges(boxes: list[Span], dim: int) -> list[int]:
+def _edges_along(boxes: list[Span], dim: int) -> list[int]:
     """Return the distinct starts and ends of boxes in one dimension, in ascending order."""
     edges: set[int] = set()
     for start, size in boxes:
@@ -334,15 +331,17 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
     """Yield the pairs of sorted boxes whose ranges in the first dimension overlap."""
     for index, first in enumerate(boxes):
         later_boxes = boxes[index + 1 :]
+        first_start, first_size = first
         # A scalar has no dimensions.
-        if not first[0]:
+        if not first_start:
             yield from ((first, second) for second in later_boxes)
             continue
 
         # Boxes are sorted by start: once one begins past the end, no later one overlaps.
-        end = first[0][0] + first[1][0]
+        end = first_start[0] + first_size[0]
         for second in later_boxes:
-            if second[0][0] >= end:
+            second_start, _ = second
+            if second_start[0] >= end:
                 break
             yield first, second
 
@@ -355,7 +354,7 @@ class BoxIndex:
         for box in boxes:
             self._by_name.setdefault(box.name, []).append(box)
 
-    def containing(self, region: Region) -> list[TensorBox]:
+    def boxes_containing(self, region: Region) -> list[TensorBox]:
         """Return the boxes of a region: one in each storage that contains the region completely."""
         span = (region.start, region.size)
         result = []
@@ -378,7 +377,7 @@ class BoxIndex:
         return result
 
 
-def boxes_of_experts(boxes: Iterable[TensorBox], expert_storage: FusedExperts | None) -> list[TensorBox]:
+def split_expert_boxes(boxes: Iterable[TensorBox], expert_storage: FusedExperts | None) -> list[TensorBox]:
     """Replace boxes of tensors that store all experts of a layer by boxes of one tensor per expert.
 
     ``expert_storage`` is how the tensors are stored; None if there is a tensor per expert. Unless outputs of
@@ -396,11 +395,11 @@ def boxes_of_experts(boxes: Iterable[TensorBox], expert_storage: FusedExperts | 
             if location.expert is None:
                 result.append(box)
             elif location.expert >= box.start[0]:
-                result += _box_of_expert(box, name, location)
+                result += _expert_box(box, name, location)
     return result
 
 
-def _box_of_expert(
+def _expert_box(
     box: TensorBox,
     name: str,
     location: TensorLocation,
@@ -415,22 +414,22 @@ def _box_of_expert(
     output_stride = box.stride[output_dim]
 
     # Outputs of the expert's tensor, as indices in the stored tensor, up to the end of the box. The first
-    # ones may be before the start of the box.
+    # ones may be before the start of the box: `first_output` rounds up to one inside it.
     outputs = range(location.begin, box_begin + box.size[output_dim], location.step)
     if location.step == 1:
         outputs = range(location.begin, location.end)
-    first = max(0, -(-(box_begin - location.begin) // location.step))
-    rows = len(outputs) - first
-    if rows <= 0:
+    first_output = max(0, -(-(box_begin - location.begin) // location.step))
+    num_outputs = len(outputs) - first_output
+    if num_outputs <= 0:
         return
 
     assert location.expert is not None
     expert_offset = (location.expert - box.start[0]) * box.stride[0]
-    skipped_offset = (outputs[first] - box_begin) * output_stride
+    skipped_offset = (outputs[first_output] - box_begin) * output_stride
     yield TensorBox(
         name,
-        start=(first, *(box.start[dim] for dim in inner_dims)),
-        size=(rows, *(box.size[dim] for dim in inner_dims)),
+        start=(first_output, *(box.start[dim] for dim in inner_dims)),
+        size=(num_outputs, *(box.size[dim] for dim in inner_dims)),
         rank=box.rank,
         storage=box.storage,
         offset=box.offset + expert_offset + skipped_offset,
@@ -472,8 +471,8 @@ def check_coverage(
         data_end = padding.get(name, numel)
         data_gaps = [gap for gap in gaps if gap[0] < data_end]
         if data_gaps:
-            count = sum(end - start for start, end in data_gaps)
-            errors.append(f"{name}: {count} of {numel} elements are never written")
+            num_missing = sum(end - start for start, end in data_gaps)
+            errors.append(f"{name}: {num_missing} of {numel} elements are never written")
         elif gaps:
             padding_gaps[name] = tuple(gaps)
 
@@ -485,9 +484,9 @@ def check_coverage(
 
 def _find_gaps(
     boxes: Sequence[TensorBox],
-    count: int,
+    num_elements: int,
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return the gaps of [0, count) that no box covers, and the number of elements written more than once."""
+    """Return the gaps of [0, num_elements) that no box covers, and how many elements are written again."""
     starts_by_box: list[numpy.ndarray] = []
     ends_by_box: list[numpy.ndarray] = []
     for box in boxes:
@@ -496,7 +495,7 @@ def _find_gaps(
         ends_by_box.append(box_starts + length)
 
     # An empty run at the end makes a gap after the last box visible.
-    end_run = numpy.array([count])
+    end_run = numpy.array([num_elements])
     starts = numpy.concatenate([*starts_by_box, end_run])
     ends = numpy.concatenate([*ends_by_box, end_run])
     order = numpy.argsort(starts, kind="stable")
@@ -506,10 +505,10 @@ def _find_gaps(
     # Compare each run with the end of everything before it.
     latest_ends = numpy.maximum.accumulate(ends)
     previous_ends = numpy.concatenate([[0], latest_ends[:-1]])
-    distance = starts - previous_ends
-    num_overlaps = -distance[distance < 0].sum()
+    distances = starts - previous_ends
+    num_overlaps = -distances[distances < 0].sum()
 
-    is_gap = distance > 0
+    is_gap = distances > 0
     gap_starts = previous_ends[is_gap].tolist()
     gap_ends = starts[is_gap].tolist()
     gaps = list(zip(gap_starts, gap_ends, strict=True))

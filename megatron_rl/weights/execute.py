@@ -19,8 +19,8 @@ from megatron_rl.weights.boxes import Region, view_of
 from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule_phases
 from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Views
 
-SAMPLE = 8
-"""``sampled`` verification checks every region once in this many syncs."""
+SAMPLE_INTERVAL = 8
+"""Number of syncs in which ``sampled`` verification checks every region once."""
 VERIFY = ("full", "sampled", "off")
 """Values of `hybrid_engine.verify`."""
 LISTED_FAULTS = 10
@@ -40,7 +40,7 @@ class _Term(NamedTuple):
     """Whether this is the checksum of the holder, which the checksum of every receiver must equal."""
     weight: int
     """Factor of the checksum in the sum; the factors of one region add up to 0 over all ranks."""
-    checksum: BoxSum
+    checksum: BoxChecksum
     """Checksum of the region in this rank's storage."""
 
 
@@ -65,16 +65,16 @@ class Execution:
         self._group = group
         self._sources = sources
         self._destinations = destinations
-        self._source_boxes = plan.boxes_of(rank, destination=False)
-        self._destination_boxes = plan.boxes_of(rank, destination=True)
+        self._source_boxes = plan.index_boxes(rank, is_destination=False)
+        self._destination_boxes = plan.index_boxes(rank, is_destination=True)
         self.staging_bytes = staging_bytes
 
         # All views are created once here, so that a sync only copies and communicates.
         sends: dict[int, list[SentPiece]] = {}
-        for peer, peer_regions in plan.to_send(rank).items():
+        for peer, peer_regions in plan.regions_to_send(rank).items():
             sends[peer] = [(self._source_view(region), region.dtype) for region in peer_regions]
 
-        regions_by_sender = plan.to_receive(rank)
+        regions_by_sender = plan.regions_to_receive(rank)
         local_regions = regions_by_sender.pop(rank, [])
         receives: dict[int, list[ReceivedPiece]] = {}
         for peer, peer_regions in regions_by_sender.items():
@@ -85,8 +85,8 @@ class Execution:
             targets = self._destination_views(region)
             self._local_copies.append((targets, self._source_view(region)))
 
-        phases = schedule_phases(plan, staging_bytes)
-        self._exchanges = self._build_exchanges(phases, sends, receives)
+        schedule = schedule_phases(plan, staging_bytes)
+        self._exchanges = self._build_exchanges(schedule, sends, receives)
 
         # Verification numbers the regions in the order of the plan, which is equal on all ranks.
         self._regions: list[Region] = []
@@ -97,12 +97,12 @@ class Execution:
     def _source_view(self, region: Region) -> Tensor:
         """Return the view of a region in a source storage of this rank."""
         # Any storage of this rank that contains the region has the same values.
-        box = self._source_boxes.containing(region)[0]
+        box = self._source_boxes.boxes_containing(region)[0]
         return view_of(self._sources[box.storage], box)
 
     def _destination_views(self, region: Region) -> Views:
         """Return the views of a region in all destination storages of this rank that contain it."""
-        boxes = self._destination_boxes.containing(region)
+        boxes = self._destination_boxes.boxes_containing(region)
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
     @torch.no_grad()
@@ -132,19 +132,19 @@ class Execution:
 
     def _build_exchanges(
         self,
-        phases: Schedule,
+        schedule: Schedule,
         sends: Mapping[int, Sequence[SentPiece]],
         receives: Mapping[int, Sequence[ReceivedPiece]],
     ) -> list[Exchange]:
         """Return this rank's exchanges, one per phase of the schedule, in order."""
         sends_by_phase: dict[int, dict[int, Sequence[SentPiece]]] = defaultdict(dict)
         for peer, sent_pieces in sends.items():
-            phase = phases.phase[self._rank, peer]
+            phase = schedule.phase_by_pair[self._rank, peer]
             sends_by_phase[phase][peer] = sent_pieces
 
         receives_by_phase: dict[int, dict[int, Sequence[ReceivedPiece]]] = defaultdict(dict)
         for peer, received_pieces in receives.items():
-            phase = phases.phase[peer, self._rank]
+            phase = schedule.phase_by_pair[peer, self._rank]
             receives_by_phase[phase][peer] = received_pieces
 
         # Phases in which this rank has no messages are left out: point-to-point needs no other rank.
@@ -153,9 +153,9 @@ class Execution:
             exchange = Exchange(
                 sends_by_phase[phase],
                 receives_by_phase[phase],
-                phases.slot,
+                schedule.max_message_bytes,
                 self._group,
-                phases.own_message_bytes,
+                schedule.own_message_bytes,
             )
             exchanges.append(exchange)
         return exchanges
@@ -171,8 +171,8 @@ class Execution:
     def verify(self, mode: str, sync_index: int) -> int:
         """Compare checksums of holders and receivers, and return the number of compared regions.
 
-        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE`-th one, starting one
-        region later in each sync. ``sync_index`` is the number of earlier syncs.
+        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE_INTERVAL`-th one, starting
+        one region later in each sync. ``sync_index`` is the number of earlier syncs.
 
         For each region one holder adds its checksum as often as all receivers together subtract theirs, so
         the sum over all ranks is 0 if they are equal. Raises WeightMismatchError on every rank of the group
@@ -183,15 +183,15 @@ class Execution:
 
         # `run` may have computed the reference checksums already.
         regions = self._regions_to_verify(mode, sync_index)
-        computed = self._reference_sums or self._compute_sums(regions, is_reference=True)
-        computed += self._compute_sums(regions, is_reference=False)
+        computed_terms = self._reference_sums or self._compute_sums(regions, is_reference=True)
+        computed_terms += self._compute_sums(regions, is_reference=False)
         self._reference_sums = []
 
         # One copy from the device for all checksums.
-        terms = [term for term, _ in computed]
+        terms = [term for term, _ in computed_terms]
         checksums = torch.zeros(0)
-        if computed:
-            device_checksums = [checksum for _, checksum in computed]
+        if computed_terms:
+            device_checksums = [checksum for _, checksum in computed_terms]
             checksums = torch.stack(device_checksums).cpu()
         region_sums = _sum_by_region(terms, checksums, regions)
 
@@ -199,31 +199,31 @@ class Execution:
         # gloo takes several times as long for a vector. With odd factors a single differing region always
         # changes the sum; the differences of several regions cancel with probability 2**-64.
         factors = _odd_factors(0, len(regions), region_sums.device)
-        folded = (region_sums * factors).sum()[None]
-        if not sum_over_ranks(folded, self._group).item():
+        folded_sum = (region_sums * factors).sum()[None]
+        if not sum_over_ranks(folded_sum, self._group).item():
             return len(regions)
 
         # The folded sum is equal on all ranks, so either all of them enter this collective or none does.
         sum_over_ranks(region_sums, self._group)
         nonzero_indices = region_sums.nonzero()[:, 0].tolist()
-        differing = {regions[index] for index in nonzero_indices}
-        evidence = []
+        differing_regions = {regions[index] for index in nonzero_indices}
+        differing_checksums = []
         for term, value in zip(terms, checksums.tolist(), strict=True):
-            if term.region in differing:
-                evidence.append((term.region, term.is_reference, value))
-        self._raise_mismatch(evidence)
+            if term.region in differing_regions:
+                differing_checksums.append((term.region, term.is_reference, value))
+        self._raise_mismatch(differing_checksums)
 
     def _regions_to_verify(
         self,
         mode: str,
         sync_index: int,
     ) -> range:
-        """Return the indices of the regions that are compared after a sync."""
+        """Return the indices of the regions that `verify` compares in this mode after this sync."""
         if mode == "off":
             return range(0)
         if mode == "full":
             return range(len(self._regions))
-        return range(sync_index % SAMPLE, len(self._regions), SAMPLE)
+        return range(sync_index % SAMPLE_INTERVAL, len(self._regions), SAMPLE_INTERVAL)
 
     def _compute_sums(
         self,
@@ -261,19 +261,22 @@ class Execution:
 
     def _reference_term(
         self,
-        index: int,
+        region_index: int,
         region: Region,
     ) -> _Term:
-        """Return the term with the holder's checksum; its weight is 1 + 2 + … + n for n receivers."""
+        """Return the term of this rank as the reference holder of a region.
+
+        Its weight is 1 + 2 + … + n for n receivers, as often as they together subtract their checksums.
+        """
         num_receivers = len(region.receivers)
         weight = num_receivers * (num_receivers + 1) // 2
         view = self._source_view(region)
-        checksum = BoxSum(view, region.start, region.dtype)
-        return _Term(index, True, weight, checksum)
+        checksum = BoxChecksum(view, region.start, region.dtype)
+        return _Term(region_index, True, weight, checksum)
 
     def _receiver_terms(
         self,
-        index: int,
+        region_index: int,
         region: Region,
     ) -> list[_Term]:
         """Return a receiver's terms, one per storage of the region on this rank.
@@ -281,13 +284,13 @@ class Execution:
         Their weights add up to -n on the region's n-th receiver, counted from 1.
         """
         views = self._destination_views(region)
-        first, *copies = [BoxSum(view, region.start, region.dtype) for view in views]
+        first_checksum, *copy_checksums = [BoxChecksum(view, region.start, region.dtype) for view in views]
 
         # Each copy in a further storage is added once, and the first is subtracted once more for it.
-        number = region.receivers.index(self._rank) + 1
-        terms = [_Term(index, False, -number - len(copies), first)]
-        for copy in copies:
-            terms.append(_Term(index, False, 1, copy))
+        receiver_number = region.receivers.index(self._rank) + 1
+        terms = [_Term(region_index, False, -receiver_number - len(copy_checksums), first_checksum)]
+        for checksum in copy_checksums:
+            terms.append(_Term(region_index, False, 1, checksum))
         return terms
 
     def _raise_mismatch(self, checksums: Sequence[tuple[int, bool, int]]) -> NoReturn:
@@ -297,19 +300,19 @@ class Execution:
         """
         sums_by_rank = gather_objects((self._rank, checksums), self._group)
         # The holder's checksum of each region.
-        references: dict[int, int] = {}
+        reference_checksums: dict[int, int] = {}
         for _, rank_sums in sums_by_rank:
-            for region, is_reference, value in rank_sums:
+            for region, is_reference, checksum in rank_sums:
                 if is_reference:
-                    references[region] = value
+                    reference_checksums[region] = checksum
 
         # The receivers whose checksum differs.
         faults: list[str] = []
         for rank, rank_sums in sums_by_rank:
-            for region, is_reference, value in rank_sums:
-                reference = references[region]
-                if not is_reference and value != reference:
-                    faults.append(self._describe_mismatch(region, rank, value, reference))
+            for region, is_reference, checksum in rank_sums:
+                reference_checksum = reference_checksums[region]
+                if not is_reference and checksum != reference_checksum:
+                    faults.append(self._describe_mismatch(region, rank, checksum, reference_checksum))
 
         summary = f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync"
         lines = "\n  ".join(faults[:LISTED_FAULTS])
@@ -317,18 +320,18 @@ class Execution:
 
     def _describe_mismatch(
         self,
-        index: int,
+        region_index: int,
         rank: int,
-        value: int,
-        reference: int,
+        checksum: int,
+        reference_checksum: int,
     ) -> str:
         """Return one line on a receiver's checksum that differs from the reference."""
-        region = self._regions[index]
+        region = self._regions[region_index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
 
         # Checksums are signed; show them as the 32 bits that they are.
-        value_bits = f"{value % 2**32:#010x}"
-        reference_bits = f"{reference % 2**32:#010x}"
+        value_bits = f"{checksum % 2**32:#010x}"
+        reference_bits = f"{reference_checksum % 2**32:#010x}"
         holders = f"ranks {list(region.holders)} hold {reference_bits}"
         return f"{box}: rank {rank} has {value_bits}, {holders}"
 
@@ -346,11 +349,11 @@ def _sum_by_region(
     indices = [term.region // regions.step for term in terms]
     weights = [term.weight for term in terms]
     term_weights = torch.tensor(weights, dtype=torch.int64)
-    weighted = checksums.long() * term_weights
+    weighted_checksums = checksums.long() * term_weights
 
     region_sums = torch.zeros(len(regions), dtype=torch.int64)
     region_indices = torch.tensor(indices, dtype=torch.int64)
-    region_sums.index_add_(0, region_indices, weighted)
+    region_sums.index_add_(0, region_indices, weighted_checksums)
     return region_sums
 
 
@@ -392,7 +395,7 @@ _SPLITMIX_ROUNDS = (
 """(right shift, factor) of each round; the last one does not multiply."""
 
 
-class BoxSum:
+class BoxChecksum:
     """Checksum of one box of live storage, computed from its current contents by each call of `compute`.
 
     ``values``: view of the box, of any strides.
@@ -479,7 +482,10 @@ def _elements_per_word(
     count: int,
     itemsize: int,
 ) -> int:
-    """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word."""
+    """Return the number of elements per word of 4 bytes, or 1 if rows begin or end inside a word.
+
+    A row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    """
     elements = max(1, 4 // itemsize)
     if start % elements or count % elements:
         return 1
@@ -533,7 +539,10 @@ def _column_weights(
     itemsize: int,
     device: torch.device,
 ) -> Tensor:
-    """Return the factors of a row's words in the checksum, [words] int32."""
+    """Return the factors of a row's words in the checksum, [words] int32.
+
+    The row has ``count`` elements of ``itemsize`` bytes, from column ``start`` of its tensor on.
+    """
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = max(1, itemsize // 4)
     first_word = start * words_per_element // elements_per_word

@@ -16,7 +16,7 @@ from functools import cached_property
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, compute_regions, needed_bytes
 from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
-from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, slot_bytes
+from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, largest_message_bytes
 
 Pair = tuple[int, int]
 """Global ranks of a sender and a receiver."""
@@ -49,7 +49,7 @@ class ReshardPlan:
     """Reshard plan of one transfer: the regions that each rank sends to each other rank.
 
     Example: one bundle of 64 bytes, which rank 0 holds and ranks 0 and 1 need, has ``received={1: 64}``,
-    ``sent={0: 64}``, ``local={0: 64}``, ``needed={0: 64, 1: 64}`` and ``pairs={(0, 1): 64}``.
+    ``sent={0: 64}``, ``local={0: 64}``, ``needed={0: 64, 1: 64}`` and ``pair_bytes={(0, 1): 64}``.
     """
 
     sources: tuple[BoxGroup, ...]
@@ -66,7 +66,7 @@ class ReshardPlan:
     """Bytes copied inside a rank, by rank."""
     needed: Mapping[int, int]
     """Bytes that a rank needs, received or copied locally, by rank."""
-    pairs: Mapping[Pair, int] = field(repr=False)
+    pair_bytes: Mapping[Pair, int] = field(repr=False)
     """Bytes over the wire by (sender, receiver)."""
 
     @property
@@ -78,26 +78,26 @@ class ReshardPlan:
         return tuple(sorted(ranks))
 
     @cached_property
-    def peers(self) -> dict[int, int]:
+    def peer_counts(self) -> dict[int, int]:
         """Return the number of peers, and so of connections, of each rank that exchanges messages."""
-        peers: dict[int, set[int]] = defaultdict(set)
-        for sender, receiver in self.pairs:
-            peers[sender].add(receiver)
-            peers[receiver].add(sender)
-        return {rank: len(rank_peers) for rank, rank_peers in peers.items()}
+        peers_by_rank: dict[int, set[int]] = defaultdict(set)
+        for sender, receiver in self.pair_bytes:
+            peers_by_rank[sender].add(receiver)
+            peers_by_rank[receiver].add(sender)
+        return {rank: len(rank_peers) for rank, rank_peers in peers_by_rank.items()}
 
-    def bytes_between(self, node_of: Mapping[int, int]) -> tuple[int, int]:
-        """Return the bytes over the wire inside nodes and across nodes."""
+    def bytes_inside_and_across_nodes(self, node_of: Mapping[int, int]) -> tuple[int, int]:
+        """Return the sent bytes (inside nodes, across nodes); ``node_of`` maps a rank to its node."""
         intra_node = 0
         inter_node = 0
-        for (sender, receiver), count in self.pairs.items():
+        for (sender, receiver), num_bytes in self.pair_bytes.items():
             if node_of[sender] == node_of[receiver]:
-                intra_node += count
+                intra_node += num_bytes
             else:
-                inter_node += count
+                inter_node += num_bytes
         return intra_node, inter_node
 
-    def to_send(self, rank: int) -> dict[int, list[Region]]:
+    def regions_to_send(self, rank: int) -> dict[int, list[Region]]:
         """Return the regions that a rank sends, by receiver, in the order in which both sides pack them."""
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
@@ -106,8 +106,11 @@ class ReshardPlan:
                     result[receiver].extend(bundle.regions)
         return dict(sorted(result.items()))
 
-    def to_receive(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions that a rank receives, by sender; it copies regions of sender ``rank`` itself."""
+    def regions_to_receive(self, rank: int) -> dict[int, list[Region]]:
+        """Return the regions that a rank receives, by sender.
+
+        Those under ``rank`` itself are local copies.
+        """
         result: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)
@@ -115,10 +118,10 @@ class ReshardPlan:
                 result[sender].extend(bundle.regions)
         return dict(sorted(result.items()))
 
-    def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
-        """Return an index of a rank's destination boxes if ``destination``, else of its source boxes."""
+    def index_boxes(self, rank: int, is_destination: bool) -> BoxIndex:
+        """Return an index of a rank's destination boxes if ``is_destination``, else of its source boxes."""
         groups = self.sources
-        if destination:
+        if is_destination:
             groups = self.destinations
 
         boxes: list[TensorBox] = []
@@ -138,37 +141,37 @@ class Schedule:
     Example: rank 0 sends to rank 1 and then to rank 2, 3 messages of at most 4 MiB each::
 
         Schedule(
-            phase={(0, 1): 0, (0, 2): 1},
-            slot=4 * 2**20,
-            streams=1,
+            phase_by_pair={(0, 1): 0, (0, 2): 1},
+            max_message_bytes=4 * 2**20,
+            max_streams=1,
             own_message_bytes=2**20,
-            messages={(0, 1): 3, (0, 2): 3},
+            message_counts={(0, 1): 3, (0, 2): 3},
         )
     """
 
-    phase: Mapping[Pair, int]
-    """Phase by (sender, receiver)."""
-    slot: int
+    phase_by_pair: Mapping[Pair, int]
+    """Index of the phase in which a (sender, receiver) pair exchanges its messages."""
+    max_message_bytes: int
     """Bytes of the largest message."""
-    streams: int
+    max_streams: int
     """Largest number of pairs that one rank belongs to in one phase."""
     own_message_bytes: int
     """Size in bytes from which a region has separate messages; smaller regions share messages."""
-    messages: Mapping[Pair, int] = field(repr=False)
+    message_counts: Mapping[Pair, int] = field(repr=False)
     """Number of messages by (sender, receiver)."""
 
     @property
-    def staging(self) -> int:
+    def staging_bytes(self) -> int:
         """Return the largest number of bytes of one rank's in and out buffers together."""
         # Each stream has two buffers: one message is in transit while the other is unpacked.
-        return 2 * self.slot * self.streams
+        return 2 * self.max_message_bytes * self.max_streams
 
     @property
-    def messages_per_rank(self) -> int:
+    def max_messages_per_rank(self) -> int:
         """Return the largest number of messages that any rank sends, or receives."""
         sent_counts: Counter[int] = Counter()
         received_counts: Counter[int] = Counter()
-        for (sender, receiver), count in self.messages.items():
+        for (sender, receiver), count in self.message_counts.items():
             sent_counts[sender] += count
             received_counts[receiver] += count
         message_counts = [*sent_counts.values(), *received_counts.values()]
@@ -186,53 +189,53 @@ def schedule_phases(
     sent without staging. While a rank has more than `MAX_MESSAGES` messages, larger regions are packed
     together, and after that fewer pairs share a phase, which makes messages larger.
     """
-    rounds = _assign_rounds(plan.pairs)
-    sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
+    rounds = _assign_rounds(plan.pair_bytes)
+    size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
     # A round has two streams per rank, one in and one out, with two buffers each.
-    width = max(1, staging_bytes // (4 * message_bytes))
+    rounds_per_phase = max(1, staging_bytes // (4 * message_bytes))
     while True:
-        phase = {pair: number // width for pair, number in rounds.items()}
-        candidate = _divide_staging(plan, sizes, phase, staging_bytes)
-        if width == 1 or candidate.messages_per_rank <= MAX_MESSAGES:
+        phase_by_pair = {pair: round_index // rounds_per_phase for pair, round_index in rounds.items()}
+        candidate = _divide_staging(plan, size_counts, phase_by_pair, staging_bytes)
+        if rounds_per_phase == 1 or candidate.max_messages_per_rank <= MAX_MESSAGES:
             return candidate
 
         # Fewer streams share the staging memory, so each message is larger.
-        width //= 2
+        rounds_per_phase //= 2
 
 
 def _divide_staging(
     plan: ReshardPlan,
-    sizes: Sequence[Mapping[int, int]],
-    phase: Mapping[Pair, int],
+    size_counts: Sequence[Mapping[int, int]],
+    phase_by_pair: Mapping[Pair, int],
     staging_bytes: int,
 ) -> Schedule:
     """Return the schedule of these phases in which as few regions share messages as `MAX_MESSAGES` allows.
 
-    ``sizes`` counts the regions of each bundle by their bytes.
+    ``size_counts`` counts the regions of each bundle by their bytes.
     """
-    streams = _max_streams(phase)
-    slot = slot_bytes(staging_bytes, streams)
-    own_message_bytes = min(OWN_MESSAGE_BYTES, slot)
+    max_streams = _max_streams(phase_by_pair)
+    max_message_bytes = largest_message_bytes(staging_bytes, max_streams)
+    own_message_bytes = min(OWN_MESSAGE_BYTES, max_message_bytes)
 
     # If even full messages are too many, no smaller threshold can suffice: skip the search.
     rank_bytes = [*plan.sent.values(), *plan.received.values()]
     max_bytes = max(rank_bytes, default=0)
-    if max_bytes > MAX_MESSAGES * slot:
-        own_message_bytes = slot
+    if max_bytes > MAX_MESSAGES * max_message_bytes:
+        own_message_bytes = max_message_bytes
 
     while True:
-        messages = _count_messages(plan, sizes, slot, own_message_bytes)
+        message_counts = _count_messages(plan, size_counts, max_message_bytes, own_message_bytes)
         candidate = Schedule(
-            phase,
-            slot,
-            streams,
+            phase_by_pair,
+            max_message_bytes,
+            max_streams,
             own_message_bytes,
-            messages,
+            message_counts,
         )
-        if own_message_bytes == slot or candidate.messages_per_rank <= MAX_MESSAGES:
+        if own_message_bytes == max_message_bytes or candidate.max_messages_per_rank <= MAX_MESSAGES:
             return candidate
-        own_message_bytes = min(2 * own_message_bytes, slot)
+        own_message_bytes = min(2 * own_message_bytes, max_message_bytes)
 
 
 def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
@@ -258,36 +261,37 @@ def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     return result
 
 
-def _max_streams(phase: Mapping[Pair, int]) -> int:
+def _max_streams(phase_by_pair: Mapping[Pair, int]) -> int:
     """Return the largest number of (sender, receiver) pairs to which one rank belongs in one phase."""
     streams: Counter[tuple[int, int]] = Counter()
-    for pair, number in phase.items():
+    for pair, phase in phase_by_pair.items():
         for rank in pair:
-            streams[rank, number] += 1
+            streams[rank, phase] += 1
     return max(streams.values(), default=1)
 
 
 def _count_messages(
     plan: ReshardPlan,
-    sizes: Sequence[Mapping[int, int]],
-    slot: int,
+    size_counts: Sequence[Mapping[int, int]],
+    max_message_bytes: int,
     own_message_bytes: int,
 ) -> dict[Pair, int]:
     """Return the number of messages into which `transfer` divides the regions of each pair.
 
-    ``sizes`` counts the regions of each bundle by their bytes.
+    ``size_counts`` counts the regions of each bundle by their bytes. Regions of ``own_message_bytes`` or more
+    get separate messages.
     """
     own_messages: Counter[Pair] = Counter()
     packed_bytes: Counter[Pair] = Counter()
-    for bundle, regions_by_size in zip(plan.bundles, sizes, strict=True):
+    for bundle, regions_by_size in zip(plan.bundles, size_counts, strict=True):
         # A large region has separate messages, small ones share messages.
         num_messages = 0
         num_packed_bytes = 0
-        for size, count in regions_by_size.items():
-            if size >= own_message_bytes:
-                num_messages += _ceil_div(size, slot) * count
+        for region_bytes, count in regions_by_size.items():
+            if region_bytes >= own_message_bytes:
+                num_messages += _ceil_div(region_bytes, max_message_bytes) * count
             else:
-                num_packed_bytes += size * count
+                num_packed_bytes += region_bytes * count
 
         for receiver, sender in bundle.senders.items():
             if sender != receiver:
@@ -295,8 +299,8 @@ def _count_messages(
                 packed_bytes[sender, receiver] += num_packed_bytes
 
     message_counts: dict[Pair, int] = {}
-    for pair in plan.pairs:
-        packed_messages = _ceil_div(packed_bytes[pair], slot)
+    for pair in plan.pair_bytes:
+        packed_messages = _ceil_div(packed_bytes[pair], max_message_bytes)
         message_counts[pair] = own_messages[pair] + packed_messages
     return message_counts
 
@@ -356,7 +360,7 @@ def build_plan(
         sent=dict(sent_bytes),
         local=dict(local_bytes),
         needed=needed_bytes(destinations),
-        pairs=dict(pair_bytes),
+        pair_bytes=dict(pair_bytes),
     )
     check_plan(plan)
     return plan
@@ -368,7 +372,7 @@ def check_plan(plan: ReshardPlan) -> None:
     Raises PlanError.
     """
     arriving_bytes: Counter[int] = Counter()
-    lacking_bytes: Counter[int] = Counter()
+    missing_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         region = bundle.regions[0]
         holders = set(region.holders)
@@ -377,7 +381,7 @@ def check_plan(plan: ReshardPlan) -> None:
                 raise PlanError(f"rank {sender} is to send {region.name}, which it does not hold")
             arriving_bytes[receiver] += bundle.bytes
             if receiver not in holders:
-                lacking_bytes[receiver] += bundle.bytes
+                missing_bytes[receiver] += bundle.bytes
 
     # Every needed byte arrives, and over the wire only what the rank does not hold.
     for rank, expected in plan.needed.items():
@@ -386,8 +390,8 @@ def check_plan(plan: ReshardPlan) -> None:
             raise PlanError(f"rank {rank} needs {expected} bytes and would be given {arriving}")
 
         received = plan.received.get(rank, 0)
-        if received != lacking_bytes[rank]:
-            raise PlanError(f"rank {rank} would receive {received} bytes, it lacks {lacking_bytes[rank]}")
+        if received != missing_bytes[rank]:
+            raise PlanError(f"rank {rank} would receive {received} bytes, it lacks {missing_bytes[rank]}")
 
 
 def _total_bytes(group: Sequence[Region]) -> int:
@@ -433,12 +437,12 @@ def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> It
                 sender_starts[receiver][index] = sender
             offset += num_bytes
 
-    cuts: set[int] = set()
+    bundle_starts: set[int] = set()
     for starts in sender_starts.values():
-        cuts.update(starts)
+        bundle_starts.update(starts)
 
     current_senders: dict[int, int] = {}
-    for first, end in itertools.pairwise([*sorted(cuts), len(group)]):
+    for first, end in itertools.pairwise([*sorted(bundle_starts), len(group)]):
         for receiver, starts in sender_starts.items():
             if first in starts:
                 current_senders[receiver] = starts[first]

@@ -136,7 +136,7 @@ def _split_by_distance(
 
 
 def _local_ranks(nodes: Mapping[int, int]) -> dict[int, int]:
-    """Return the index of each rank among the ranks of its node."""
+    """Return the index of each rank among the ranks of its node; ``nodes`` maps a rank to its node."""
     ranks_on_node: Counter[int] = Counter()
     result: dict[int, int] = {}
     for rank in sorted(nodes):

@@ -26,8 +26,8 @@ class TraceError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Frame:
-    """Placement of one box of a source tensor in a storage.
+class _SourceBox:
+    """Box of a source tensor, with the positions of its elements in a storage.
 
     The element with index i_d in each dimension d of the box is at position offset + sum_d i_d * stride[d].
     """
@@ -81,10 +81,10 @@ class CopyRecorder(TorchDispatchMode):
         super().__init__()
         self._rank = rank
 
-        # Frames and destinations are keyed by the address of a storage, which must not be freed and reused.
+        # Source boxes and destinations are keyed by the address of a storage, so no storage may be freed.
         self._alive: list[Tensor] = list(destinations.values())
 
-        self._frames: dict[int, _Frame] = {}
+        self._source_boxes: dict[int, _SourceBox] = {}
         for name, tensor in sources.items():
             self.add_source(name, tensor)
 
@@ -110,7 +110,7 @@ class CopyRecorder(TorchDispatchMode):
     def add_source(self, name: str, tensor: Tensor) -> None:
         """Add a source tensor, which must not share its storage with another source."""
         self._alive.append(tensor)
-        self._frames[_storage_address(tensor)] = _frame_of(name, tensor)
+        self._source_boxes[_storage_address(tensor)] = _complete_source_box(name, tensor)
 
     def __torch_dispatch__(
         self,
@@ -122,14 +122,14 @@ class CopyRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._record_or_execute_copy(args[0], args[1], lambda: func(*args, **kwargs))
-        if func is torch.ops.aten.zero_.default and _storage_address(args[0]) in self._frames:
+        if func is torch.ops.aten.zero_.default and _storage_address(args[0]) in self._source_boxes:
             return self._record_zeroing(args[0])
 
         # Views need no entry: they share the storage by which their source is looked up.
         result = func(*args, **kwargs)
         if func in _COPYING_OPS and isinstance(result, Tensor):
             source = args[0]
-            if _storage_address(source) in self._frames:
+            if _storage_address(source) in self._source_boxes:
                 self._add_intermediate(result, source)
         return result
 
@@ -139,9 +139,9 @@ class CopyRecorder(TorchDispatchMode):
         vLLM does so with a bias that is added on one tensor-parallel rank only. Raises TraceError if only a
         part of the tensor is set to zero.
         """
-        frame = self._frames[_storage_address(source)]
-        if source.numel() != math.prod(frame.size):
-            raise TraceError(f"a part of {frame.name!r} is set to zero")
+        source_box = self._source_boxes[_storage_address(source)]
+        if source.numel() != math.prod(source_box.size):
+            raise TraceError(f"a part of {source_box.name!r} is set to zero")
         self._zeros.add(_storage_address(source))
         return source
 
@@ -152,17 +152,17 @@ class CopyRecorder(TorchDispatchMode):
         execute: Callable[[], Any],
     ) -> Any:
         """Record a copy into a destination, or execute any other copy; return the result of ``copy_``."""
-        is_source = _storage_address(source) in self._frames
-        parameter = self._parameter_at(target)
+        is_source = _storage_address(source) in self._source_boxes
+        destination = self._find_destination(target)
 
         # A copy between intermediate tensors of the loader is executed.
-        if parameter is None:
+        if destination is None:
             result = execute()
             if is_source:
                 self._add_intermediate(target, source)
             return result
 
-        name, begin = parameter
+        name, destination_begin = destination
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
         if _storage_address(source) in self._zeros:
@@ -170,11 +170,14 @@ class CopyRecorder(TorchDispatchMode):
         elif target.numel():
             # `copy_` broadcasts its source.
             source = source.expand(target.shape)
-            self.boxes += self._boxes_of_copy(target, source, name, begin)
+            self.boxes += self._boxes_of_copy(target, source, name, destination_begin)
         return target
 
-    def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return the name of the destination that contains a view, and its first position, or None."""
+    def _find_destination(self, tensor: Tensor) -> tuple[str, int] | None:
+        """Return the name of the destination that contains a view, and its first position in the storage.
+
+        Returns None if the view is not in a destination.
+        """
         entries = self._destinations.get(_storage_address(tensor))
         if entries is None:
             return None
@@ -197,24 +200,24 @@ class CopyRecorder(TorchDispatchMode):
         target: Tensor,
         source: Tensor,
         name: str,
-        begin: int,
+        destination_begin: int,
     ) -> list[TensorBox]:
         """Return the boxes of one copy from the view ``source`` into ``target``, a view of a destination.
 
-        ``name`` is the name of the destination, and ``begin`` the position of its first element in the
-        storage.
+        ``name`` is the name of the destination, and ``destination_begin`` the position of its first element
+        in the storage.
         """
-        frame = self._frames[_storage_address(source)]
-        first, axes = _find_axes(frame, source, target.stride())
+        source_box = self._source_boxes[_storage_address(source)]
+        first_coordinates, axes = _find_axes(source_box, source, target.stride())
 
         # The offset of a box counts from the first element of its parameter.
-        offset = int(target.storage_offset()) - begin
+        offset = int(target.storage_offset()) - destination_begin
         boxes = _split_into_boxes(
-            frame.name,
-            first,
+            source_box.name,
+            first_coordinates,
             axes,
             offset,
-            len(frame.start),
+            len(source_box.start),
         )
         return [replace(box, storage=name, rank=self._rank) for box in boxes]
 
@@ -224,27 +227,27 @@ class CopyRecorder(TorchDispatchMode):
         source: Tensor,
     ) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
-        frame = self._frames[_storage_address(source)]
+        source_box = self._source_boxes[_storage_address(source)]
         expanded = source.expand(copy.shape)
-        first, axes = _find_axes(frame, expanded, copy.stride())
+        first_coordinates, axes = _find_axes(source_box, expanded, copy.stride())
         boxes = list(
             _split_into_boxes(
-                frame.name,
-                first,
+                source_box.name,
+                first_coordinates,
                 axes,
                 int(copy.storage_offset()),
-                len(frame.start),
+                len(source_box.start),
             )
         )
 
-        # A frame is one box; a copy that rearranges elements would need several.
+        # A storage is registered as one box; a copy that rearranges elements would need several.
         if len(boxes) != 1:
-            raise TraceError(f"a rearranged copy of {frame.name!r} cannot be followed")
+            raise TraceError(f"a rearranged copy of {source_box.name!r} cannot be followed")
         (box,) = boxes
 
         self._alive.append(copy)
-        self._frames[_storage_address(copy)] = _Frame(
-            frame.name,
+        self._source_boxes[_storage_address(copy)] = _SourceBox(
+            source_box.name,
             box.start,
             box.size,
             box.offset,
@@ -271,7 +274,7 @@ def trace_copies(
     return merge_boxes(recorder.boxes)
 
 
-def meta_sources(
+def make_meta_sources(
     shapes: Mapping[str, Iterable[int]],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
@@ -353,47 +356,47 @@ def _join_boxes(
 
 
 def _find_axes(
-    frame: _Frame,
+    source_box: _SourceBox,
     source: Tensor,
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
     """Return the source coordinates of the first element of the view ``source``, and the view's axes."""
-    position = int(source.storage_offset()) - frame.offset
-    first = _coordinates(frame, position)
+    position = int(source.storage_offset()) - source_box.offset
+    first_coordinates = _coordinates(source_box, position)
     axes: list[_Axis] = []
     dims = zip(source.shape, source.stride(), target_stride, strict=True)
-    for count, stride, destination_stride in dims:
-        if count == 1:
+    for length, stride, destination_stride in dims:
+        if length == 1:
             continue
         if stride == 0:
-            axes.append(_Axis(None, 0, count, destination_stride))
+            axes.append(_Axis(None, 0, length, destination_stride))
             continue
         axes += _split_axis(
-            frame,
-            first,
-            count,
+            source_box,
+            first_coordinates,
+            length,
             stride,
             destination_stride,
         )
 
-    # The last element must be inside the frame: a strided view may continue from one row into the next.
-    last = list(first)
+    # The last element must be inside the box: a strided view may continue from one row into the next.
+    last_coordinates = list(first_coordinates)
     for axis in axes:
         if axis.dim is not None:
-            last[axis.dim] += axis.step * (axis.length - 1)
-    for position, size in zip(last, frame.size, strict=True):
+            last_coordinates[axis.dim] += axis.step * (axis.length - 1)
+    for position, size in zip(last_coordinates, source_box.size, strict=True):
         if position >= size:
-            raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
+            raise TraceError(f"a view of {source_box.name!r} crosses the edges of its dimensions")
 
-    # Convert to coordinates of the source tensor, of which the frame is a box.
-    origin = [start + value for start, value in zip(frame.start, first, strict=True)]
+    # Convert from coordinates in the box to coordinates in the source tensor.
+    origin = [start + value for start, value in zip(source_box.start, first_coordinates, strict=True)]
     return origin, axes
 
 
 def _split_axis(
-    frame: _Frame,
-    first: list[int],
-    count: int,
+    source_box: _SourceBox,
+    first_coordinates: list[int],
+    length: int,
     stride: int,
     destination_stride: int,
 ) -> list[_Axis]:
@@ -401,58 +404,59 @@ def _split_axis(
     axes: list[_Axis] = []
     while True:
         # A step of the view must move along exactly one source dimension.
-        delta = _coordinates(frame, stride)
-        stepped_dims = [dim for dim, step in enumerate(delta) if step]
+        step_coordinates = _coordinates(source_box, stride)
+        stepped_dims = [dim for dim, step in enumerate(step_coordinates) if step]
         if len(stepped_dims) != 1:
-            raise TraceError(f"a diagonal view of {frame.name!r} cannot be expressed as boxes")
+            raise TraceError(f"a diagonal view of {source_box.name!r} cannot be expressed as boxes")
         (dim,) = stepped_dims
-        step = delta[dim]
-        room = frame.size[dim] - first[dim]
-        if first[dim] + step * (count - 1) < frame.size[dim]:
-            return [*axes, _Axis(dim, step, count, destination_stride)]
+        step = step_coordinates[dim]
+        remaining_size = source_box.size[dim] - first_coordinates[dim]
+        if first_coordinates[dim] + step * (length - 1) < source_box.size[dim]:
+            return [*axes, _Axis(dim, step, length, destination_stride)]
 
         # The view fills this dimension and continues in the next outer one.
-        inner, remainder = divmod(room, step)
-        if remainder or first[dim] or count % inner:
-            raise TraceError(f"a flattened view of {frame.name!r} does not end with its rows")
-        axes.append(_Axis(dim, step, inner, destination_stride))
-        count //= inner
-        stride *= inner
-        destination_stride *= inner
+        inner_length, remainder = divmod(remaining_size, step)
+        if remainder or first_coordinates[dim] or length % inner_length:
+            raise TraceError(f"a flattened view of {source_box.name!r} does not end with its rows")
+        axes.append(_Axis(dim, step, inner_length, destination_stride))
+        length //= inner_length
+        stride *= inner_length
+        destination_stride *= inner_length
 
 
-def _coordinates(frame: _Frame, position: int) -> list[int]:
-    """Return the coordinates of a storage position, which counts from the frame's first element."""
-    result = [0] * len(frame.size)
+def _coordinates(source_box: _SourceBox, position: int) -> list[int]:
+    """Return the coordinates in a box of a storage position, which counts from the box's first element."""
+    result = [0] * len(source_box.size)
 
     # Largest stride first, as digits of a number.
     order = sorted(
-        (dim for dim, size in enumerate(frame.size) if size > 1),
-        key=lambda dim: -frame.stride[dim],
+        (dim for dim, size in enumerate(source_box.size) if size > 1),
+        key=lambda dim: -source_box.stride[dim],
     )
     for dim in order:
-        result[dim], position = divmod(position, frame.stride[dim])
+        result[dim], position = divmod(position, source_box.stride[dim])
 
     if position:
-        raise TraceError(f"a view of {frame.name!r} is not aligned with its elements")
+        raise TraceError(f"a view of {source_box.name!r} is not aligned with its elements")
     return result
 
 
 def _split_into_boxes(
     name: str,
-    first: list[int],
+    first_coordinates: list[int],
     axes: list[_Axis],
     offset: int,
-    dims: int,
+    num_dims: int,
 ) -> Iterable[TensorBox]:
     """Yield the boxes of a copy with the given axes; the caller sets their rank and storage.
 
-    A box spans one axis of step 1 per source dimension. For the other axes, such as interleaved or broadcast
-    dimensions, each combination of their indices is a separate box.
+    ``first_coordinates`` are the source coordinates of the copy's first element, ``offset`` its position in
+    the destination. A box spans one axis of step 1 per source dimension. For the other axes, such as
+    interleaved or broadcast dimensions, each combination of their indices is a separate box.
     """
     spanned: dict[int, _Axis] = {}
     enumerated: list[_Axis] = []
-    for dim in range(dims):
+    for dim in range(num_dims):
         for axis in _merge_axes([axis for axis in axes if axis.dim == dim]):
             if axis.step == 1 and dim not in spanned:
                 spanned[dim] = axis
@@ -461,15 +465,15 @@ def _split_into_boxes(
     enumerated += [axis for axis in axes if axis.dim is None]
 
     # Every box has the size and strides of the spanned axes.
-    size = [1] * dims
-    stride = [0] * dims
+    size = [1] * num_dims
+    stride = [0] * num_dims
     for dim, axis in spanned.items():
         size[dim] = axis.length
         stride[dim] = axis.destination_stride
 
     ranges = [range(axis.length) for axis in enumerated]
     for indices in itertools.product(*ranges):
-        start = list(first)
+        start = list(first_coordinates)
         box_offset = offset
         for index, axis in zip(indices, enumerated, strict=True):
             box_offset += index * axis.destination_stride
@@ -503,10 +507,10 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
     return merged
 
 
-def _frame_of(name: str, tensor: Tensor) -> _Frame:
-    """Return the frame of a complete source tensor."""
+def _complete_source_box(name: str, tensor: Tensor) -> _SourceBox:
+    """Return the box of a complete source tensor."""
     shape = tuple(tensor.shape)
-    return _Frame(
+    return _SourceBox(
         name,
         (0,) * len(shape),
         shape,

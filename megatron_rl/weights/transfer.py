@@ -52,7 +52,7 @@ class _Segment:
         segment = buffer[self.offset : end]
         return segment.view(self.dtype).view(shape)
 
-    def in_place(self) -> Tensor | None:
+    def bytes_in_place(self) -> Tensor | None:
         """Return the view as flat bytes if it can be sent or received without staging, else None."""
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
@@ -65,7 +65,7 @@ class _Segment:
 class _Stream:
     """Messages from one rank to another; both ranks compute the same division of the pieces."""
 
-    slot: int
+    max_message_bytes: int
     """Bytes of the largest message."""
     own_message_bytes: int = OWN_MESSAGE_BYTES
     """Size in bytes from which a piece gets separate messages."""
@@ -73,21 +73,21 @@ class _Stream:
     """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
     """Bytes of each message."""
-    closed: bool = True
+    starts_new_message: bool = True
     """Whether the next segment begins a new message."""
 
-    def fill(self, pieces: Sequence[ReceivedPiece]) -> None:
+    def append_pieces(self, pieces: Sequence[ReceivedPiece]) -> None:
         """Append all pieces, first the small ones, which share messages."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
-            self.add(views, dtype)
+            self.append_piece(views, dtype)
 
-    def add(self, views: Views, dtype: torch.dtype) -> None:
+    def append_piece(self, views: Views, dtype: torch.dtype) -> None:
         """Append views of equal shape, split over several messages if one is full."""
         own_message = self.needs_own_message(views, dtype)
-        if own_message or self.closed:
+        if own_message or self.starts_new_message:
             self._begin_message()
         self._append_views(views, dtype)
-        self.closed = own_message
+        self.starts_new_message = own_message
 
     def needs_own_message(
         self,
@@ -96,16 +96,16 @@ class _Stream:
     ) -> bool:
         """Return whether a piece is large enough for separate messages."""
         num_bytes = views[0].numel() * dtype.itemsize
-        return num_bytes >= min(self.own_message_bytes, self.slot)
+        return num_bytes >= min(self.own_message_bytes, self.max_message_bytes)
 
-    def in_place(self) -> list[Tensor | None]:
+    def bytes_in_place(self) -> list[Tensor | None]:
         """Return for each message the bytes of live storage that replace its staging buffer, or None."""
         storages: list[Tensor | None] = []
         for segments in self.messages:
             storage = None
             # The segments of a shared message are in several storages, so they must be staged.
             if len(segments) == 1:
-                storage = segments[0].in_place()
+                storage = segments[0].bytes_in_place()
             storages.append(storage)
         return storages
 
@@ -115,7 +115,7 @@ class _Stream:
         num_bytes = shape.numel() * dtype.itemsize
         padding = -self.lengths[-1] % ALIGNMENT
         offset = self.lengths[-1] + padding
-        room = self.slot - offset
+        room = self.max_message_bytes - offset
         if num_bytes <= room:
             segment = _Segment(views, dtype, offset)
             self.messages[-1].append(segment)
@@ -156,7 +156,7 @@ class Exchange:
 
     ``sends``: peer to (view, dtype on the wire), in the order that both sides use.
     ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
-    ``slot``: largest size in bytes of each of the two buffers of a stream, equal on all ranks.
+    ``max_message_bytes``: largest message, and largest size of a staging buffer, equal on all ranks.
     ``own_message_bytes``: size in bytes from which a region gets separate messages, equal on all ranks.
     ``group``: process group, or None for the world; peers are global ranks.
     """
@@ -165,7 +165,7 @@ class Exchange:
         self,
         sends: Mapping[int, Sequence[SentPiece]],
         receives: Mapping[int, Sequence[ReceivedPiece]],
-        slot: int,
+        max_message_bytes: int,
         group: Any = None,
         own_message_bytes: int = OWN_MESSAGE_BYTES,
     ) -> None:
@@ -173,17 +173,17 @@ class Exchange:
 
         self._sends: dict[int, _Stream] = {}
         for peer, pieces in sends.items():
-            self._sends[peer] = _Stream(slot, own_message_bytes)
-            self._sends[peer].fill([((view,), dtype) for view, dtype in pieces])
+            self._sends[peer] = _Stream(max_message_bytes, own_message_bytes)
+            self._sends[peer].append_pieces([((view,), dtype) for view, dtype in pieces])
 
         self._receives: dict[int, _Stream] = {}
         for peer, pieces in receives.items():
-            self._receives[peer] = _Stream(slot, own_message_bytes)
-            self._receives[peer].fill(pieces)
+            self._receives[peer] = _Stream(max_message_bytes, own_message_bytes)
+            self._receives[peer].append_pieces(pieces)
 
         # A round is one message of every stream; streams with fewer messages have none in the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
-        self._in_place = {id(stream): stream.in_place() for stream in streams}
+        self._in_place = {id(stream): stream.bytes_in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
         self.staging_peak = 0
 
@@ -195,41 +195,41 @@ class Exchange:
         # Double buffering: the next message of each stream is in transit while the previous one is unpacked.
         buffers: list[dict[Any, Tensor]] = [{}, {}]
         self.staging_peak = 0
-        works = []
+        work_handles = []
         if self.rounds:
-            works = self._post_messages(0, buffers[0])
+            work_handles = self._post_messages(0, buffers[0])
         if meanwhile is not None:
             meanwhile()
 
         for round_index in range(self.rounds):
             next_index = round_index + 1
-            next_works = []
+            next_handles = []
             if next_index < self.rounds:
-                next_works = self._post_messages(next_index, buffers[next_index % 2])
+                next_handles = self._post_messages(next_index, buffers[next_index % 2])
 
             # On a device the wait also makes the unpacking run after the arrival.
-            for work in works:
-                work.wait()
+            for handle in work_handles:
+                handle.wait()
             self._unpack_messages(round_index, buffers[round_index % 2])
-            works = next_works
+            work_handles = next_handles
 
     def _post_messages(
         self,
-        number: int,
+        message_index: int,
         buffers: dict[Any, Tensor],
     ) -> list[Any]:
-        """Post the sends and receives of message ``number`` of every stream; return their work handles.
+        """Post the sends and receives of one message of every stream; return their work handles.
 
         ``buffers`` has the staging buffers of these messages by direction and peer.
         """
         operations = []
         for peer, stream in self._receives.items():
-            if number < len(stream.messages):
+            if message_index < len(stream.messages):
                 message = self._message_buffer(
                     buffers,
                     ("in", peer),
                     stream,
-                    number,
+                    message_index,
                 )
                 operation = dist.P2POp(
                     dist.irecv,
@@ -240,15 +240,15 @@ class Exchange:
                 operations.append(operation)
 
         for peer, stream in self._sends.items():
-            if number < len(stream.messages):
+            if message_index < len(stream.messages):
                 message = self._message_buffer(
                     buffers,
                     ("out", peer),
                     stream,
-                    number,
+                    message_index,
                 )
-                if self._in_place[id(stream)][number] is None:
-                    for segment in stream.messages[number]:
+                if self._in_place[id(stream)][message_index] is None:
+                    for segment in stream.messages[message_index]:
                         segment.staging_view(message).copy_(segment.views[0])
                 operation = dist.P2POp(
                     dist.isend,
@@ -268,11 +268,14 @@ class Exchange:
         buffers: dict[Any, Tensor],
         key: Any,
         stream: _Stream,
-        number: int,
+        message_index: int,
     ) -> Tensor:
-        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer."""
+        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer.
+
+        ``buffers`` has the staging buffer of the stream under ``key`` (direction and peer), once it exists.
+        """
         storages = self._in_place[id(stream)]
-        in_place = storages[number]
+        in_place = storages[message_index]
         if in_place is not None:
             return in_place
 
@@ -283,22 +286,22 @@ class Exchange:
             storage_device = stream.messages[0][0].views[0].device
             buffers[key] = torch.empty(max_length, dtype=torch.uint8, device=storage_device)
             self.staging_peak += max_length
-        return buffers[key][: stream.lengths[number]]
+        return buffers[key][: stream.lengths[message_index]]
 
     def _unpack_messages(
         self,
-        number: int,
+        message_index: int,
         buffers: dict[Any, Tensor],
     ) -> None:
-        """Copy the received message ``number`` of every stream from staging into its views."""
+        """Copy the received message ``message_index`` of every stream from staging into its views."""
         for peer, stream in self._receives.items():
-            if number >= len(stream.messages):
+            if message_index >= len(stream.messages):
                 continue
             # A message that was received in place is in its view already.
-            if self._in_place[id(stream)][number] is not None:
+            if self._in_place[id(stream)][message_index] is not None:
                 continue
 
-            for segment in stream.messages[number]:
+            for segment in stream.messages[message_index]:
                 value = segment.staging_view(buffers["in", peer])
                 for view in segment.views:
                     view.copy_(value)
@@ -314,19 +317,19 @@ def create_communicator(group: Any) -> None:
     dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
 
 
-def slot_bytes(staging_bytes: int, streams: int) -> int:
+def largest_message_bytes(staging_bytes: int, streams: int) -> int:
     """Return the largest message, in bytes, with which double-buffered streams fit into ``staging_bytes``.
 
     Raises ValueError if not even the smallest message fits.
     """
     num_buffers = 2 * max(streams, 1)
-    slot = staging_bytes // num_buffers // ALIGNMENT * ALIGNMENT
-    if slot < ALIGNMENT:
+    message_bytes = staging_bytes // num_buffers // ALIGNMENT * ALIGNMENT
+    if message_bytes < ALIGNMENT:
         raise ValueError(f"{staging_bytes} bytes of staging are too few for {streams} streams")
-    return slot
+    return message_bytes
 
 
-def gather_layout(
+def gather_box_groups(
     boxes: Sequence[TensorBox] | None,
     dtypes: Mapping[str, torch.dtype],
     group: Any = None,
@@ -354,11 +357,11 @@ def gather_layout(
             ranks_by_digest.setdefault(peer_digest, []).append(peer)
 
     # The lowest rank of each digest sends the content.
-    message = None
+    payload = None
     if digest is not None and rank == min(ranks_by_digest[digest]):
-        message = (digest, content)
-    messages = gather_objects(message, group)
-    content_by_digest = dict(message for message in messages if message is not None)
+        payload = (digest, content)
+    payloads = gather_objects(payload, group)
+    content_by_digest = dict(payload for payload in payloads if payload is not None)
 
     # Groups in the order of their lowest ranks: every rank builds its plan from equal layouts.
     layout = []

@@ -224,7 +224,7 @@ def _drop_capabilities() -> None:
 def _choose(run: Path) -> dict[str, Any]:
     """Return the result of choosing a checkpoint to resume from, with all messages."""
     from megatron_rl.checkpoint import roles as checkpoint
-    from megatron_rl.checkpoint.folders import find_newest_intact
+    from megatron_rl.checkpoint.folders import find_newest_intact_checkpoint
     from megatron_rl.distributed import device
     from megatron_rl.errors import UserError
 
@@ -236,7 +236,7 @@ def _choose(run: Path) -> dict[str, Any]:
 
     try:
         device.initialize()
-        path = find_newest_intact(run / "checkpoints", messages.append)
+        path = find_newest_intact_checkpoint(run / "checkpoints", messages.append)
         if path is not None:
             assert checkpoint.read_meta(path)["step"] == _step(path)
         messages.append(f"resumes from {path and path.name}")

@@ -24,7 +24,7 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.metrics import Metrics
-from megatron_rl.planning.reshard import engine_layout
+from megatron_rl.planning.reshard import engine_boxes
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.rollout.engines.vllm.setup import create_layout_groups
 from megatron_rl.rollout.engines.vllm.weights import LiveWeights, get_model_parameters
@@ -270,7 +270,7 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
     model = describe_model(AutoConfig.from_pretrained(engine._path))
     predicted = [
         (box.name, box.start, box.size)
-        for group in engine_layout(model, ranks, tensor, torch.float32)
+        for group in engine_boxes(model, ranks, tensor, torch.float32)
         for box in group.boxes
         if device.rank() in group.ranks
     ]

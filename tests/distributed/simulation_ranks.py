@@ -27,8 +27,8 @@ from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
-from megatron_rl.planning.simulation.ranks import Simulated, simulation_plan
-from megatron_rl.planning.simulation.step import simulate
+from megatron_rl.planning.simulation.ranks import RankSimulation, plan_simulation
+from megatron_rl.planning.simulation.step import simulate_step
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of
@@ -40,7 +40,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 def phases(simulated: bool) -> dict[str, Any]:
     """Return begin and peak bytes of each phase, with real memory or in a simulation."""
     if simulated:
-        device.simulate()
+        device.become_simulated_rank()
 
     # The host's attention takes grouped key-value heads; the simulated accelerator repeats them.
     setattr(layers, "_takes_grouped_keys", lambda query: False)
@@ -49,7 +49,7 @@ def phases(simulated: bool) -> dict[str, Any]:
     rows = batch(rows=8, length=256)
 
     groups = ParallelGroups(ParallelLayout((0,)))
-    with simulation.measured():
+    with simulation.measure():
         with simulation.phase("build"):
             model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.float32, attention="torch")
             wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
@@ -83,7 +83,7 @@ def batch(rows: int, length: int) -> TrainBatch:
 
 def waits() -> dict[str, Any]:
     """Count the host's waits in two micro-batches of other losses, with truncated sampling."""
-    device.simulate()
+    device.become_simulated_rank()
     device.initialize()
     plain = get_algorithm("grpo")
     correction = Correction(level="sequence", rejection={"token_k2": 1.0, "seq_max_k3": 9.0}, bypass=True)
@@ -99,7 +99,7 @@ def waits() -> dict[str, Any]:
     sizes = torch.full((len(rows.tokens),), 3, dtype=torch.int32)
     rows = replace(rows, support_sizes=sizes, support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)))
     simulation = Simulation()
-    with simulation.measured():
+    with simulation.measure():
         groups = ParallelGroups(ParallelLayout((0,)))
         model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.bfloat16, attention="torch")
         wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
@@ -122,10 +122,10 @@ def shipped() -> dict[str, Any]:
         patience=0,
     )
     # Without files: the shipped configurations contain only the model's config.json.
-    config, estimate = simulation_plan(report, 0)
+    config, estimate = plan_simulation(report, 0)
     assert report.batch is not None
-    rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
-    differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+    rank = RankSimulation(simulate_step(config, report.models, report.batch, 0, 8), estimate)
+    differences = {phase: rank.relative_error(phase) for phase in ("generate", "score", "learn")}
     assert report.layouts is not None
     usage = {phase: rank.rank.phases[phase] for phase in ("score", "learn")}
     return {

@@ -24,7 +24,7 @@ from megatron_rl.megatron.features import FEATURES
 from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.packing import PackedRows
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
-from megatron_rl.planning.predict.placement import Problem, search
+from megatron_rl.planning.predict.placement import PlacementProblem, search_placements
 from megatron_rl.shapes import families
 from megatron_rl.shapes.blocks import FEED_FORWARDS, MIXERS
 from megatron_rl.shapes.blocks.attention import Attention
@@ -275,10 +275,10 @@ def test_a_new_mixer_is_planned(decay_shape: ModelShape) -> None:
     constants = load_constants()
     batch = StepBatch(128, 8, 2, 512.0, response_lengths(1024.0, 4096.0, "variable"), 4608.0)
     machine = Machine(constants.cluster("h100", 16), constants)
-    problem = Problem(
+    problem = PlacementProblem(
         {"actor": shape}, "grpo", batch, machine, context_parallel=False, shared_stage_split=False
     )
-    assert search(problem).plans[0].step.total > 0
+    assert search_placements(problem).plans[0].step.total > 0
 
 
 def test_a_mixer_without_a_builder_can_only_be_planned(

@@ -11,7 +11,7 @@ from megatron_rl.distributed import device
 from megatron_rl.types import TensorBox
 from megatron_rl.weights import execute
 from megatron_rl.weights.boxes import BoxGroup
-from megatron_rl.weights.execute import BoxSum, Execution, WeightMismatchError
+from megatron_rl.weights.execute import BoxChecksum, Execution, WeightMismatchError
 from megatron_rl.weights.plan import build_plan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 def checksum(values: torch.Tensor, start: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the checksum of a box as a number below 2**32."""
-    return int(BoxSum(values, start, dtype).compute()) % 2**32
+    return int(BoxChecksum(values, start, dtype).compute()) % 2**32
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -86,7 +86,7 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
     (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n")
-    words = "from megatron_rl.planning.machine import packages; print([vars(item) for item in packages()])"
+    words = "from megatron_rl.planning import machine; print([vars(it) for it in machine.check_packages()])"
     python = str(other / "bin/python")
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told
@@ -111,18 +111,18 @@ def test_a_driver_that_cannot_run_the_stack_is_named_before_anything_is_download
 
 def test_the_runtime_compiler_of_attention_is_opened(tmp_path: Path) -> None:
     """The loader opens them by name, as cuDNN does."""
-    finding = machine.runtime_compiler(13, tmp_path)
+    finding = machine.check_runtime_compiler(13, tmp_path)
     opened = [name for name in ("libnvrtc.so.13", "libcuda.so.1") if can_be_opened(name)]
     assert (finding.level == "ok") == (len(opened) == 2)
 
     # A version that no machine has.
-    finding = machine.runtime_compiler(99, tmp_path)
+    finding = machine.check_runtime_compiler(99, tmp_path)
     assert finding.level == "error" and "libnvrtc.so.99" in finding.text
     assert "nvidia-cuda-nvrtc" in str(finding.fix)
     library = tmp_path / "cu99/lib/libnvrtc.so.99"
     library.parent.mkdir(parents=True)
     library.write_bytes(b"")
-    assert f"LD_LIBRARY_PATH={library.parent}" in str(machine.runtime_compiler(99, tmp_path).fix)
+    assert f"LD_LIBRARY_PATH={library.parent}" in str(machine.check_runtime_compiler(99, tmp_path).fix)
 
 
 def can_be_opened(name: str) -> bool:

@@ -24,7 +24,11 @@ from hypothesis import strategies as st
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import PendingCheckpoint, convert_write_error, find_newest_intact
+from megatron_rl.checkpoint.folders import (
+    PendingCheckpoint,
+    convert_write_error,
+    find_newest_intact_checkpoint,
+)
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
@@ -149,7 +153,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
         assert sorted(os.listdir(tmp_path)) == ["step_4.old", "step_4.partial"]
         assert named_checkpoints(tmp_path) == [tmp_path / "step_4.old"] == [latest_checkpoint(tmp_path)]
         said: list[str] = []
-        assert find_newest_intact(tmp_path, said.append) == final
+        assert find_newest_intact_checkpoint(tmp_path, said.append) == final
         assert "step_4.old" in said[0] and damages(final) == []
         assert os.listdir(tmp_path) == ["step_4"]  # a run that has ended makes no save that prunes
 

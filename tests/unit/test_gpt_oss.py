@@ -35,7 +35,7 @@ from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_p
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.published import shape_of
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import boxes_of_experts, view_of
+from megatron_rl.weights.boxes import split_expert_boxes, view_of
 from megatron_rl.weights.trace import CopyRecorder, TraceError
 from tests.hf_models import in_four_bits, make_model, save_model
 
@@ -125,7 +125,7 @@ def test_boxes_of_stored_tensors_are_those_of_each_expert(
             storage = box.contiguous()
             stride = tuple(storage.stride())
         found: list[int] = []
-        for part in boxes_of_experts([TensorBox(name, start, size, 0, "w", 0, stride)], form):
+        for part in split_expert_boxes([TensorBox(name, start, size, 0, "w", 0, stride)], form):
             values = locations[part.name].select_part(stored)
             for dim, (begin, count) in enumerate(zip(part.start, part.size, strict=True)):
                 values = values.narrow(dim, begin, count)

@@ -10,10 +10,10 @@ from megatron_rl.planning.gpu_stack import (
     TOOLKIT,
     TORCH_OF_VLLM,
     TRANSFORMER_ENGINE,
+    check_driver,
+    check_package_compatibility,
     missing_requirements,
     pinned_versions,
-    unfit_driver,
-    unfit_packages,
 )
 from megatron_rl.versions import release_series
 
@@ -78,7 +78,7 @@ REFUSED = {
 
 
 def levels(versions: dict[str, str]) -> list[str]:
-    return [finding.level for finding in unfit_packages(versions, PINNED["0.32"])]
+    return [finding.level for finding in check_package_compatibility(versions, PINNED["0.32"])]
 
 
 @pytest.mark.parametrize("image", FITS)
@@ -88,7 +88,7 @@ def test_an_image_that_fits_stays_as_it_is(image: str):
 
 @pytest.mark.parametrize("image", TRIED_AFTERWARDS)
 def test_a_vendors_build_of_the_release_is_tried(image: str):
-    findings = unfit_packages(TRIED_AFTERWARDS[image], PINNED["0.32"])
+    findings = check_package_compatibility(TRIED_AFTERWARDS[image], PINNED["0.32"])
     assert [finding.level for finding in findings] == ["warning"]
     assert findings[0].fix is not None
     assert "tools/use_existing_torch.py" in findings[0].fix
@@ -96,13 +96,13 @@ def test_a_vendors_build_of_the_release_is_tried(image: str):
 
 @pytest.mark.parametrize("image", REFUSED)
 def test_an_image_of_another_release_is_refused_with_a_fix(image: str):
-    findings = unfit_packages(REFUSED[image], PINNED["0.32"])
+    findings = check_package_compatibility(REFUSED[image], PINNED["0.32"])
     assert [finding.level for finding in findings] == ["error"]
     assert findings[0].fix
 
 
 def test_a_newer_torch_names_what_would_have_to_be_built():
-    (finding,) = unfit_packages({"torch": "2.15.0", "flash-attn": "2.8.3"}, PINNED["0.33"])
+    (finding,) = check_package_compatibility({"torch": "2.15.0", "flash-attn": "2.8.3"}, PINNED["0.33"])
     assert "flash-attn of this machine cannot load with" in finding.text
     assert finding.fix is not None
     assert "tools/use_existing_torch.py" in finding.fix
@@ -111,34 +111,37 @@ def test_a_newer_torch_names_what_would_have_to_be_built():
 @pytest.mark.parametrize(("torch", "series"), [("2.14.0a0+4fdf77b940.nv26.08", "0.33"), ("2.13.0", "0.32")])
 def test_a_torch_of_the_other_stack_is_led_to_it(torch: str, series: str):
     (other,) = PINNED.keys() - {series}
-    (finding,) = unfit_packages({"torch": torch}, PINNED[other])
+    (finding,) = check_package_compatibility({"torch": torch}, PINNED[other])
     assert finding.level == "error"
     assert finding.fix is not None
     assert f"launch/setup.sh --gpu --vllm {series}" in finding.fix
-    assert [found.level for found in unfit_packages({"torch": torch}, PINNED[series])] in ([], ["warning"])
+    assert [found.level for found in check_package_compatibility({"torch": torch}, PINNED[series])] in (
+        [],
+        ["warning"],
+    )
 
 
 def test_the_indexs_apex_is_named_as_what_it_is():
-    (finding,) = unfit_packages({"torch": "2.13.0", "apex": "0.9.10.dev0"}, PINNED["0.32"])
+    (finding,) = check_package_compatibility({"torch": "2.13.0", "apex": "0.9.10.dev0"}, PINNED["0.32"])
     assert finding.level == "warning"
     assert "web framework" in finding.text
 
 
 @pytest.mark.parametrize(("driver", "fits"), [("580.65.06", True), ("590.12", True), ("575.57.08", False)])
 def test_a_driver_is_compared_before_the_download(driver: str, fits: bool):
-    assert (unfit_driver(driver, "2.13.0") is None) == fits
+    assert (check_driver(driver, "2.13.0") is None) == fits
 
 
 def test_a_driver_of_cuda_12_is_led_to_the_builds_for_it():
-    finding = unfit_driver("550.54.15", "2.13.0")
+    finding = check_driver("550.54.15", "2.13.0")
     assert finding is not None
     assert finding.fix is not None
     assert "--cuda 12" in finding.fix
-    assert unfit_driver("550.54.15", "2.13.0", toolkit=12) is None
+    assert check_driver("550.54.15", "2.13.0", toolkit_version=12) is None
 
 
 def test_a_driver_older_than_cuda_12_has_to_be_updated():
-    finding = unfit_driver("470.82.01", "2.13.0")
+    finding = check_driver("470.82.01", "2.13.0")
     assert finding is not None
     assert finding.fix == "update the driver to 580 or later"
 
@@ -182,7 +185,7 @@ def test_cudas_compiler_is_of_the_release_of_its_headers(lock: Path):
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():
-    missing = missing_requirements(LOCKS[0].read_text(encoding="utf-8"), {}, toolkit=12)
+    missing = missing_requirements(LOCKS[0].read_text(encoding="utf-8"), {}, toolkit_version=12)
     names = {requirement.partition("==")[0].lower() for requirement in missing}
     assert not names & {"torch", "vllm", "transformer-engine-cu13", "nvidia-nccl-cu13"}
     assert {"transformer-engine", "megatron-core"} <= names

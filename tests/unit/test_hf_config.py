@@ -235,10 +235,10 @@ def test_files_are_filled_in_order():
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
     """The importer covers each parameter exactly, for every rank of a layout with padding and experts."""
-    from megatron_rl.planning.reshard import megatron_layout
+    from megatron_rl.planning.reshard import megatron_boxes
 
     device.initialize()
     assert ParallelGroups(ParallelLayout((0,))).is_member
     layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
-    groups = megatron_layout(config_of("qwen3-moe"), layout, torch.float32)
+    groups = megatron_boxes(config_of("qwen3-moe"), layout, torch.float32)
     assert {rank for group in groups for rank in group.ranks} == set(range(8))

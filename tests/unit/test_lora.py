@@ -160,9 +160,9 @@ def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     model = build(tmp_path / "base", LORA)
     learn(model)
     state = {"step": 1, "seed": 1}
-    checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, state)
+    checkpoint.save_checkpoint(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, state)
     other = build(tmp_path / "base", LORA)
-    checkpoint.load_model(tmp_path / "step_1", other)
+    checkpoint.load_actor_weights(tmp_path / "step_1", other)
     loaded = adapter_parameters(other)
     assert all(torch.equal(value, loaded[name]) for name, value in adapter_parameters(model).items())
     stored = sum(file.stat().st_size for file in (tmp_path / "step_1/actor").iterdir())
@@ -175,12 +175,14 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
     model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
     export_model(model, tmp_path / "split", file_bytes=100_000)
     record_base_checksum(model, tmp_path / "base")
-    checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1})
+    checkpoint.save_checkpoint(
+        tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1}
+    )
     record_base_checksum(model, tmp_path / "split")
-    checkpoint.load_model(tmp_path / "step_1", model)
+    checkpoint.load_actor_weights(tmp_path / "step_1", model)
     record_base_checksum(other, tmp_path / "other")
     with pytest.raises(UserError, match="another base") as caught:
-        checkpoint.load_model(tmp_path / "step_1", other)
+        checkpoint.load_actor_weights(tmp_path / "step_1", other)
     assert "model.path" in (caught.value.fix or "")
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from peers import METHODS, decode_milliseconds
 
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
-from megatron_rl.planning.predict.generate import RolloutLayout, cache_tokens, replica_seconds
-from megatron_rl.planning.predict.learn import TrainChoice, fullest_training, learn_seconds, score_seconds
+from megatron_rl.planning.predict.generate import RolloutLayout, cache_capacity_tokens, replica_seconds
+from megatron_rl.planning.predict.learn import TrainChoice, learn_seconds, peak_training_memory, score_seconds
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import OptimizerChoice
@@ -95,7 +95,7 @@ def test_memory_shrinks_with_every_cut_and_grows_with_tokens(
 
     def total(layout: ParallelLayout, tokens: int, optimizer: OptimizerChoice | None = None) -> float:
         choice = TrainChoice(model, layout, recompute, optimizer or OptimizerChoice())
-        return fullest_training(choice, tokens, 64).total
+        return peak_training_memory(choice, tokens, 64).total
 
     def larger(**factors: int) -> ParallelLayout:
         """Return the layout with these of its sizes multiplied."""
@@ -143,5 +143,5 @@ def test_generation_grows_with_rows_lengths_and_less_cache(
 @pytest.mark.parametrize("name", MODELS)
 def test_more_tensor_parallelism_holds_more_cache(name: str) -> None:
     model, machine = load_shape(name), machine_of(8, memory=25)
-    room = [cache_tokens(model, RolloutLayout(tensor=size), machine) for size in (1, 2, 4, 8)]
+    room = [cache_capacity_tokens(model, RolloutLayout(tensor=size), machine) for size in (1, 2, 4, 8)]
     assert room == sorted(room)

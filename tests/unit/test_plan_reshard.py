@@ -12,8 +12,8 @@ from megatron_rl.cli.main import main
 from megatron_rl.planning.reshard import (
     actor_layout,
     find_config,
+    parse_layout,
     plan_offline,
-    read_layout,
 )
 from megatron_rl.shapes.traffic import received_by_other_projects
 
@@ -25,7 +25,7 @@ def test_received_bytes_are_hybridflows_where_its_assumptions_hold(source, tenso
     It counts a model whose every byte is cut evenly; here norms are whole on every rank (under 1e-4 of the
     bytes) and only first and last stages have the vocabulary, so means over ranks are compared.
     """
-    actor = actor_layout(read_layout(source))
+    actor = actor_layout(parse_layout(source))
     plan = plan_offline(
         find_config("llama-3.1-8b"), actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8
     )

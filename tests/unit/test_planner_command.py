@@ -18,9 +18,15 @@ from megatron_rl.config import budget
 from megatron_rl.config.adapters import is_initial_actor
 from megatron_rl.config.load import load, load_text
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planning.predict.calibrate import calibrate
-from megatron_rl.planning.predict.placement import search
-from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
+from megatron_rl.planning.predict.calibrate import calibrate_constants
+from megatron_rl.planning.predict.placement import search_placements
+from megatron_rl.planning.predict.plan_file import (
+    Paths,
+    config_text,
+    make_planned_run,
+    plan_record,
+    preset_of,
+)
 from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.published import load_presets, load_shape
@@ -77,12 +83,12 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     problem = make_problem(parser.parse_args(words))
-    for plan in search(problem, parser.parse_args(words).split).plans:
+    for plan in search_placements(problem, parser.parse_args(words).split).plans:
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_hf_config(words[0])))
         critic = _critic(words, tmp_path)
-        run = planned_run(problem, plan, Paths(str(model), reward_model=critic, critic=critic))
+        run = make_planned_run(problem, plan, Paths(str(model), reward_model=critic, critic=critic))
         out.write_text(config_text(problem, run))
         report = checked(out)
         assert not report.errors, (plan.name, [str(error) for error in report.errors])
@@ -96,7 +102,7 @@ def test_every_written_plan_passes_check(tmp_path, words) -> None:
                 role.choice.layout.size if role else plan.rollout.layout.replicas * size
             )
         ahead = report.config.asynchrony.steps_ahead
-        assert ahead == (1 if plan.step.ahead else 0)
+        assert ahead == (1 if plan.step.samples_ahead else 0)
         # What `plan` printed of this configuration is what `check` prints of it, to the last byte.
         assert run.memory == report.memory
         assert run.traffic == report.sync
@@ -116,12 +122,12 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     add_arguments(parser)
     words = ["llama-3-70b", "--gpus", "8", "--response-tokens", "4096", "--lora-rank", "32"]
     problem = make_problem(parser.parse_args(words))
-    whole, adapters = (search(each).plans[0] for each in (replace(problem, lora=None), problem))
+    whole, adapters = (search_placements(each).plans[0] for each in (replace(problem, lora=None), problem))
     actor, reference = (adapters.plan_of(role) for role in ("actor", "reference"))
     assert actor is not None and actor.memory.fullest.optimizer < 0.1 * actor.memory.fullest.weights
     assert reference is not None and reference.memory.states == 0 < reference.forward
     assert adapters.step.seconds["learn"] < whole.step.seconds["learn"]
-    run = planned_run(problem, adapters, Paths("models/llama"))
+    run = make_planned_run(problem, adapters, Paths("models/llama"))
     assert run.config.actor.lora is not None and run.config.actor.lora.rank == 32
     assert is_initial_actor(run.config, "reference")
 
@@ -144,10 +150,10 @@ def test_long_sequences_are_cut_over_ranks() -> None:
     words = ["llama-3.1-8b", "--gpus", "16"]
     for response, cut in (("65536", True), ("8192", False)):
         problem = make_problem(parser.parse_args([*words, "--response-tokens", response]))
-        fastest = search(problem).plans[0]
+        fastest = search_placements(problem).plans[0]
         actor = fastest.plan_of("actor").choice
         assert (actor.layout.context > 1) is cut
-        config = planned_run(problem, fastest, Paths("models/llama")).config
+        config = make_planned_run(problem, fastest, Paths("models/llama")).config
         assert config.model.attention == "transformer_engine"
         assert config.actor.layout.context == actor.layout.context
 
@@ -176,13 +182,13 @@ def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     problem = make_problem(parser.parse_args(["qwen3-8b", "--gpus", "16", "--algorithm", "ppo"]))
-    for placed in search(problem).plans:
-        run = planned_run(problem, placed, Paths("models/qwen3-8b"))
+    for placed in search_placements(problem).plans:
+        run = make_planned_run(problem, placed, Paths("models/qwen3-8b"))
         (tmp_path / "plan.yaml").write_text(config_text(problem, run))
         config = checked(tmp_path / "plan.yaml").valid()
         shapes = role_shapes(config, lambda path: load_shape("qwen3-8b"))
         mean = problem.batch.lengths.mean
-        step = predict_run(config, load_constants(), "h100", shapes, RunStats(response=mean))
+        step = predict_run(config, load_constants(), "h100", shapes, RunStats(response_length=mean))
         assert step.seconds == pytest.approx(dict(run.prediction.seconds))
         # The search's own estimate differs where the configuration has one token budget for every role.
         assert placed.step.total == pytest.approx(step.total, rel=0.15)
@@ -335,7 +341,7 @@ def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
     assert "generate" in capsys.readouterr().out
     assert set(json.loads(record.read_text())) == {"generate", "reshard", "score", "learn", "rest"}
     # With its own constants the run is predicted as it was measured.
-    _, phases = calibrate(str(tmp_path / "run"), None, load_constants(str(out)))
+    _, phases = calibrate_constants(str(tmp_path / "run"), None, load_constants(str(out)))
     for name, (predicted, measured) in phases.items():
         assert predicted == pytest.approx(measured, rel=1e-6), name
 

@@ -9,19 +9,19 @@ from peers import model_flops_per_token, volume
 from megatron_rl.planning.predict.batch import StepBatch, attended_context, response_lengths
 from megatron_rl.planning.predict.generate import (
     RolloutLayout,
-    experts_read,
+    fraction_of_experts_read,
     generate_seconds,
     replica_seconds,
 )
-from megatron_rl.planning.predict.learn import TrainChoice, fullest_training
+from megatron_rl.planning.predict.learn import TrainChoice, peak_training_memory
 from megatron_rl.planning.predict.placement import (
     ROLES,
     SIMPLER,
     SPLITS,
-    Problem,
+    PlacementProblem,
     compositions,
-    search,
-    search_simple,
+    search_placements,
+    search_simplest_placements,
 )
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
@@ -38,11 +38,13 @@ CONSTANTS = load_constants()
 BATCH = StepBatch(128, 8, 2, 512.0, response_lengths(1024.0, 4096.0, "variable"), 4608.0)
 
 
-def problem(model: str, gpus: int, gpu: str = "h100", algorithm: str = "grpo") -> Problem:
+def problem(model: str, gpus: int, gpu: str = "h100", algorithm: str = "grpo") -> PlacementProblem:
     shape = load_shape(model)
     models = {role: shape for role in ROLES[algorithm]}
     machine = Machine(CONSTANTS.cluster(gpu, gpus), CONSTANTS)
-    return Problem(models, algorithm, BATCH, machine, context_parallel=True, shared_stage_split=False)
+    return PlacementProblem(
+        models, algorithm, BATCH, machine, context_parallel=True, shared_stage_split=False
+    )
 
 
 def cut(data: int = 1, **sizes: int) -> ParallelLayout:
@@ -60,7 +62,7 @@ def in_campaign(*values: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3.1-8b", in_campaign("qwen3-30b-a3b"), in_campaign("qwen3-32b")])
 def test_more_gpus_are_never_slower_at_the_optimum(model: str) -> None:
-    totals = [search(problem(model, gpus)).plans[0].step.total for gpus in (16, 64, 256)]
+    totals = [search_placements(problem(model, gpus)).plans[0].step.total for gpus in (16, 64, 256)]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -73,7 +75,7 @@ def test_more_memory_is_never_worse(algorithm: str) -> None:
         gpu = replace(base.machine.gpu, memory=base.machine.gpu.memory * factor)
         cluster = Cluster(gpu, 32, 8, base.machine.cluster.network)
         larger = replace(base, machine=replace(base.machine, cluster=cluster))
-        totals.append(search(larger).plans[0].step.total)
+        totals.append(search_placements(larger).plans[0].step.total)
     assert totals == sorted(totals, reverse=True)
 
 
@@ -113,7 +115,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
     sizes = []
     for expert in (8, 16, 32):
         layout = cut(data=32, expert=expert)
-        memory = fullest_training(TrainChoice(shape, layout), 4096, 1)
+        memory = peak_training_memory(TrainChoice(shape, layout), 4096, 1)
         sizes.append(memory.fullest.optimizer)
     assert sizes[0] == pytest.approx(sizes[1]) == pytest.approx(sizes[2])
 
@@ -122,7 +124,7 @@ def test_expert_optimizer_is_not_sharded_when_experts_have_one_copy() -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
     asked = problem("qwen3-32b", 64, gpu, algorithm)
-    for plan in search(asked).plans:
+    for plan in search_placements(asked).plans:
         limit, gpu = asked.machine.usable_memory, asked.machine.gpu
         for group in plan.groups:
             memory = [entry.memory for entry in group.plans.values()]
@@ -130,7 +132,7 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
             assert working + sum(held.states for held in memory) <= limit, plan.name
             if group.rollout is not None:
                 engine = group.rollout.layout.memory_fraction * gpu.memory
-                assert engine + group.resident <= limit, plan.name
+                assert engine + group.resident_bytes <= limit, plan.name
         assert plan.gpus <= asked.gpus
         for group in plan.groups:
             for entry in group.plans.values():
@@ -144,8 +146,8 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
 )
 def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algorithm: str) -> None:
     searched = replace(problem(model, gpus, algorithm=algorithm), shared_stage_split=True)
-    fastest = {plan.name: plan for plan in search(searched).plans}
-    simple = search_simple(searched).plans
+    fastest = {plan.name: plan for plan in search_placements(searched).plans}
+    simple = search_simplest_placements(searched).plans
     assert {plan.name for plan in simple} == set(fastest)
     assert [plan.step.total for plan in simple] == sorted(plan.step.total for plan in simple)
 
@@ -165,9 +167,9 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
     batch = StepBatch(256, 8, 1, 1024.0, response_lengths(2731.0, 8192.0, "variable"), 9216.0)
     for algorithm in ROLES:
         asked = replace(problem("qwen2.5-7b", 16, algorithm=algorithm), batch=batch, shared_stage_split=True)
-        first, *_ = search_simple(asked).plans
+        first, *_ = search_simplest_placements(asked).plans
         assert first.largest_pipeline <= 2 and not any(size % 8 for size in first.gpus_per_group)
-        split = next(plan for plan in search_simple(asked).plans if plan.rollout_gpus)
+        split = next(plan for plan in search_simplest_placements(asked).plans if plan.rollout_gpus)
         is_aligned = (split.gpus_per_group, split.rollout_gpus) == ([8], 8)
         assert is_aligned or any("whole nodes" in reason for reason in split.reasons)
         assert is_aligned or algorithm == "ppo", "training four models needs more than a node"
@@ -175,7 +177,7 @@ def test_a_small_model_on_two_nodes_has_no_deep_pipeline_and_no_group_across_a_n
 
 @pytest.mark.slow
 def test_every_placement_is_searched() -> None:
-    names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
+    names = {plan.name for plan in search_placements(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
     assert {
         "colocated",
         "split",
@@ -183,7 +185,7 @@ def test_every_placement_is_searched() -> None:
         "mixed: every role on its own GPUs",
     } <= names
     ahead, always = (
-        next(plan for plan in search(problem("llama-3.1-8b", 32), way).plans if plan.name == way)
+        next(plan for plan in search_placements(problem("llama-3.1-8b", 32), way).plans if plan.name == way)
         for way in SPLITS[1:]
     )
     assert ahead.step.total < sum(ahead.step.seconds.values())
@@ -213,7 +215,7 @@ def test_an_open_order_saves_the_wait_for_the_longest_and_computes_caches_anew()
 def test_search_evaluates_a_bounded_number_of_candidates(
     model: str, gpus: int, algorithm: str, most: int
 ) -> None:
-    result = search(problem(model, gpus, algorithm=algorithm))
+    result = search_placements(problem(model, gpus, algorithm=algorithm))
     assert result.plans
     assert 100 < result.evaluated < most
 
@@ -228,15 +230,17 @@ def test_generation_runs_to_the_longest_response() -> None:
 
 def test_uneven_loads_leave_experts_unread() -> None:
     for hits in (0.1, 1.0, 8.0, 100.0):
-        read = [experts_read(hits, spread) for spread in (0.0, 0.3, 1.0, 2.0)]
+        read = [fraction_of_experts_read(hits, spread) for spread in (0.0, 0.3, 1.0, 2.0)]
         assert read == sorted(read, reverse=True) and 0 < read[-1] < read[0] <= 1.0
-    assert experts_read(1e-6, 1.0) == pytest.approx(1e-6, rel=1e-3)
-    assert experts_read(1e9, 1.0) == pytest.approx(1.0)
-    assert experts_read(8.0, 1e-4) == pytest.approx(experts_read(8.0, 0.0), rel=1e-3)
+    assert fraction_of_experts_read(1e-6, 1.0) == pytest.approx(1e-6, rel=1e-3)
+    assert fraction_of_experts_read(1e9, 1.0) == pytest.approx(1.0)
+    assert fraction_of_experts_read(8.0, 1e-4) == pytest.approx(fraction_of_experts_read(8.0, 0.0), rel=1e-3)
 
 
 def test_compute_poor_gpu_trains_slower_and_decodes_as_fast() -> None:
-    plans = {gpu: search(problem("qwen3-32b", 64, gpu)).plans[0].step.seconds for gpu in ("h100", "h20")}
+    plans = {
+        gpu: search_placements(problem("qwen3-32b", 64, gpu)).plans[0].step.seconds for gpu in ("h100", "h20")
+    }
     assert plans["h20"]["learn"] > 3 * plans["h100"]["learn"]
     assert plans["h20"]["generate"] < 1.3 * plans["h100"]["generate"]
 

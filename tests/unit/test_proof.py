@@ -66,7 +66,7 @@ def test_steps_that_differ_are_an_error(tmp_path: Path):
 def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "proof.yaml").write_text("modle: {path: x}\n")
-    finding = proof._run_task(proof.list_tasks(tmp_path, 2)[2], tmp_path)
+    finding = proof._run_small_job(proof.list_small_jobs(tmp_path, 2)[2], tmp_path)
     assert finding.level == "error" and "exit code 2" in finding.text and "modle" in finding.text
     assert "rollout.engine=torch" in (finding.fix or "")
 
@@ -75,17 +75,17 @@ def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 1024])
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
     proof._write_job_files(tmp_path, world, on_host=True)
-    for task in proof.list_tasks(tmp_path, world)[:-1]:
+    for task in proof.list_small_jobs(tmp_path, world)[:-1]:
         words = ["-v", "--world-size", str(world), "--for", task.command, f"run_dir={tmp_path / task.name}"]
-        assert main(["check", str(tmp_path / "proof.yaml"), *words, *task.changes]) == 0, (
+        assert main(["check", str(tmp_path / "proof.yaml"), *words, *task.overrides]) == 0, (
             capsys.readouterr().out
         )
     shown = capsys.readouterr().out
     assert ("pipeline 2" in shown) == (world % 4 == 0)
-    assert any(task.name == "all_ranks" for task in proof.list_tasks(tmp_path, world)) == (world > 1)
+    assert any(task.name == "all_ranks" for task in proof.list_small_jobs(tmp_path, world)) == (world > 1)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="files that no proof has written"):
+    with pytest.raises(UserError, match="files that doctor --gpu has not written"):
         proof._write_job_files(tmp_path, 2, on_host=True)

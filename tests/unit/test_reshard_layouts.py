@@ -19,9 +19,9 @@ from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.megatron.parameter_mapping import global_name
 from megatron_rl.planning.reshard import (
     dense_shapes,
-    engine_layout,
+    engine_boxes,
     expert_shapes,
-    megatron_layout,
+    megatron_boxes,
     plan_offline,
 )
 from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
@@ -86,19 +86,19 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
         lora = Lora(data.draw(st.integers(1, 9)), default_targets(model.shape))
         model = make_adapted_model(model, lora.rank, None, lora.targets)
     shared = shared_bytes(model.shape, actor, places, 2, settings=overrides, whole_experts=whole, lora=lora)
-    sources = megatron_layout(config, actor, torch.bfloat16, overrides, lora)
+    sources = megatron_boxes(config, actor, torch.bfloat16, overrides, lora)
     per_node = data.draw(st.sampled_from([1, 2, 3, 4, 8]))
     nodes = {rank: rank // per_node for rank in range(8)}
-    plan = build_plan(sources, engine_layout(model, ranks, places, torch.bfloat16, whole), nodes)
+    plan = build_plan(sources, engine_boxes(model, ranks, places, torch.bfloat16, whole), nodes)
     traffic = shared.traffic(ranks, per_node)
     across_nodes = Counter(dict.fromkeys(ranks, 0))
-    for (sender, receiver), count in plan.pairs.items():
+    for (sender, receiver), count in plan.pair_bytes.items():
         across_nodes[receiver] += count * (nodes[sender] != nodes[receiver])
     assert across_nodes == traffic.received_across_nodes
-    assert plan.bytes_between(nodes) == (traffic.inside_nodes, traffic.across_nodes)
+    assert plan.bytes_inside_and_across_nodes(nodes) == (traffic.inside_nodes, traffic.across_nodes)
     assert {rank: plan.received.get(rank, 0) for rank in ranks} == traffic.received
     assert plan.needed == traffic.needed
-    whole_model = build_plan(sources, engine_layout(model, (0,), 1, torch.bfloat16))
+    whole_model = build_plan(sources, engine_boxes(model, (0,), 1, torch.bfloat16))
     assert traffic.model_bytes == whole_model.needed[0]
 
 
@@ -106,10 +106,10 @@ def test_traffic_from_sizes_is_that_of_the_plan(family, sizes, places, vocabular
 def test_expert_layouts_plan_onto_tensor_parallel_engines(family):
     config = config_of(family)
     actor = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2, expert=2, sequence_parallel=True)
-    sources = megatron_layout(config, actor, torch.bfloat16)
+    sources = megatron_boxes(config, actor, torch.bfloat16)
     model = describe_model(config)
     for tensor, whole_experts in ((2, False), (4, False), (2, True)):
-        plan = build_plan(sources, engine_layout(model, range(8), tensor, torch.bfloat16, whole_experts))
+        plan = build_plan(sources, engine_boxes(model, range(8), tensor, torch.bfloat16, whole_experts))
         assert sum(plan.received.values()) == sum(plan.sent.values()) > 0
 
 
@@ -150,14 +150,14 @@ def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     plan = plan_offline(
         config, actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8, whole_experts=whole_experts
     )
-    assert max(plan.peers.values()) <= 64
+    assert max(plan.peer_counts.values()) <= 64
     assert max(plan.sent.values()) <= 1.05 * least_sent(plan)
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
-    assert schedule_phases(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
+    assert schedule_phases(plan, HybridEngineConfig.staging_bytes).max_messages_per_rank <= most_messages
 
     shape = describe_model(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
     shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
     order = best_rank_order(shared, actor.ranks, 8)
-    near = Counter(rank for pair in plan.pairs for rank in pair if pair[0] // 8 == pair[1] // 8)
+    near = Counter(rank for pair in plan.pair_bytes for rank in pair if pair[0] // 8 == pair[1] // 8)
     assert max(near.values(), default=0) <= 2 * max_peers_on_node(shared, actor, order, 8)

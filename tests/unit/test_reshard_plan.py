@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, UncoveredError, cut_overlaps, intersect
 from megatron_rl.weights.plan import PlanError, build_plan, check_plan, schedule_phases
-from megatron_rl.weights.transfer import _Stream, slot_bytes
+from megatron_rl.weights.transfer import _Stream, largest_message_bytes
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4)
 
@@ -95,14 +95,14 @@ def test_every_element_arrives_once_from_a_holder_with_the_least_traffic(data):
     for rank in ranks[first:]:
         written = storages(destinations, rank)
         writes = {name: torch.zeros_like(value) for name, value in written.items()}
-        targets = plan.boxes_of(rank, destination=True)
-        for sender, coming in plan.to_receive(rank).items():
-            index = plan.boxes_of(sender, destination=False)
+        targets = plan.index_boxes(rank, is_destination=True)
+        for sender, coming in plan.regions_to_receive(rank).items():
+            index = plan.index_boxes(sender, is_destination=False)
             for region in coming:
-                there = index.containing(region)[0]
+                there = index.boxes_containing(region)[0]
                 value = held[sender][there.storage].as_strided(there.size, there.stride, there.offset)
                 received[rank] += region.bytes if sender != rank else 0
-                for here in targets.containing(region):
+                for here in targets.boxes_containing(region):
                     written[here.storage].as_strided(here.size, here.stride, here.offset).copy_(value)
                     writes[here.storage].as_strided(here.size, here.stride, here.offset).add_(1)
         expected = storages(destinations, rank, whole)
@@ -118,8 +118,8 @@ def test_every_element_arrives_once_from_a_holder_with_the_least_traffic(data):
         )
         assert received[rank] == mine - overlap == plan.received.get(rank, 0)
     for rank in ranks:
-        for peer, going in plan.to_send(rank).items():
-            assert going == plan.to_receive(peer)[rank]
+        for peer, going in plan.regions_to_send(rank).items():
+            assert going == plan.regions_to_receive(peer)[rank]
 
 
 @settings(max_examples=80, deadline=None)
@@ -140,12 +140,14 @@ def test_phases_bound_the_streams_of_every_rank(data):
     plan = build_plan(grouped(sources), grouped(needs))
     staging = data.draw(st.integers(1, 12)) * 4096
     when = schedule_phases(plan, staging, message_bytes=1024)
-    assert set(when.phase) == chosen
-    assert when.staging <= staging
+    assert set(when.phase_by_pair) == chosen
+    assert when.staging_bytes <= staging
     for rank in range(count):
-        for phase in set(when.phase.values()):
-            streams = [pair for pair, number in when.phase.items() if number == phase and rank in pair]
-            assert len(streams) <= when.streams
+        for phase in set(when.phase_by_pair.values()):
+            streams = [
+                pair for pair, number in when.phase_by_pair.items() if number == phase and rank in pair
+            ]
+            assert len(streams) <= when.max_streams
             assert len({pair[1] for pair in streams if pair[0] == rank}) <= staging // 4096
 
 
@@ -159,7 +161,7 @@ def test_messages_stay_within_their_slot_and_carry_everything_once(shapes, slot,
     stream = _Stream(slot * 16)
     values = [torch.zeros(shape) for shape in shapes]
     for value, dtype in zip(values, dtypes, strict=False):
-        stream.add((value,), dtype)
+        stream.append_piece((value,), dtype)
     for message, length in zip(stream.messages, stream.lengths, strict=True):
         assert 0 < length <= slot * 16
         end = 0
@@ -173,12 +175,12 @@ def test_messages_stay_within_their_slot_and_carry_everything_once(shapes, slot,
 
 @given(streams=st.integers(1, 64), staging=st.integers(4096, 2**30))
 def test_double_buffered_streams_fit_the_staging_bound(streams, staging):
-    assert 2 * streams * slot_bytes(staging, streams) <= staging
+    assert 2 * streams * largest_message_bytes(staging, streams) <= staging
 
 
 def test_too_little_staging_is_refused():
     with pytest.raises(ValueError, match="too few"):
-        slot_bytes(100, 8)
+        largest_message_bytes(100, 8)
 
 
 def test_a_gap_is_an_error():
@@ -210,7 +212,7 @@ def test_sending_is_shared_by_replicas_and_stays_on_the_node():
     assert plan.sent == {0: 4 * 2**22, 1: 4 * 2**22}
     near = build_plan(grouped({0: boxes, 1: boxes}), grouped({2: boxes}), {0: 0, 1: 1, 2: 1})
     assert near.sent == {1: 8 * 2**22}
-    assert near.bytes_between({0: 0, 1: 1, 2: 1}) == (8 * 2**22, 0)
+    assert near.bytes_inside_and_across_nodes({0: 0, 1: 1, 2: 1}) == (8 * 2**22, 0)
 
 
 def test_own_copies_come_first():
@@ -230,8 +232,8 @@ def test_receivers_of_replicas_have_one_sender_each_and_loads_are_even():
     sources = {rank: boxes for rank in range(4)}
     plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 12)}))
     assert set(plan.sent.values()) == {2 * 8 * 2**22}
-    assert all(plan.peers[receiver] == 1 for receiver in range(4, 12))
-    assert all(plan.peers[sender] == 2 for sender in range(4))
+    assert all(plan.peer_counts[receiver] == 1 for receiver in range(4, 12))
+    assert all(plan.peer_counts[sender] == 2 for sender in range(4))
 
 
 def test_small_regions_come_from_the_holders_of_large_ones():
@@ -241,7 +243,7 @@ def test_small_regions_come_from_the_holders_of_large_ones():
     sources = {rank: [matrix, norm] for rank, matrix in matrices.items()}
     destinations = {4 + rank: [matrix, norm] for rank, matrix in matrices.items()}
     plan = build_plan(grouped(sources), grouped(destinations))
-    assert set(plan.pairs) == {(rank, 4 + rank) for rank in range(4)}
+    assert set(plan.pair_bytes) == {(rank, 4 + rank) for rank in range(4)}
 
 
 def test_holders_on_the_same_rail_come_before_others():
@@ -249,7 +251,7 @@ def test_holders_on_the_same_rail_come_before_others():
     sources = {rank: boxes for rank in range(4)}
     nodes = {rank: rank // 4 for rank in range(8)}
     plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 8)}), nodes)
-    assert set(plan.pairs) == {(rank, 4 + rank) for rank in range(4)}
+    assert set(plan.pair_bytes) == {(rank, 4 + rank) for rank in range(4)}
 
 
 def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams():
@@ -259,21 +261,21 @@ def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams(
     transfers = schedule_phases(plan, 2**22)
     ends = Counter(
         (rank, direction, phase)
-        for pair, phase in transfers.phase.items()
+        for pair, phase in transfers.phase_by_pair.items()
         for direction, rank in enumerate(pair)
     )
-    assert max(ends.values()) == 1 and len(set(transfers.phase.values())) == 4
+    assert max(ends.values()) == 1 and len(set(transfers.phase_by_pair.values())) == 4
     for sender in range(4):
-        for receiver, regions in plan.to_send(sender).items():
-            stream = _Stream(transfers.slot, transfers.own_message_bytes)
-            stream.fill([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
-            assert len(stream.messages) == transfers.messages[sender, receiver]
+        for receiver, regions in plan.regions_to_send(sender).items():
+            stream = _Stream(transfers.max_message_bytes, transfers.own_message_bytes)
+            stream.append_pieces([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
+            assert len(stream.messages) == transfers.message_counts[sender, receiver]
 
 
 def test_regions_are_packed_where_messages_are_too_many(monkeypatch):
     boxes = [box(f"t{i}", [0], [2**18], (0,)) for i in range(64)]
     plan = build_plan(grouped({0: boxes}), grouped({1: boxes}))
-    assert schedule_phases(plan, 2**26).messages_per_rank == 64
+    assert schedule_phases(plan, 2**26).max_messages_per_rank == 64
     monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", 10)
     packed = schedule_phases(plan, 2**26)
-    assert packed.messages_per_rank == 2 and packed.staging <= 2**26
+    assert packed.max_messages_per_rank == 2 and packed.staging_bytes <= 2**26

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.weights.trace import TraceError, meta_sources, trace_copies
+from megatron_rl.weights.trace import TraceError, make_meta_sources, trace_copies
 
 
 def replay(boxes, sources, destinations):
@@ -25,7 +25,7 @@ def check(load, shapes, destination_shapes):
     meta = {name: torch.empty(shape, device="meta") for name, shape in destination_shapes.items()}
     boxes = trace_copies(
         lambda named: load(named, meta),
-        meta_sources(shapes, torch.float32),
+        make_meta_sources(shapes, torch.float32),
         meta,
         rank=3,
     )
@@ -104,14 +104,14 @@ def test_destinations_in_one_storage_are_told_apart():
     def load(sources):
         targets["second"].copy_(sources["a"])
 
-    boxes = trace_copies(load, meta_sources({"a": (3, 4)}, torch.float32), targets, rank=0)
+    boxes = trace_copies(load, make_meta_sources({"a": (3, 4)}, torch.float32), targets, rank=0)
     assert [(box.storage, box.offset) for box in boxes] == [("second", 0)]
     assert not buffer.any()
 
 
 def test_unknown_values_are_refused():
     target = {"w": torch.empty(3, device="meta")}
-    sources = meta_sources({"a": (3,)}, torch.float32)
+    sources = make_meta_sources({"a": (3,)}, torch.float32)
     with pytest.raises(TraceError, match="'w'"):
         trace_copies(lambda named: target["w"].copy_(named["a"] + 1), sources, target, rank=0)
 

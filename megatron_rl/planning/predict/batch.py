@@ -18,23 +18,23 @@ _BISECTIONS = 80
 
 
 @dataclass(frozen=True)
-class Lengths:
+class ResponseLengths:
     """Distribution of response lengths in tokens.
 
-    Example: ``Lengths(mean=1000.0, longest=4096.0, scale=1074.3)``.
+    Example: ``ResponseLengths(mean=1000.0, limit=4096.0, scale=1074.3)``.
     """
 
     mean: float
-    """Mean length of the sequences, in tokens."""
-    longest: float
-    """Limit of a response, tokens."""
+    """Mean length of a response, in tokens."""
+    limit: float
+    """Largest length of a response, in tokens."""
     scale: float | None
-    """Scale of the exponential before truncation, tokens, or None if every response has the same length."""
+    """Scale of the exponential before truncation, in tokens; None if all responses have the same length."""
 
     def fraction_longer(self, length: float) -> float:
         """Return the fraction of responses that are longer than ``length`` tokens."""
         # Responses are truncated at the limit.
-        if length >= self.longest:
+        if length >= self.limit:
             return 0.0
         if self.scale is None:
             return 1.0
@@ -43,14 +43,14 @@ class Lengths:
     def mean_square(self) -> float:
         """Return the mean of the squared response length, in tokens squared."""
         if self.scale is None:
-            return self.longest**2
+            return self.limit**2
         # Second moment of the exponential distribution with its tail at the limit.
-        ratio = self.longest / self.scale
+        ratio = self.limit / self.scale
         return 2.0 * self.scale**2 * (1.0 - (1.0 + ratio) * exp(-ratio))
 
 
 @lru_cache(maxsize=256)
-def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
+def response_lengths(mean: float, limit: float, kind: str) -> ResponseLengths:
     """Return the distribution of response lengths with mean ``mean`` and maximum ``limit``, in tokens.
 
     ``kind``: "fixed" for equal lengths, or "variable" for lengths from an exponential distribution that is
@@ -58,11 +58,11 @@ def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
     """
     if kind == "fixed":
         length = min(mean, limit)
-        return Lengths(length, length, None)
+        return ResponseLengths(length, length, None)
 
     # No truncated exponential has a mean this close to the limit: assume that every response reaches it.
     if mean >= _FIXED_ABOVE * limit:
-        return Lengths(min(mean, limit), limit, None)
+        return ResponseLengths(min(mean, limit), limit, None)
 
     # The mean grows with the scale, so bisect; geometrically, since the interval spans orders of magnitude.
     low = mean * 0.5
@@ -73,20 +73,23 @@ def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
             low = middle
         else:
             high = middle
-    return Lengths(mean, limit, (low * high) ** 0.5)
+    return ResponseLengths(mean, limit, (low * high) ** 0.5)
 
 
-def attended_context(prompt: float, lengths: Lengths) -> float:
-    """Return the mean number of keys that a token of a complete sequence attends to: E[l^2] / (2 E[l])."""
-    square = prompt**2 + 2.0 * prompt * lengths.mean + lengths.mean_square()
-    return square / (2.0 * (prompt + lengths.mean))
+def attended_context(prompt_length: float, lengths: ResponseLengths) -> float:
+    """Return the mean number of keys that a token of a complete sequence attends to.
+
+    A token attends to all tokens before it, so with the length l of a sequence this is E[l^2] / (2 E[l]).
+    """
+    mean_square = prompt_length**2 + 2.0 * prompt_length * lengths.mean + lengths.mean_square()
+    return mean_square / (2.0 * (prompt_length + lengths.mean))
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """Rows of one step: prompts times samples, divided into ``optimizer_steps`` mini-batches per epoch.
 
-    Example: ``StepBatch(128, 8, optimizer_steps=2, prompt=512.0, lengths=lengths, longest=4608.0)``.
+    Example: ``StepBatch(128, 8, optimizer_steps=2, prompt_length=512.0, lengths=lengths, row_limit=4608.0)``.
     """
 
     prompts: int
@@ -95,12 +98,12 @@ class StepBatch:
     """Number of responses per prompt."""
     optimizer_steps: int
     """Number of mini-batches of an epoch."""
-    prompt: float
-    """Length of a prompt, tokens."""
-    lengths: Lengths
+    prompt_length: float
+    """Mean length of a prompt, in tokens."""
+    lengths: ResponseLengths
     """Distribution of the response lengths."""
-    longest: float
-    """Limit of prompt plus response, tokens."""
+    row_limit: float
+    """Largest length of a row (prompt and response), in tokens."""
     packing: bool = True
     """Whether micro-batches are filled by tokens; otherwise by rows, padded to the longest row."""
     epochs: int = 1
@@ -117,7 +120,7 @@ class StepBatch:
     @property
     def mean_row(self) -> float:
         """Return the mean length of a row in tokens, prompt included."""
-        return self.prompt + self.lengths.mean
+        return self.prompt_length + self.lengths.mean
 
     @property
     def tokens(self) -> float:
@@ -127,4 +130,4 @@ class StepBatch:
     @cached_property
     def context(self) -> float:
         """Return the mean number of keys that a token of the step attends to."""
-        return attended_context(self.prompt, self.lengths)
+        return attended_context(self.prompt_length, self.lengths)

@@ -36,7 +36,7 @@ _REST = "rest"
 """Key of the seconds of a step that belong to no phase."""
 
 
-def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the disjoint seconds per phase of one line of metrics.jsonl.
 
     time/generate in the file includes the weight sync, which is a separate phase here.
@@ -44,14 +44,14 @@ def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for phase in PHASES:
         key = f"time/{phase}"
-        if key in step:
-            seconds[phase] = max(0.0, step[key])
+        if key in metrics:
+            seconds[phase] = max(0.0, metrics[key])
 
-    reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
+    reshard_seconds = metrics.get("time/reshard", 0.0) + metrics.get("time/reshard_verify", 0.0)
     if "generate" in seconds:
-        seconds["generate"] = max(0.0, seconds["generate"] - reshard)
-    if reshard > 0:
-        seconds["reshard"] = reshard
+        seconds["generate"] = max(0.0, seconds["generate"] - reshard_seconds)
+    if reshard_seconds > 0:
+        seconds["reshard"] = reshard_seconds
     return seconds
 
 
@@ -86,8 +86,8 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
     return steps[1:] or steps
 
 
-def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
-    """Return the mean lengths, in tokens, of prompts and responses in the ``steps`` of a run."""
+def estimate_run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
+    """Estimate the mean lengths of a run's prompts and responses from the metrics of its steps."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
     def median_of(name: str) -> float | None:
@@ -131,51 +131,53 @@ def _with_efficiency(constants: Constants, **values: float) -> Constants:
 
 
 def _fit_train_factor(
-    predict: Callable[[Constants], RunStep],
+    predict_with: Callable[[Constants], RunStep],
     constants: Constants,
     predicted: RunStep,
-    seconds: float,
+    measured_seconds: float,
 ) -> float:
-    """Return the value of rl_train for which the predicted learn phase takes ``seconds``.
+    """Return the value of rl_train for which the predicted learn phase takes ``measured_seconds``.
 
     Only computation scales with rl_train; a second prediction with twice the factor separates it from the
     gradient exchange.
     """
     factor = constants.efficiency.rl_train
-    learn = predicted.seconds["learn"]
+    learn_seconds = predicted.seconds["learn"]
 
     # learn = compute + exchange, and with twice the factor compute / 2 + exchange.
     faster_constants = _with_efficiency(constants, rl_train=2.0 * factor)
-    faster_learn = predict(faster_constants).seconds["learn"]
-    compute_seconds = 2.0 * (learn - faster_learn)
-    exchange_seconds = learn - compute_seconds
+    faster_learn_seconds = predict_with(faster_constants).seconds["learn"]
+    compute_seconds = 2.0 * (learn_seconds - faster_learn_seconds)
+    exchange_seconds = learn_seconds - compute_seconds
 
     # If the run is faster than the predicted exchange alone, scale the complete phase.
-    if seconds > exchange_seconds:
-        return factor * (compute_seconds / (seconds - exchange_seconds))
-    return factor * (learn / seconds)
+    if measured_seconds > exchange_seconds:
+        return factor * (compute_seconds / (measured_seconds - exchange_seconds))
+    return factor * (learn_seconds / measured_seconds)
 
 
-def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
+def _require_plausible_seconds(
+    seconds_by_phase: Mapping[str, tuple[float, float]], run_dir: str, gpu: str
+) -> None:
     """Raise UserErrors for phases that are implausibly fast or slow for the GPU.
 
-    ``phases``: (predicted, measured) seconds by phase.
+    ``seconds_by_phase``: (predicted, measured) seconds by phase.
     """
     errors = []
-    for name, (predicted, seconds) in phases.items():
+    for name, (predicted, measured) in seconds_by_phase.items():
         # The remainder of a step is time of the host, which has no bounds.
         if name == _REST:
             continue
         lower_bound = predicted / MAX_SPEEDUP
         upper_bound = predicted * MAX_SLOWDOWN
-        if lower_bound <= seconds <= upper_bound:
+        if lower_bound <= measured <= upper_bound:
             continue
 
         error = UserError(
-            f"the phase {name} of the run took {seconds:.3g} s, where {predicted:.3g} s are predicted",
+            f"the phase {name} of the run took {measured:.3g} s, where {predicted:.3g} s are predicted",
             where=f"{run_dir}/metrics.jsonl: time/{name}",
             expected=f"{lower_bound:.3g} to {upper_bound:.3g} s with {gpu}",
-            got=f"{seconds:.3g} s",
+            got=f"{measured:.3g} s",
             fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
         )
         errors.append(error)
@@ -183,32 +185,34 @@ def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, 
         raise UserErrors(errors)
 
 
-def _load_run_shape(path: str, run_dir: str) -> ModelShape:
+def _load_run_shape(model_path: str, run_dir: str) -> ModelShape:
     """Return the shape of the model of a run; raise UserError if the model's path does not exist."""
     try:
-        return load_shape(path)
+        return load_shape(model_path)
     except UserError as error:
-        if Path(path).exists():
+        if Path(model_path).exists():
             raise
 
         # A relative path depends on the folder in which the run was started.
         raise UserError(
             "the run's model was not found",
             where=f"{RunFolder(run_dir).config}: model.path",
-            expected=f"{path}, from the current folder {Path.cwd()}",
+            expected=f"{model_path}, from the current folder {Path.cwd()}",
             got="no such file or directory",
             fix="call the command in the folder where the run was started, or name the model: plan MODEL "
             f"--calibrate {run_dir}",
         ) from error
 
 
-def calibrate(
+def calibrate_constants(
     run_dir: str,
     gpu: str | None,
     constants: Constants,
     model: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
-    """Return (constants override, {phase: (predicted, measured) seconds}) of a run folder.
+    """Fit the planner's constants to the phase times of a run.
+
+    Returns (override of the constants, {phase: (predicted, measured) seconds}).
 
     ``gpu`` defaults to the configuration's GPU, or to h100 if it names none. ``model`` replaces a model.path
     that no longer exists. Raises UserError if the folder has no configuration or no phase times.
@@ -216,8 +220,8 @@ def calibrate(
     steps = read_steps(run_dir)
     config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
     gpu_name = gpu or config.gpu or _DEFAULT_GPU
-    stats = run_stats(config, steps)
-    seconds = median_phase_seconds(steps)
+    stats = estimate_run_stats(config, steps)
+    measured_seconds = median_phase_seconds(steps)
 
     def shape_of(path: str) -> ModelShape:
         if model:
@@ -226,34 +230,36 @@ def calibrate(
 
     shapes = role_shapes(config, shape_of)
 
-    def predict(with_constants: Constants) -> RunStep:
-        return predict_run(config, with_constants, gpu_name, shapes, stats)
+    def predict_with(new_constants: Constants) -> RunStep:
+        return predict_run(config, new_constants, gpu_name, shapes, stats)
 
     # Compare the phases that were both predicted and measured.
-    predicted = predict(constants)
-    phases: dict[str, tuple[float, float]] = {}
+    predicted = predict_with(constants)
+    seconds_by_phase: dict[str, tuple[float, float]] = {}
     for name in PHASES:
-        if seconds.get(name) and predicted.seconds[name]:
-            phases[name] = (predicted.seconds[name], seconds[name])
-    if _REST in seconds:
-        phases[_REST] = (predicted.step.fixed, seconds[_REST])
-    _require_plausible(phases, run_dir, gpu_name)
+        if measured_seconds.get(name) and predicted.seconds[name]:
+            seconds_by_phase[name] = (predicted.seconds[name], measured_seconds[name])
+    if _REST in measured_seconds:
+        seconds_by_phase[_REST] = (predicted.step.fixed, measured_seconds[_REST])
+    _require_plausible_seconds(seconds_by_phase, run_dir, gpu_name)
 
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
     efficiency: dict[str, float] = {}
-    if "learn" in phases:
-        efficiency["rl_train"] = _fit_train_factor(predict, constants, predicted, seconds["learn"])
+    if "learn" in seconds_by_phase:
+        efficiency["rl_train"] = _fit_train_factor(
+            predict_with, constants, predicted, measured_seconds["learn"]
+        )
     # Score and reward have a common efficiency, since both are forward passes.
-    slowdown = _slowdown(phases, "score", "reward")
+    slowdown = _slowdown(seconds_by_phase, "score", "reward")
     if slowdown is not None:
         efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs / slowdown
-    if _REST in phases:
-        efficiency["rl_fixed_seconds"] = seconds[_REST]
+    if _REST in seconds_by_phase:
+        efficiency["rl_fixed_seconds"] = measured_seconds[_REST]
     if efficiency:
         override["efficiency"] = efficiency
 
     # Generation has one factor, which also scales its fixed time.
-    slowdown = _slowdown(phases, "generate")
+    slowdown = _slowdown(seconds_by_phase, "generate")
     if slowdown is not None:
         override["decode"] = {
             "rl_generate": constants.decode.rl_generate / slowdown,
@@ -261,7 +267,7 @@ def calibrate(
         }
 
     # A weight sync has one factor for all links.
-    slowdown = _slowdown(phases, "reshard")
+    slowdown = _slowdown(seconds_by_phase, "reshard")
     if slowdown is not None:
         weight_sync = constants.weight_sync
         override["weight_sync"] = {
@@ -269,21 +275,21 @@ def calibrate(
             "planned_network": weight_sync.planned_network / slowdown,
             "planned_nvlink": weight_sync.planned_nvlink / slowdown,
         }
-    return override, phases
+    return override, seconds_by_phase
 
 
-def _slowdown(phases: Mapping[str, tuple[float, float]], *names: str) -> float | None:
+def _slowdown(seconds_by_phase: Mapping[str, tuple[float, float]], *names: str) -> float | None:
     """Return the ratio of measured to predicted seconds of the named phases together.
 
-    ``phases``: name -> (predicted, measured) seconds. Returns None if none of the phases was measured.
+    ``seconds_by_phase``: name -> (predicted, measured) seconds. Returns None if no named phase was measured.
     """
     predicted_seconds = 0.0
     measured_seconds = 0.0
     for name in names:
-        if name in phases:
-            predicted, seconds = phases[name]
+        if name in seconds_by_phase:
+            predicted, measured = seconds_by_phase[name]
             predicted_seconds += predicted
-            measured_seconds += seconds
+            measured_seconds += measured
 
     if not predicted_seconds:
         return None

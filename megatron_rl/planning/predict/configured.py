@@ -29,17 +29,17 @@ from megatron_rl.planning.predict.placement import (
     ROLES,
     SYNCHRONOUS,
     PlacementPlan,
-    Problem,
-    search_simple,
+    PlacementProblem,
+    search_simplest_placements,
 )
-from megatron_rl.planning.predict.plan_file import Paths, planned_settings
+from megatron_rl.planning.predict.plan_file import Paths, plan_settings
 from megatron_rl.planning.predict.step import (
     ASSUMED_GPU,
     PHASES,
     RunStats,
     RunStep,
+    build_step_batch,
     predict_run,
-    run_batch,
     train_choice,
 )
 from megatron_rl.shapes.hardware import Constants, Machine
@@ -84,7 +84,7 @@ class ConfiguredPlans:
     """Best plan of each placement whose configuration passes `check`."""
     rejected: tuple[str, ...]
     """Placements whose configuration does not pass, each with its first error."""
-    assumed_gpu: bool = False
+    is_gpu_assumed: bool = False
     """Whether the GPU is `ASSUMED_GPU` because neither the configuration nor the command names one."""
 
 
@@ -100,27 +100,27 @@ def plan_configuration(
     if gpu is not None:
         machine_overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
     report = _check_for_other_machines(path, machine_overrides, world_size)
-    assumed_gpu = report.config.gpu is None
-    if assumed_gpu:
+    is_gpu_assumed = report.config.gpu is None
+    if is_gpu_assumed:
         machine_overrides.append(f"gpu={ASSUMED_GPU}")
         report = _check_for_other_machines(path, machine_overrides, world_size)
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    baseline = _configured_plan("the given layout", (), report, constants, ())
+    given = _predict_layout("the given layout", (), report, constants, ())
 
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
     rejected: list[str] = []
-    for plan in search_simple(problem, _sampling_schedule(config)).plans:
+    for plan in search_simplest_placements(problem, _sampling_schedule(config)).plans:
         changes = layout_overrides(problem, plan, report)
-        candidate = _check_for_other_machines(path, [*machine_overrides, *changes], plan.gpus)
-        if candidate.errors:
-            rejected.append(f"{plan.name}: {candidate.errors[0].message}")
+        candidate_report = _check_for_other_machines(path, [*machine_overrides, *changes], plan.gpus)
+        if candidate_report.errors:
+            rejected.append(f"{plan.name}: {candidate_report.errors[0].message}")
             continue
-        candidates.append(_configured_plan(plan.name, changes, candidate, constants, plan.reasons))
+        candidates.append(_predict_layout(plan.name, changes, candidate_report, constants, plan.reasons))
     candidates.sort(key=lambda entry: entry.step.total)
-    return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
+    return ConfiguredPlans(given, tuple(candidates), tuple(rejected), is_gpu_assumed)
 
 
 def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
@@ -137,7 +137,7 @@ def _sampling_schedule(config: RunConfig) -> str:
     return SYNCHRONOUS
 
 
-def configured_problem(report: CheckReport, constants: Constants) -> Problem:
+def configured_problem(report: CheckReport, constants: Constants) -> PlacementProblem:
     """Return the search problem of a checked configuration; raise UserError for roles it cannot place."""
     config = report.valid()
     layouts = report.layouts or {}
@@ -169,17 +169,17 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
             fix="plan the run without them, and place them by hand: check predicts every layout",
         )
 
-    stats = run_batch(config, layouts, RunStats())
+    assumed_batch = build_step_batch(config, layouts, RunStats())
     row_limit = config.data.max_prompt_tokens + config.rollout.response_limit
     batch = StepBatch(
-        prompts=stats.prompts,
-        samples=stats.samples,
-        optimizer_steps=stats.optimizer_steps,
-        prompt=stats.prompt,
-        lengths=stats.lengths,
-        longest=float(row_limit),
-        epochs=stats.epochs,
-        oversample=stats.oversample,
+        prompts=assumed_batch.prompts,
+        samples=assumed_batch.samples,
+        optimizer_steps=assumed_batch.optimizer_steps,
+        prompt_length=assumed_batch.prompt_length,
+        lengths=assumed_batch.lengths,
+        row_limit=float(row_limit),
+        epochs=assumed_batch.epochs,
+        oversample=assumed_batch.oversample,
     )
     cluster = constants.cluster(
         config.gpu or ASSUMED_GPU,
@@ -190,13 +190,13 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
     lora = None
     if config.actor.lora is not None:
         lora = Lora.for_model(report.shape, config.actor.lora.rank, config.actor.lora.targets)
-    return Problem(models, algorithm, batch, Machine(cluster, constants), lora=lora)
+    return PlacementProblem(models, algorithm, batch, Machine(cluster, constants), lora=lora)
 
 
-def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport) -> tuple[str, ...]:
+def layout_overrides(problem: PlacementProblem, plan: PlacementPlan, report: CheckReport) -> tuple[str, ...]:
     """Return the overrides that give a checked configuration the layout of a plan."""
     config = report.config
-    settings = planned_settings(problem, plan, Paths(config.model.path))
+    settings = plan_settings(problem, plan, Paths(config.model.path))
     values: dict[str, Any] = {
         "world_size": plan.gpus,
         "placement": settings["placement"],
@@ -207,21 +207,21 @@ def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport)
     }
     for role in problem.models:
         section = settings.get(role, {})
-        path = role
+        section_path = role
         if role == REWARD_MODELS.name:
             # A configuration with one reward model has a name for it.
             (name,) = config.reward.models
-            path = f"{REWARD_MODELS.section}.{name}"
+            section_path = f"{REWARD_MODELS.section}.{name}"
             (section,) = settings["reward"]["models"].values()
-        values[f"{path}.layout"] = section.get("layout")
+        values[f"{section_path}.layout"] = section.get("layout")
         if not spec_of(role).trains:
             continue
 
-        values[f"{path}.recompute"] = section["recompute"]
-        values[f"{path}.offload"] = section["offload"]
-        values[f"{path}.optimizer.offload"] = section.get("optimizer", {}).get("offload", False)
+        values[f"{section_path}.recompute"] = section["recompute"]
+        values[f"{section_path}.offload"] = section["offload"]
+        values[f"{section_path}.optimizer.offload"] = section.get("optimizer", {}).get("offload", False)
         for name, value in section.get("megatron", {}).items():
-            values[f"{path}.megatron.{name}"] = value
+            values[f"{section_path}.megatron.{name}"] = value
 
     # Leave out values that the configuration already has, and values that it would derive.
     config_values = flatten(config)
@@ -241,7 +241,7 @@ def _override_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def _configured_plan(
+def _predict_layout(
     name: str,
     overrides: Sequence[str],
     report: CheckReport,
@@ -261,60 +261,64 @@ def _configured_plan(
 
     # Bytes of the busiest rank: the sum over the trained roles on it, and the weight sync.
     cluster = constants.cluster(gpu, report.world_size, config.gpus_per_node, config.network_gigabits_per_gpu)
-    batch = run_batch(config, layouts, RunStats())
-    network: dict[str, float] = {}
+    batch = build_step_batch(config, layouts, RunStats())
+    network_bytes_by_cause: dict[str, float] = {}
     for role, layout in layouts.items():
         if not spec_of(role).trains:
             continue
         choice = train_choice(config, role, layout, shapes[role])
         for cause, byte_count in network_bytes(choice, batch, cluster).items():
-            network[cause] = network.get(cause, 0.0) + byte_count
+            network_bytes_by_cause[cause] = network_bytes_by_cause.get(cause, 0.0) + byte_count
     if report.world_size > cluster.domain and report.sync.received_most:
-        network["weight sync"] = float(report.sync.received_most)
-    return ConfiguredPlan(name, tuple(overrides), report, step, network, tuple(reasons))
+        network_bytes_by_cause["weight sync"] = float(report.sync.received_most)
+    return ConfiguredPlan(name, tuple(overrides), report, step, network_bytes_by_cause, tuple(reasons))
 
 
-def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
+def difference_text(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
     """Describe how much faster or slower than the given layout a plan is, and the phase that changes most."""
-    total = plan.step.total - baseline.step.total
-    changes = {phase: plan.step.seconds[phase] - baseline.step.seconds[phase] for phase in PHASES}
-    share = abs(total) / baseline.step.total
+    seconds_more = plan.step.total - given.step.total
+    seconds_more_by_phase = {phase: plan.step.seconds[phase] - given.step.seconds[phase] for phase in PHASES}
+    relative_difference = abs(seconds_more) / given.step.total
 
     # A difference below 1% is far smaller than the error of the predictions.
-    if share < 0.01:
+    if relative_difference < 0.01:
         return "as fast as the given layout"
 
     verb = "slower"
-    phase = max(changes, key=lambda name: changes[name])
-    if total < 0:
+    phase = max(seconds_more_by_phase, key=lambda name: seconds_more_by_phase[name])
+    if seconds_more < 0:
         verb = "faster"
-        phase = min(changes, key=lambda name: changes[name])
-    return f"{share:.0%} {verb} than the given layout, most of it in {phase} ({changes[phase]:+.1f} s)"
+        phase = min(seconds_more_by_phase, key=lambda name: seconds_more_by_phase[name])
+    phase_text = f"{phase} ({seconds_more_by_phase[phase]:+.1f} s)"
+    return f"{relative_difference:.0%} {verb} than the given layout, most of it in {phase_text}"
 
 
-def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
+def configured_plans_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
     """Format the given layout and the best layouts of the search as text."""
-    baseline = plans.given
-    config = baseline.report.config
-    batch = run_batch(config, baseline.report.layouts or {}, RunStats())
-    shape = baseline.report.shape
+    given = plans.given
+    config = given.report.config
+    batch = build_step_batch(config, given.report.layouts or {}, RunStats())
+    shape = given.report.shape
     assert shape is not None
 
     gpu = str(config.gpu)
-    if plans.assumed_gpu:
+    if plans.is_gpu_assumed:
         gpu += " (assumed)"
     lines = [
         f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
-        f"{baseline.report.world_size} x {gpu}",
+        f"{given.report.world_size} x {gpu}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
-        f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
-        f"{batch.lengths.longest:.0f} at most",
+        f"prompt {batch.prompt_length:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
+        f"{batch.lengths.limit:.0f} at most",
         "",
-        f"given: {baseline.step.total:.1f} s a step",
-        *_plan_lines(baseline),
+        f"given: {given.step.total:.1f} s a step",
+        *_plan_lines(given),
     ]
     for number, plan in enumerate(best, start=1):
-        lines += ["", f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference(plan, baseline)}"]
+        lines += [
+            "",
+            f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference_text(plan, given)}",
+        ]
         lines += _plan_lines(plan)
         lines += [f"     why         {reason}" for reason in plan.reasons]
         lines += _override_lines(plan.overrides)
@@ -357,7 +361,7 @@ def _override_lines(overrides: Sequence[str]) -> list[str]:
     return [f"     {label:<11}{line}" for label, line in zip(labels, lines, strict=True)]
 
 
-def configured_record(plan: ConfiguredPlan) -> dict[str, Any]:
+def configured_plan_record(plan: ConfiguredPlan) -> dict[str, Any]:
     """Convert a layout with its predictions to plain values for JSON: seconds and bytes."""
     return {
         "name": plan.name,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, inf, log2
 
-from megatron_rl.planning.predict.batch import Lengths, StepBatch
+from megatron_rl.planning.predict.batch import ResponseLengths, StepBatch
 from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
@@ -61,7 +61,7 @@ class DecodeCost:
     """Cost of one decode step, as coefficients.
 
     The seconds of B sequences at mean context c are
-    ``fixed + per_sequence B + per_cached_token B c + max(weights(B), flops B)``.
+    ``fixed + per_sequence B + per_cached_token B c + max(weights(B), compute_per_sequence B)``.
 
     Example: a dense model, whose experts take no time, on one stage::
 
@@ -71,9 +71,9 @@ class DecodeCost:
             per_cached_token=2e-9,
             dense_weights=6e-3,
             expert_weights=0.0,
-            flops=4e-5,
-            hit=0.0,
-            spread=0.0,
+            compute_per_sequence=4e-5,
+            hit_probability=0.0,
+            load_spread=0.0,
             pipeline=1,
         )
     """
@@ -88,11 +88,11 @@ class DecodeCost:
     """Seconds to read the dense weights."""
     expert_weights: float
     """Seconds to read all routed experts."""
-    flops: float
+    compute_per_sequence: float
     """Seconds of matrix products per sequence."""
-    hit: float
+    hit_probability: float
     """Mean probability that a sequence is routed to a given expert."""
-    spread: float
+    load_spread: float
     """Standard deviation of an expert's load over its mean."""
     pipeline: int
     """Number of pipeline stages, over which the sequences are divided."""
@@ -102,14 +102,15 @@ class DecodeCost:
         batch = batch / self.pipeline
         weights = self.dense_weights
         if self.expert_weights:
-            weights += self.expert_weights * experts_read(max(1.0, batch) * self.hit, self.spread)
+            hits = max(1.0, batch) * self.hit_probability
+            weights += self.expert_weights * fraction_of_experts_read(hits, self.load_spread)
         # Matrix products overlap with reading the weights, so the slower of the two counts.
-        read_or_compute = max(weights, self.flops * batch)
+        read_or_compute = max(weights, self.compute_per_sequence * batch)
         cache = self.per_cached_token * batch * context
         return self.fixed + self.per_sequence * batch + cache + read_or_compute
 
 
-def experts_read(hits: float, spread: float) -> float:
+def fraction_of_experts_read(hits: float, spread: float) -> float:
     """Return the fraction of experts that a step reads if ``hits`` sequences use an expert on average.
 
     Expert loads are gamma-distributed with ``spread`` as standard deviation over mean, and the hits of an
@@ -130,38 +131,39 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     decode = constants.decode
     engine = constants.engines[rollout.engine]
     weight_bytes = machine.bytes_per_weight
-    bandwidth = gpu.hbm * decode.weight_bandwidth
+    weight_bandwidth = gpu.hbm * decode.weight_bandwidth
     expert_gpus = max(tensor, rollout.expert)
 
     # A decode step looks up a few rows of the input embedding, but reads all other weights.
-    dense = model.parameters - model.routed_expert_parameters
+    dense_parameters = model.parameters - model.routed_expert_parameters
     if not model.tied:
-        dense -= model.embedding_parameters
+        dense_parameters -= model.embedding_parameters
 
     seconds_per_layer = decode.layer_seconds
     if model.experts:
         seconds_per_layer += decode.layer_seconds_moe
 
     # Norms, activations and permutations of one token in every layer, then sampling.
-    elementwise = model.layers * elementwise_bytes(model, tensor, token_shards=1)
+    moved_bytes = model.layers * elementwise_bytes(model, tensor, token_shards=1)
     per_sequence = engine.sequence_seconds + decode.sequence_seconds
-    per_sequence += elementwise / (gpu.hbm * constants.efficiency.hbm)
+    per_sequence += moved_bytes / (gpu.hbm * constants.efficiency.hbm)
 
     # All-reduces have a latency per layer, which grows with the number of ranks, and a cost per sequence.
     if expert_gpus > 1:
         # Within an NVLink domain the latency grows with log2 of the group size, and faster across nodes.
         doublings = log2(min(expert_gpus, machine.cluster.domain))
         seconds_per_layer += decode.layer_seconds_per_doubling * doublings
-        rate = gpu.nvlink * decode.allreduce_bandwidth_share
-        local = local_members(machine.cluster, expert_gpus, 1)
-        if local < expert_gpus:
-            seconds_per_layer += decode.layer_seconds_network * log2(expert_gpus / local)
-            rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
+        allreduce_rate = gpu.nvlink * decode.allreduce_bandwidth_share
+        local_gpus = local_members(machine.cluster, expert_gpus, 1)
+        if local_gpus < expert_gpus:
+            seconds_per_layer += decode.layer_seconds_network * log2(expert_gpus / local_gpus)
+            network_rate = local_gpus * machine.cluster.network * constants.efficiency.network
+            allreduce_rate = min(allreduce_rate, network_rate)
 
         # Two all-reduces per layer, each of which moves the bfloat16 activations of a token twice.
         activation_bytes = 2.0 * model.hidden
         reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
-        per_sequence += reduced_bytes / rate
+        per_sequence += reduced_bytes / allreduce_rate
 
     # Each step reads and writes the states that some mixers have for each row.
     cache_rate = gpu.hbm * decode.kv_bandwidth
@@ -169,22 +171,22 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     per_sequence += 2.0 * model.state_bytes_per_row(tensor, element_bytes) / cache_rate
 
     # Two FLOPs per parameter that a token uses.
-    flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
+    flops_per_sequence = 2.0 * (dense_parameters + model.active_expert_parameters)
     flop_rate = gpu.achieved_flops(machine.precision, decode.gemm)
 
     # Routing is uniform on average.
-    hit = 0.0
+    hit_probability = 0.0
     if model.experts:
-        hit = model.experts_per_token / model.experts
+        hit_probability = model.experts_per_token / model.experts
     return DecodeCost(
         fixed=model.layers * seconds_per_layer + decode.step_seconds + engine.step_seconds,
         per_sequence=per_sequence,
         per_cached_token=model.kv_bytes_per_gpu(tensor, element_bytes) / cache_rate,
-        dense_weights=weight_bytes * dense / tensor / bandwidth,
-        expert_weights=weight_bytes * model.routed_expert_parameters / expert_gpus / bandwidth,
-        flops=flops_per_sequence / tensor / flop_rate,
-        hit=hit,
-        spread=constants.efficiency.routing_spread,
+        dense_weights=weight_bytes * dense_parameters / tensor / weight_bandwidth,
+        expert_weights=weight_bytes * model.routed_expert_parameters / expert_gpus / weight_bandwidth,
+        compute_per_sequence=flops_per_sequence / tensor / flop_rate,
+        hit_probability=hit_probability,
+        load_spread=constants.efficiency.routing_spread,
         pipeline=rollout.pipeline,
     )
 
@@ -194,21 +196,21 @@ def prefill_seconds(
     rollout: RolloutLayout,
     machine: Machine,
     tokens: float,
-    prompt: float,
+    prompt_length: float,
 ) -> float:
-    """Return the seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
+    """Return the seconds in which one replica prefills ``tokens`` tokens of prompts of a given length."""
     # A token of a prompt attends to half of the prompt on average.
     expert_flops = 2.0 * model.active_expert_parameters
-    token_flops = model.layer_flops - expert_flops + model.attention_flops(prompt / 2)
+    token_flops = model.layer_flops - expert_flops + model.attention_flops(prompt_length / 2)
 
     # Narrow experts reduce efficiency, as if they had more FLOPs. Without expert parallelism, tensor ranks
     # shard them.
     if expert_flops:
-        width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
-        token_flops += expert_flops * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
+        expert_width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
+        token_flops += expert_flops * (1.0 + machine.constants.efficiency.expert_gemm_width / expert_width)
 
-    rate = machine.gpu.achieved_flops(machine.precision, machine.constants.decode.prefill_gemm)
-    return tokens * token_flops / (rollout.gpus * rate)
+    flop_rate = machine.gpu.achieved_flops(machine.precision, machine.constants.decode.prefill_gemm)
+    return tokens * token_flops / (rollout.gpus * flop_rate)
 
 
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
@@ -221,14 +223,14 @@ def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: f
     """Return the bytes of activations in a prefill of ``tokens`` tokens on one GPU."""
     # Most layers of a mixture of experts have routed experts.
     feed_forward = max(model.feed_forwards, key=lambda kind: kind.routed)
-    inner = feed_forward.inner_width(model)
+    inner_width = feed_forward.inner_width(model)
 
     # In bfloat16, 2 bytes each: three tensors of the hidden size (such as the residual stream and a norm),
     # and three of the feed-forward's shard (gate, up and their product).
-    return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
+    return tokens * (6.0 * model.hidden + 6.0 * inner_width / rollout.tensor)
 
 
-def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
+def cache_capacity_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return the capacity of one replica's key-value cache in tokens; negative if the weights do not fit.
 
     An element of the cache has as many bytes as one of the weights, at most two. For a model that caches no
@@ -248,7 +250,10 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return the number of tokens whose keys and values need as many bytes as a row's recurrent states."""
+    """Convert the bytes of a row's recurrent states to the number of tokens that a cache could hold instead.
+
+    Returns 0 for a model that caches no keys and values.
+    """
     element_bytes = min(_CACHE_BYTES, machine.bytes_per_weight)
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
     if not token_bytes:
@@ -261,20 +266,20 @@ def replica_seconds(
     rollout: RolloutLayout,
     machine: Machine,
     rows: float,
-    prompt: float,
-    lengths: Lengths,
+    prompt_length: float,
+    lengths: ResponseLengths,
     samples_per_prompt: int = 1,
 ) -> float:
     """Return the seconds until the last of ``rows`` responses on one replica is complete.
 
-    Decode steps continue to the end of the longest response. If more sequences are unfinished than fit into
-    the engine or its cache, the others wait. The result is infinite if the cache has no room for one
-    sequence.
+    Prompts have ``prompt_length`` tokens, and ``samples_per_prompt`` rows share a prompt. Decode steps
+    continue to the end of the longest response. If more sequences are unfinished than fit into the engine or
+    its cache, the others wait. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
-    capacity = cache_tokens(model, rollout, machine)
+    cache_capacity = cache_capacity_tokens(model, rollout, machine)
     state_tokens = state_cache_tokens(model, rollout, machine)
-    if capacity < prompt + lengths.longest + state_tokens:
+    if cache_capacity < prompt_length + lengths.limit + state_tokens:
         return inf
 
     sequence_limit = rollout.max_sequences or engine.max_sequences
@@ -283,25 +288,26 @@ def replica_seconds(
     prefix_copies = 1
     if engine.prefix_caching:
         prefix_copies = samples_per_prompt
-    total = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
+    prefill_tokens = rows * prompt_length / prefix_copies
+    total_seconds = prefill_seconds(model, rollout, machine, prefill_tokens, prompt_length)
 
     # Integrate over the response length: as rows end, steps get faster and more of the cache is free.
-    width = lengths.longest / POINTS
-    cached_prompt = prompt / prefix_copies
+    interval = lengths.limit / POINTS
+    cached_prompt_tokens = prompt_length / prefix_copies
     for point in range(POINTS):
-        length = (point + 0.5) * width
-        alive = max(1.0, rows * lengths.fraction_longer(length))
-        cached_tokens = cached_prompt + length + state_tokens
-        rows_that_fit = max(1.0, capacity / cached_tokens)
-        running = min(alive, sequence_limit, rows_that_fit)
+        length = (point + 0.5) * interval
+        unfinished_rows = max(1.0, rows * lengths.fraction_longer(length))
+        cached_tokens = cached_prompt_tokens + length + state_tokens
+        rows_that_fit = max(1.0, cache_capacity / cached_tokens)
+        running_rows = min(unfinished_rows, sequence_limit, rows_that_fit)
 
         # Rows that do not fit wait for others to end, which multiplies the number of steps.
-        step_seconds = cost.seconds(running, prompt + length)
-        total += width * step_seconds * alive / running
-    return total
+        step_seconds = cost.seconds(running_rows, prompt_length + length)
+        total_seconds += interval * step_seconds * unfinished_rows / running_rows
+    return total_seconds
 
 
-def steady_seconds(
+def open_order_seconds(
     model: ModelShape,
     rollout: RolloutLayout,
     machine: Machine,
@@ -316,33 +322,34 @@ def steady_seconds(
     recomputed. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
-    prompt = batch.prompt
+    prompt_length = batch.prompt_length
     lengths = batch.lengths
-    capacity = cache_tokens(model, rollout, machine)
+    cache_capacity = cache_capacity_tokens(model, rollout, machine)
     state_tokens = state_cache_tokens(model, rollout, machine)
-    if capacity < prompt + lengths.longest + state_tokens:
+    if cache_capacity < prompt_length + lengths.limit + state_tokens:
         return inf
 
     # Mean number of tokens that a response in flight has so far. Long responses are in flight for longer,
     # hence E[l^2].
-    generated = lengths.mean_square() / (2.0 * lengths.mean)
-    context = prompt + generated
+    mean_generated = lengths.mean_square() / (2.0 * lengths.mean)
+    context = prompt_length + mean_generated
     sequence_limit = rollout.max_sequences or engine.max_sequences
-    in_flight = rows * (1.0 + (batch.oversample or 0.0))
-    rows_that_fit = capacity / (context + state_tokens)
-    running = max(1.0, min(in_flight, sequence_limit, rows_that_fit))
+    rows_in_flight = rows * (1.0 + (batch.oversample or 0.0))
+    rows_that_fit = cache_capacity / (context + state_tokens)
+    running_rows = max(1.0, min(rows_in_flight, sequence_limit, rows_that_fit))
 
     # Prefill new rows, whose samples may share that of a prompt, and recompute running rows after the update.
     prefix_copies = 1
     if engine.prefix_caching:
         prefix_copies = batch.samples
-    prefill = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
-    recompute = prefill_seconds(model, rollout, machine, running * context, context)
+    prefill_tokens = rows * prompt_length / prefix_copies
+    seconds_to_prefill = prefill_seconds(model, rollout, machine, prefill_tokens, prompt_length)
+    seconds_to_recompute = prefill_seconds(model, rollout, machine, running_rows * context, context)
 
     # Every step adds a token to each running row.
-    decode_steps = rows * lengths.mean / running
-    step_seconds = decode_cost(model, rollout, machine).seconds(running, context)
-    return prefill + recompute + decode_steps * step_seconds
+    decode_steps = rows * lengths.mean / running_rows
+    step_seconds = decode_cost(model, rollout, machine).seconds(running_rows, context)
+    return seconds_to_prefill + seconds_to_recompute + decode_steps * step_seconds
 
 
 def generate_seconds(
@@ -356,11 +363,13 @@ def generate_seconds(
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
         # If a replica has fewer rows than a prompt has samples, only these rows share a prefill.
-        samples = min(batch.samples, max(1, round(rows)))
-        seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
+        samples_per_prefill = min(batch.samples, max(1, round(rows)))
+        seconds = replica_seconds(
+            model, rollout, machine, rows, batch.prompt_length, batch.lengths, samples_per_prefill
+        )
     else:
-        seconds = steady_seconds(model, rollout, machine, rows, batch)
+        seconds = open_order_seconds(model, rollout, machine, rows, batch)
 
     # In a reinforcement-learning loop an engine reaches a fraction of its standalone speed.
-    share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
-    return decode.rl_fixed_seconds + seconds / share
+    rl_speed = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
+    return decode.rl_fixed_seconds + seconds / rl_speed

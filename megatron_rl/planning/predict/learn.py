@@ -86,7 +86,7 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 
 
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
-    """Return the seconds of a token exchange over consecutive ranks, in one direction.
+    """Return the seconds of a token exchange over ``size`` consecutive ranks, in one direction.
 
     ``sent_bytes`` is the total of a rank, which sends each token to each of its ``copies`` experts. Across
     nodes a token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437
@@ -139,18 +139,21 @@ class LayerSeconds:
 def gemm_rate(machine: Machine, precision: str, width: float) -> float:
     """Return the achieved FLOP/s of dense products whose sharded dimension is ``width``."""
     gpu = machine.gpu
-    constants = machine.constants.efficiency
+    efficiency_constants = machine.constants.efficiency
     # Narrow products do not fill the GPU; gemm_width is the width at which the efficiency is halved.
-    efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
+    efficiency = gpu.gemm_efficiency * width / (width + efficiency_constants.gemm_width)
     if precision == "fp8":
-        efficiency *= constants.fp8_gemm
+        efficiency *= efficiency_constants.fp8_gemm
     return gpu.peak_flops(precision) * efficiency
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the achieved FLOP/s of grouped expert products; few rows or narrow experts reduce it."""
+    """Return the achieved FLOP/s of grouped expert products for a micro-batch of ``tokens`` tokens.
+
+    Few rows per expert and narrow experts reduce it.
+    """
     gpu = machine.gpu
-    constants = machine.constants.efficiency
+    efficiency_constants = machine.constants.efficiency
     precision = machine.precision
 
     # Shape of one expert's product on this rank.
@@ -159,11 +162,11 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     rows = tokens / layout.tensor * model.experts_per_token / local_experts
 
     # At expert_gemm_rows rows, and at a width of expert_gemm_width, the efficiency is halved.
-    row_fill = rows / (rows + constants.expert_gemm_rows)
-    width_fill = width / (width + constants.expert_gemm_width)
+    row_fill = rows / (rows + efficiency_constants.expert_gemm_rows)
+    width_fill = width / (width + efficiency_constants.expert_gemm_width)
     efficiency = gpu.gemm_efficiency * row_fill * width_fill
     if precision == "fp8":
-        efficiency *= constants.fp8_gemm
+        efficiency *= efficiency_constants.fp8_gemm
     return gpu.peak_flops(precision) * efficiency
 
 
@@ -171,6 +174,8 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
     They are counted by kernel: norms and residuals, rotary angles and heads, the activation, permutations.
+    ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of ranks over which the tokens of
+    norms are sharded (sequence parallelism).
     """
     # An average layer is the mean of all layers.
     moe_share = model.moe_layers / model.layers
@@ -204,10 +209,11 @@ def _exposed_communication(
 ) -> float:
     """Return the forward seconds of a layer's communication that is not overlapped with computation.
 
-    This is communication of tensor, expert and context parallelism.
+    This is communication of tensor, expert and context parallelism, for ``tokens`` tokens of a rank.
 
-    ``exchanges_heads``: context-parallel ranks exchange heads for complete rows before and after attention
-    (all-to-all), as this package does; otherwise they gather keys and values, overlapped with attention.
+    ``fused``: whether the layer is Transformer Engine's. ``exchanges_heads``: whether context-parallel ranks
+    exchange heads for complete rows before and after attention (all-to-all), as this package does; otherwise
+    they gather keys and values, overlapped with attention.
     """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
@@ -221,33 +227,34 @@ def _exposed_communication(
     if layout.sequence_parallel and fused:
         exposed_share = efficiency.tensor_exposed_overlapped
     # Two all-gathers and two reduce-scatters per layer, of which a routed feed-forward needs none.
-    passes = 4.0
+    num_collectives = 4.0
     if layout.expert_tensor == 1 and model.experts:
-        passes = 4.0 - 2.0 * moe_share
-    total = exposed_share * passes * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
+        num_collectives = 4.0 - 2.0 * moe_share
+    total_seconds = exposed_share * num_collectives * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
 
     # Expert parallelism: tokens are dispatched to their experts and combined.
     if layout.expert > 1:
-        copies = model.experts_per_token
-        dispatched = copies * hidden_bytes / layout.tensor
-        total += 2.0 * moe_share * all_to_all_seconds(machine, layout.expert, dispatched, copies)
+        experts_per_token = model.experts_per_token
+        dispatched_bytes = experts_per_token * hidden_bytes / layout.tensor
+        exchange_seconds = all_to_all_seconds(machine, layout.expert, dispatched_bytes, experts_per_token)
+        total_seconds += 2.0 * moe_share * exchange_seconds
 
     # Context parallelism, by heads or by keys and values.
     if layout.context > 1 and exchanges_heads:
-        elements = sum(
+        elements_per_token = sum(
             count * mixer.exchanged_elements(model, layout.tensor, layout.context)
             for mixer, count in model.mixers.items()
         )
-        exchanged_bytes = 2.0 * tokens * elements / model.layers
-        total += gather_seconds(machine, layout.context, layout.tensor, exchanged_bytes)
+        exchanged_bytes = 2.0 * tokens * elements_per_token / model.layers
+        total_seconds += gather_seconds(machine, layout.context, layout.tensor, exchanged_bytes)
     elif layout.context > 1:
-        elements = sum(
+        elements_per_token = sum(
             count * mixer.gathered_elements(model, layout.tensor) for mixer, count in model.mixers.items()
         )
-        gathered_bytes = 2.0 * elements / model.layers * tokens * layout.context
-        gather = gather_seconds(machine, layout.context, layout.tensor, gathered_bytes)
-        total += efficiency.context_exposed * gather
-    return total
+        gathered_bytes = 2.0 * elements_per_token / model.layers * tokens * layout.context
+        seconds_to_gather = gather_seconds(machine, layout.context, layout.tensor, gathered_bytes)
+        total_seconds += efficiency.context_exposed * seconds_to_gather
+    return total_seconds
 
 
 def layer_seconds(
@@ -269,11 +276,12 @@ def layer_seconds(
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
-    tokens = tokens / layout.context
+    rank_tokens = tokens / layout.context
 
     # Dense matrix products.
     expert_flops = 2.0 * model.active_expert_parameters
     dense_flops = model.layer_flops - expert_flops
+    # Without dense feed-forwards, assume an inner width of twice the hidden size.
     inner_width = model.hidden * 2
     if model.moe_layers < model.layers:
         inner_width = model.mlp_width
@@ -281,22 +289,23 @@ def layer_seconds(
     # Assume the rate of the narrowest product for all products of the layer.
     width = min(model.query_width, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
-    dense = tokens * dense_flops / model.layers / layout.tensor / dense_rate
+    dense_seconds = rank_tokens * dense_flops / model.layers / layout.tensor / dense_rate
 
     # Products of routed experts.
-    experts = 0.0
+    expert_seconds = 0.0
     if expert_flops:
-        rate = expert_rate(machine, model, layout, tokens)
-        experts = tokens * expert_flops / model.layers / layout.tensor / rate
+        flop_rate = expert_rate(machine, model, layout, rank_tokens)
+        expert_seconds = rank_tokens * expert_flops / model.layers / layout.tensor / flop_rate
 
     # Attention.
     attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.relative_efficiency)
-    attention_flops = tokens * model.attention_flops(context)
-    attention = attention_flops / model.layers / layout.tensor / attention_rate
+    attention_flops = rank_tokens * model.attention_flops(context)
+    attention_seconds = attention_flops / model.layers / layout.tensor / attention_rate
 
     # Memory-bound kernels. Plain layers are assumed to move more bytes in the ratio of saved activations.
     hbm_rate = gpu.hbm * efficiency.hbm
-    memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards) / hbm_rate
+    bytes_per_token = elementwise_bytes(model, layout.tensor, layout.token_shards)
+    memory_bound_seconds = rank_tokens * bytes_per_token / hbm_rate
     if not fused:
         # A layer with attention, and with routed experts if there are any.
         block = max(
@@ -305,37 +314,43 @@ def layer_seconds(
         )
         plain_bytes = LayerImplementation(fused=False).saved_bytes(model, layout, block, "none")
         fused_bytes = LayerImplementation(fused=True).saved_bytes(model, layout, block, "none")
-        memory_bound *= plain_bytes / fused_bytes
+        memory_bound_seconds *= plain_bytes / fused_bytes
 
-    exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
-    launch = efficiency.launch_seconds_layer
+    exposed_seconds = _exposed_communication(model, layout, machine, rank_tokens, fused, exchanges_heads)
+    launch_seconds = efficiency.launch_seconds_layer
     # Without padding, the host must read the token count of each expert before it can launch the products.
-    routing_wait = efficiency.routing_seconds_layer * model.moe_layers / model.layers
+    routing_wait_seconds = efficiency.routing_seconds_layer * model.moe_layers / model.layers
 
     # Kernels run one after another; a layer with little work is bound by launch overhead.
-    forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
+    forward_work = dense_seconds + expert_seconds + attention_seconds + memory_bound_seconds + exposed_seconds
+    forward = max(forward_work, launch_seconds) + routing_wait_seconds
 
     # The backward pass has one product for the gradient of the inputs, and one for that of the weights.
-    products = 2
+    num_products = 2
     if frozen:
-        products = 1
-    backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
+        num_products = 1
+    backward_attention = attention_seconds * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
 
     # Memory-bound kernels are assumed to move twice the bytes: those of activations and of gradients.
-    backward_work = products * (dense + experts) + backward_attention + 2 * memory_bound + exposed
-    backward = max(backward_work, _BACKWARD_LAUNCHES * launch)
-    backward += _BACKWARD_LAUNCHES * routing_wait
+    backward_work = (
+        num_products * (dense_seconds + expert_seconds)
+        + backward_attention
+        + 2 * memory_bound_seconds
+        + exposed_seconds
+    )
+    backward = max(backward_work, _BACKWARD_LAUNCHES * launch_seconds)
+    backward += _BACKWARD_LAUNCHES * routing_wait_seconds
 
     # The output layer is computed in bfloat16 even if the layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
-    head = tokens * model.head_flops / layout.tensor / head_rate
-    head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
+    head_seconds = rank_tokens * model.head_flops / layout.tensor / head_rate
+    head_memory_seconds = rank_tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
     return LayerSeconds(
         forward=forward,
         backward=backward,
-        attention=attention,
-        head_forward=head + head_memory,
-        head_backward=products * head + head_memory,
+        attention=attention_seconds,
+        head_forward=head_seconds + head_memory_seconds,
+        head_backward=num_products * head_seconds + head_memory_seconds,
     )
 
 
@@ -395,10 +410,10 @@ class RoleMemory:
 
 
 @dataclass(frozen=True)
-class Work:
+class ReplicaWork:
     """Work of one data-parallel replica in one pass over rows.
 
-    Example: ``Work(tokens=8192.0, micro_batches=16.0, context=900.0)``.
+    Example: ``ReplicaWork(tokens=8192.0, micro_batches=16.0, context=900.0)``.
     """
 
     tokens: float
@@ -429,14 +444,14 @@ class OptimizerStep:
         return self.compute + self.exchange + self.update
 
 
-def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
+def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaWork:
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
-    With packing a micro-batch has up to ``micro_batch * longest`` tokens, and at least one row. Without
+    With packing a micro-batch has up to ``micro_batch * row_limit`` tokens, and at least one row. Without
     packing it has ``micro_batch`` rows, padded to the longest of them. A replica gets at least one row.
     """
-    mean = batch.mean_row
-    row_limit = batch.longest
+    mean_row = batch.mean_row
+    row_limit = batch.row_limit
     replica_rows = max(1.0, rows / choice.layout.data)
 
     if batch.packing:
@@ -444,66 +459,68 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
         # tighter: with 128 or 512 rows of exponential lengths, less than 0.2 rows remain empty in most cases.
         # The constants are fitted with this assumption, which changes the number of micro-batches but not
         # their total tokens.
-        rows_that_fit = choice.micro_batch * row_limit / mean - 0.5
+        rows_that_fit = choice.micro_batch * row_limit / mean_row - 0.5
         microbatch_rows = min(max(1.0, rows_that_fit), replica_rows)
-        tokens = microbatch_rows * mean
+        tokens = microbatch_rows * mean_row
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
         # With more rows in a micro-batch, the longest of them is closer to the limit.
-        padded = mean
+        padded_row = mean_row
         if microbatch_rows > 1:
-            padded = mean + (row_limit - mean) * (1 - 1 / microbatch_rows)
-        tokens = microbatch_rows * padded
-    return Work(tokens, max(1.0, replica_rows / microbatch_rows), batch.context)
+            padded_row = mean_row + (row_limit - mean_row) * (1 - 1 / microbatch_rows)
+        tokens = microbatch_rows * padded_row
+    return ReplicaWork(tokens, max(1.0, replica_rows / microbatch_rows), batch.context)
 
 
 def _stage_seconds(
-    model: ModelShape, layout: ParallelLayout, layer: float, head: float
+    model: ModelShape, layout: ParallelLayout, seconds_per_layer: float, head_seconds: float
 ) -> tuple[float, float]:
     """Return the seconds of the slowest stage and the mean over stages; the last stage has the output layer.
 
     Layers are split so that the slowest stage is as fast as possible: the last stage may have fewer layers.
+    ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head is the output layer.
     """
     layers = model.layers
     pipeline = layout.pipeline
-    mean = (layers * layer + head) / pipeline
+    mean_seconds = (layers * seconds_per_layer + head_seconds) / pipeline
     if pipeline == 1:
-        return mean, mean
+        return mean_seconds, mean_seconds
 
     if layout.virtual_pipeline == 1:
-        slowest = inf
+        slowest_seconds = inf
         for last_layers in range(layers // pipeline + 1):
             other_layers = ceil((layers - last_layers) / (pipeline - 1))
-            slowest_stage = max(other_layers * layer, last_layers * layer + head)
-            slowest = min(slowest, slowest_stage)
-        return slowest, mean
+            last_stage_seconds = last_layers * seconds_per_layer + head_seconds
+            split_seconds = max(other_layers * seconds_per_layer, last_stage_seconds)
+            slowest_seconds = min(slowest_seconds, split_seconds)
+        return slowest_seconds, mean_seconds
 
     # For interleaved stages assume the mean rounded up to whole layers, but at most the mean plus half an
     # output layer.
-    rounded = max(mean, ceil(mean / layer) * layer)
-    return min(rounded, mean + head * 0.5), mean
+    rounded = max(mean_seconds, ceil(mean_seconds / seconds_per_layer) * seconds_per_layer)
+    return min(rounded, mean_seconds + head_seconds * 0.5), mean_seconds
 
 
 def _pipeline_seconds(
     choice: TrainChoice,
     machine: Machine,
-    work: Work,
-    layer: float,
-    head: float,
+    work: ReplicaWork,
+    seconds_per_layer: float,
+    head_seconds: float,
 ) -> float:
     """Return the seconds in which all micro-batches pass the pipeline.
 
-    ``layer`` and ``head`` are the seconds of a layer and of the output layer for one micro-batch.
+    ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head is the output layer.
     """
     model = choice.model
     layout = choice.layout
-    slowest, mean = _stage_seconds(model, layout, layer, head)
+    slowest_stage_seconds, mean_stage_seconds = _stage_seconds(model, layout, seconds_per_layer, head_seconds)
 
     # Every micro-batch passes the slowest stage; filling and draining the pipeline take mean stage times.
-    total = slowest * work.micro_batches
-    total += mean * (layout.pipeline - 1) / layout.virtual_pipeline
+    total_seconds = slowest_stage_seconds * work.micro_batches
+    total_seconds += mean_stage_seconds * (layout.pipeline - 1) / layout.virtual_pipeline
     if layout.pipeline == 1:
-        return total
+        return total_seconds
 
     # Stages send activations to the next stage, and gradients back.
     cluster = machine.cluster
@@ -514,12 +531,12 @@ def _pipeline_seconds(
 
     # Neighbouring stages are one stride of ranks apart; NVLink connects them if both fit into one domain.
     stride = layout.tensor * layout.context * layout.data
-    link = cluster.network
+    link_rate = cluster.network
     if stride * 2 <= cluster.domain:
-        link = cluster.gpu.nvlink
-    rate = link * efficiency.network
+        link_rate = cluster.gpu.nvlink
+    achieved_rate = link_rate * efficiency.network
     hops = work.micro_batches * layout.virtual_pipeline + layout.pipeline - 1
-    return total + efficiency.pipeline_exposed * 2.0 * hops * boundary_bytes / rate
+    return total_seconds + efficiency.pipeline_exposed * 2.0 * hops * boundary_bytes / achieved_rate
 
 
 def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
@@ -537,16 +554,17 @@ def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
     """Return the seconds to reduce-scatter gradients and all-gather parameters over data-parallel ranks."""
     layout = choice.layout
-    dense, expert = _trainable_parameters(choice)
+    dense_parameters, expert_parameters = _trainable_parameters(choice)
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
 
     # Experts have separate data-parallel groups.
-    dense_bytes = dense * bytes_per_parameter
-    total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense_bytes)
-    if expert:
+    dense_bytes = dense_parameters * bytes_per_parameter
+    total_seconds = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense_bytes)
+    if expert_parameters:
         stride = layout.expert * layout.expert_tensor
-        total += gather_seconds(machine, layout.expert_data, stride, expert * bytes_per_parameter)
-    return total
+        expert_bytes = expert_parameters * bytes_per_parameter
+        total_seconds += gather_seconds(machine, layout.expert_data, stride, expert_bytes)
+    return total_seconds
 
 
 def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> dict[str, float]:
@@ -558,36 +576,37 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     """
     layout = choice.layout
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
-    steps = batch.optimizer_steps * batch.epochs
-    tokens = batch.tokens * batch.epochs / layout.data / layout.context
+    num_steps = batch.optimizer_steps * batch.epochs
+    replica_tokens = batch.tokens * batch.epochs / layout.data / layout.context
     bytes_by_cause: dict[str, float] = {}
 
     # A ring over data-parallel ranks crosses nodes unless all its members are in one.
-    dense, expert = _trainable_parameters(choice)
-    copies = layout.data * layout.context
-    if local_members(cluster, copies, layout.tensor) < copies:
-        bytes_by_cause["gradients"] = steps * dense * bytes_per_parameter * (copies - 1) / copies
+    dense_parameters, expert_parameters = _trainable_parameters(choice)
+    group_size = layout.data * layout.context
+    if local_members(cluster, group_size, layout.tensor) < group_size:
+        exchanged_bytes = num_steps * dense_parameters * bytes_per_parameter
+        bytes_by_cause["gradients"] = exchanged_bytes * (group_size - 1) / group_size
 
     # Experts have a separate data-parallel group, whose bytes are added.
     stride = layout.expert * layout.expert_tensor
-    if expert and local_members(cluster, layout.expert_data, stride) < layout.expert_data:
-        share = (layout.expert_data - 1) / layout.expert_data
-        expert_gradients = steps * expert * bytes_per_parameter * share
+    if expert_parameters and local_members(cluster, layout.expert_data, stride) < layout.expert_data:
+        sent_share = (layout.expert_data - 1) / layout.expert_data
+        expert_gradients = num_steps * expert_parameters * bytes_per_parameter * sent_share
         bytes_by_cause["gradients"] = bytes_by_cause.get("gradients", 0.0) + expert_gradients
 
     # Neighbouring stages are one stride of ranks apart; activations go forward, gradients back.
-    hidden_bytes = 2.0 * choice.model.hidden * tokens / layout.token_shards
+    hidden_bytes = 2.0 * choice.model.hidden * replica_tokens / layout.token_shards
     stage_ranks = layout.tensor * layout.context * layout.data
     if layout.pipeline > 1 and stage_ranks * 2 > cluster.domain:
         bytes_by_cause["activations"] = 2.0 * layout.virtual_pipeline * hidden_bytes
 
     # Tokens are sent to their experts and back, in the forward pass and in the backward pass.
-    local = local_members(cluster, layout.expert, 1)
-    if layout.expert > 1 and local < layout.expert:
-        remote = 1.0 - local / layout.expert
-        layers = choice.model.moe_layers / layout.pipeline
-        exchanged = layers * choice.model.experts_per_token * hidden_bytes
-        bytes_by_cause["tokens of experts"] = 4.0 * exchanged * remote
+    local_ranks = local_members(cluster, layout.expert, 1)
+    if layout.expert > 1 and local_ranks < layout.expert:
+        remote_share = 1.0 - local_ranks / layout.expert
+        stage_moe_layers = choice.model.moe_layers / layout.pipeline
+        dispatched_bytes = stage_moe_layers * choice.model.experts_per_token * hidden_bytes
+        bytes_by_cause["tokens of experts"] = 4.0 * dispatched_bytes * remote_share
     return bytes_by_cause
 
 
@@ -596,24 +615,25 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     layout = choice.layout
     optimizer = choice.optimizer
     efficiency = machine.constants.efficiency
-    dense, expert = _trainable_parameters(choice)
+    dense_parameters, expert_parameters = _trainable_parameters(choice)
 
     # A distributed optimizer updates a share of the parameters on each data-parallel rank.
-    parameters = dense + expert
+    updated_parameters = dense_parameters + expert_parameters
     if optimizer.distributed:
-        parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
-    hbm_bytes = parameters * efficiency.optimizer_bytes_per_parameter
+        dense_ranks = layout.data * layout.context
+        updated_parameters = dense_parameters / dense_ranks + expert_parameters / layout.expert_data
+    hbm_bytes = updated_parameters * efficiency.optimizer_bytes_per_parameter
     seconds = hbm_bytes / (machine.gpu.hbm * efficiency.hbm)
 
     if optimizer.offload:
         # Gradients are copied to the host and parameters back. The update runs at the host's memory rate, and
         # reads and writes every state.
-        host_bytes = parameters * (optimizer.gradient_bytes + _PARAMETER_BYTES + 2.0 * optimizer.state_bytes)
-        seconds += host_bytes / machine.host_rate
+        bytes_per_parameter = optimizer.gradient_bytes + _PARAMETER_BYTES + 2.0 * optimizer.state_bytes
+        seconds += updated_parameters * bytes_per_parameter / machine.host_rate
     return seconds
 
 
-def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: ReplicaWork) -> LayerSeconds:
     """Return the seconds of an average layer of a role's model for one micro-batch."""
     return layer_seconds(
         choice.model,
@@ -627,8 +647,10 @@ def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: Work) ->
     )
 
 
-def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
-    """Return the seconds of one optimizer step: forward, backward, gradient exchange, update.
+def predict_optimizer_step(
+    choice: TrainChoice, machine: Machine, work: ReplicaWork, share: float = 1.0
+) -> OptimizerStep:
+    """Predict the seconds of one optimizer step: forward, backward, gradient exchange, update.
 
     ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
     computation, not to the gradient exchange.
@@ -681,7 +703,7 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
     """Return the seconds of all optimizer steps of one role, in every epoch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
-    step = optimizer_step(choice, machine, work, share)
+    step = predict_optimizer_step(choice, machine, work, share)
     return batch.epochs * batch.optimizer_steps * step.total
 
 
@@ -697,13 +719,13 @@ def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 # ---------------------------------------------------------------- memory of one role
 
 
-def fullest_training(
+def peak_training_memory(
     choice: TrainChoice,
     tokens: float,
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
 ) -> RoleMemory:
-    """Return the bytes on the fullest GPU while it trains on micro-batches of ``tokens`` tokens.
+    """Return the bytes on the fullest GPU while it trains on ``micro_batches`` of ``tokens`` tokens each.
 
     ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch;
     None is for logits that are computed in chunks.
@@ -752,10 +774,10 @@ def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
     # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.
-    row_tokens = batch.longest
+    row_tokens = batch.row_limit
     if batch.packing:
-        row_tokens = choice.micro_batch * batch.longest
-    return fullest_training(choice, max(work.tokens, row_tokens), max(1, round(work.micro_batches)))
+        row_tokens = choice.micro_batch * batch.row_limit
+    return peak_training_memory(choice, max(work.tokens, row_tokens), max(1, round(work.micro_batches)))
 
 
 def merged_bytes(choice: TrainChoice) -> float:
@@ -776,7 +798,7 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes on the fullest GPUs of a role that only runs forward passes."""
     model = choice.model
     layout = choice.layout
-    tokens = choice.micro_batch * batch.longest
+    tokens = choice.micro_batch * batch.row_limit
 
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [

@@ -4,7 +4,7 @@ A placement is a set of groups of roles, each on separate GPUs. Within a group r
 generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
 and algorithm 1). `compose_step` combines the times of a placement and of a configuration in the same way.
 
-`Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
+`Planner` plans one group: a parallel layout for each of its roles. `search_placements` tries the groupings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rl.planning.predict.search import (
     rollout_plans,
     training_front,
 )
-from megatron_rl.planning.predict.step import RoleSeconds, Step, compose_step, planned_sync_seconds
+from megatron_rl.planning.predict.step import RoleSeconds, StepSeconds, compose_step, planned_sync_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
@@ -88,13 +88,13 @@ SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int]
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """Models, batch and machines for which a placement is searched.
 
     The fields from ``roles_swap`` to ``shared_stage_split`` describe the trainer. Their defaults describe
     this package; published measurements of other systems are predicted with the values of these systems.
 
-    Example: ``Problem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
+    Example: ``PlacementProblem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
     """
 
     models: Mapping[str, ModelShape]
@@ -149,11 +149,11 @@ class GroupPlan:
     """Number of GPUs of the group."""
     plans: Mapping[str, TrainPlan]
     """Plan of each role; the first role is the lead, whose plan limits the memory of the others."""
-    swap: float = 0.0
+    swap_seconds: float = 0.0
     """Seconds per step to move the states of idle roles between GPU and host memory."""
     rollout: RolloutPlan | None = None
     """Plan of generation on the group's GPUs, or None if generation is on other GPUs."""
-    resident: float = 0.0
+    resident_bytes: float = 0.0
     """Bytes of training states that remain on a GPU during generation."""
     offloaded: bool = False
     """Whether training states are moved to the host during generation."""
@@ -161,8 +161,8 @@ class GroupPlan:
     """Seconds by role to load its states from host memory and to store them there, for each of its phases."""
 
     @property
-    def busy(self) -> float:
-        """Return the seconds of a step in which this group's GPUs work."""
+    def busy_seconds(self) -> float:
+        """Return the seconds of a step during which this group's GPUs work."""
         total = 0.0
         if self.rollout is not None:
             total = self.rollout.seconds
@@ -180,7 +180,7 @@ class GroupPlan:
             # The swap happens once per step, so add it to one role.
             learn = plan.learn
             if role == lead:
-                learn += self.swap
+                learn += self.swap_seconds
 
             seconds = RoleSeconds(
                 role,
@@ -204,14 +204,14 @@ class PlacementPlan:
     """Kind of placement, as printed."""
     groups: tuple[GroupPlan, ...]
     """Groups of roles, each on separate GPUs."""
-    step: Step
+    step: StepSeconds
     """Seconds of a step."""
     rollout: RolloutPlan
     """Plan of generation."""
     rollout_gpus: int = 0
     """Number of GPUs that only generate."""
     reasons: tuple[str, ...] = ()
-    """Reasons why no simpler placement was selected, see `search_simple`."""
+    """Reasons why no simpler placement was selected, see `search_simplest_placements`."""
 
     @property
     def largest_pipeline(self) -> int:
@@ -240,14 +240,17 @@ class PlacementPlan:
 class Planner:
     """Planner of groups of roles for one problem, which caches its searches by model and number of GPUs."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.counter = SearchCount()
         self._fronts: dict[tuple[ModelShape, bool, Lora | None, int, bool], list[TrainPlan]] = {}
         self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
 
-    def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
-        """Return a role's Pareto front on ``gpus`` GPUs, fastest first; ``even`` excludes uneven stages."""
+    def plans_of_role(self, role: str, gpus: int, needs_even_stages: bool = False) -> list[TrainPlan]:
+        """Return the Pareto front of a role's plans on ``gpus`` GPUs, fastest first.
+
+        ``needs_even_stages`` excludes layouts whose pipeline stages have different numbers of layers.
+        """
         problem = self.problem
         model = problem.models[role]
         trained = spec_of(role).trains
@@ -257,7 +260,7 @@ class Planner:
             lora = problem.lora
 
         # Cache by model, since roles with equal models have the same front.
-        key = (model, trained, lora, gpus, even)
+        key = (model, trained, lora, gpus, needs_even_stages)
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 model,
@@ -268,81 +271,84 @@ class Planner:
                 trained=trained,
                 context_allowed=problem.context_parallel,
                 exchanges_heads=problem.exchanges_heads,
-                even_stages=even,
+                even_stages=needs_even_stages,
                 lora=lora,
                 counter=self.counter,
                 max_pipeline=problem.max_pipeline,
             )
         return self._fronts[key]
 
-    def group(
+    def plan_group(
         self,
         roles: Sequence[str],
         gpus: int,
         generates: bool,
-        alone: bool = True,
+        is_alone: bool = True,
     ) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs, or None if the group does not fit.
 
         A role may use the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
-        ``generates``: whether the group also generates. ``alone``: whether it is the only group with models.
+        ``generates``: whether the group also generates. ``is_alone``: whether it is the only group with
+        models.
         """
-        # Trained roles come first, the actor before the critic: the memory of the lead limits the others.
-        order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
+        # Trained roles come first, the actor before the critic: the lead's memory limits the other roles.
+        ordered_roles = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
         state_factors = _STATE_FACTORS
-        if len(order) == 1:
+        if len(ordered_roles) == 1:
             state_factors = _STATE_FACTORS[:1]
         # Several groups cannot share an uneven split of stages, so only even splits are tried for them.
-        even = self.problem.shared_stage_split and not alone
+        needs_even_stages = self.problem.shared_stage_split and not is_alone
 
         best: GroupPlan | None = None
-        bound = inf
-        for lead in self.front(order[0], gpus, even):
+        shortest_seconds = inf
+        for lead in self.plans_of_role(ordered_roles[0], gpus, needs_even_stages):
             for max_state_factor in state_factors:
-                group = self._group_with_lead(order, lead, gpus, generates, max_state_factor, bound)
-                if group is not None and group.busy < bound:
+                group = self._plan_group_with_lead(
+                    ordered_roles, lead, gpus, generates, max_state_factor, shortest_seconds
+                )
+                if group is not None and group.busy_seconds < shortest_seconds:
                     best = group
-                    bound = group.busy
+                    shortest_seconds = group.busy_seconds
         return best
 
-    def _group_with_lead(
+    def _plan_group_with_lead(
         self,
-        order: Sequence[str],
+        ordered_roles: Sequence[str],
         lead: TrainPlan,
         gpus: int,
         generates: bool,
         max_state_factor: float,
-        bound: float,
+        max_seconds: float,
     ) -> GroupPlan | None:
         """Return the plan of a group with a given plan of its first role, the lead.
 
         Each other role gets its fastest layout whose states are at most ``max_state_factor`` times its
         smallest states, so that the set of combinations does not depend on the memory limit. Returns None if
-        the group does not fit, or if it takes at least ``bound`` seconds even without generation.
+        the group does not fit, or if it takes at least ``max_seconds`` seconds even without generation.
         """
         problem = self.problem
-        plans = {order[0]: lead}
-        for role in order[1:]:
+        plans = {ordered_roles[0]: lead}
+        for role in ordered_roles[1:]:
             plan = self._plan_after_lead(role, lead, gpus, max_state_factor)
             if plan is None:
                 return None
             plans[role] = plan
 
         # One role works at a time, and the states of all roles are resident.
-        states = [plan.memory.states for plan in plans.values()]
+        state_bytes = [plan.memory.states for plan in plans.values()]
         work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
-        resident_bytes = sum(states)
-        swap = 0.0
+        resident_bytes = sum(state_bytes)
+        swap_seconds = 0.0
         # If they do not fit together, idle states are moved to the host while another role works.
         if work_bytes + resident_bytes > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
-            swap = 2.0 * (resident_bytes - min(states)) / problem.machine.host_rate
-            resident_bytes = max(states)
+            swap_seconds = 2.0 * (resident_bytes - min(state_bytes)) / problem.machine.host_rate
+            resident_bytes = max(state_bytes)
 
-        group = GroupPlan(gpus, plans, swap)
-        if group.busy >= bound:
+        group = GroupPlan(gpus, plans, swap_seconds)
+        if group.busy_seconds >= max_seconds:
             return None
         if not generates:
             return group
@@ -368,7 +374,7 @@ class Planner:
             return self._with_layout_of(role, lead)
 
         # Select the fastest plan within the limit; the front is sorted by time.
-        front = self.front(role, gpus, self.problem.shared_stage_split)
+        front = self.plans_of_role(role, gpus, self.problem.shared_stage_split)
         if not front:
             return None
         limit = max_state_factor * min(plan.memory.states for plan in front)
@@ -409,7 +415,7 @@ class Planner:
         """
         problem = self.problem
         machine = problem.machine
-        on_gpu = replace(group, resident=state_bytes)
+        resident_plan = replace(group, resident_bytes=state_bytes)
 
         # The second plan moves the states of trained roles to the host during generation.
         reload_seconds = {}
@@ -423,36 +429,36 @@ class Planner:
         # If roles swap, all states are moved, including frozen models.
         if problem.roles_swap:
             frozen_bytes = 0.0
-            swap = group.swap + 2.0 * state_bytes / machine.host_rate
-            offloaded = replace(group, swap=swap)
+            swap_seconds = group.swap_seconds + 2.0 * state_bytes / machine.host_rate
+            offloaded_plan = replace(group, swap_seconds=swap_seconds)
         else:
-            offloaded = replace(group, reload_seconds=reload_seconds)
-        offloaded = replace(offloaded, resident=frozen_bytes, offloaded=True)
+            offloaded_plan = replace(group, reload_seconds=reload_seconds)
+        offloaded_plan = replace(offloaded_plan, resident_bytes=frozen_bytes, offloaded=True)
         offloaded_bytes = frozen_bytes + machine.constants.memory.after_offload_gigabytes * GB
 
         # During a weight sync the actor's merged weights are on the GPU too.
-        merged = 0.0
+        merged_weight_bytes = 0.0
         actor = group.plans.get(_ACTOR)
         if actor is not None:
-            merged = merged_bytes(actor.choice)
+            merged_weight_bytes = merged_bytes(actor.choice)
 
         # The trainer's CUDA context and communicators remain on the GPU during generation, and so do the
         # weight sync's connections across nodes. Its staging buffers exist during a sync. Connections within
         # the node are not reserved, since they depend on the layouts, which are not yet selected.
         sync_bytes = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
-        other_bytes = merged + RUNTIME_BYTES + sync_bytes
+        other_bytes = merged_weight_bytes + RUNTIME_BYTES + sync_bytes
 
         plans = []
-        for plan, resident_bytes in ((on_gpu, state_bytes), (offloaded, offloaded_bytes)):
-            rollout = self.rollout(group.gpus, resident_bytes + other_bytes)
+        for plan, resident_bytes in ((resident_plan, state_bytes), (offloaded_plan, offloaded_bytes)):
+            rollout = self.plan_rollout(group.gpus, resident_bytes + other_bytes)
             if rollout is not None:
                 plans.append(replace(plan, rollout=rollout))
-        return min(plans, key=lambda plan: plan.busy, default=None)
+        return min(plans, key=lambda plan: plan.busy_seconds, default=None)
 
-    def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
-        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free, or None."""
+    def plan_rollout(self, gpus: int, reserved_bytes: float = 0.0) -> RolloutPlan | None:
+        """Return the fastest rollout that leaves ``reserved_bytes`` of each GPU free, or None."""
         machine = self.problem.machine
-        free_fraction = (machine.usable_memory - reserved) / machine.gpu.memory
+        free_fraction = (machine.usable_memory - reserved_bytes) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
         free_fraction = int(100 * free_fraction) / 100
 
@@ -460,9 +466,9 @@ class Planner:
         fraction = min(largest_fraction, free_fraction)
         if fraction <= _MIN_ENGINE_FRACTION:
             return None
-        return self._rollout_within(gpus, fraction)
+        return self._plan_rollout_within(gpus, fraction)
 
-    def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
+    def _plan_rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
         """Return the fastest rollout with ``fraction`` of each GPU's memory, or None if no rollout fits."""
         key = (gpus, fraction)
         if key not in self._rollouts:
@@ -489,15 +495,16 @@ class Planner:
 
 def _build_placement(
     name: str,
-    problem: Problem,
+    problem: PlacementProblem,
     groups: Sequence[GroupPlan],
     rollout: RolloutPlan,
     rollout_gpus: int = 0,
-    ahead: bool = False,
+    samples_ahead: bool = False,
 ) -> PlacementPlan:
     """Combine planned groups and a rollout into a placement, and predict its step.
 
-    ``rollout_gpus``: number of GPUs that only generate. ``ahead``: whether they sample the next step's rows.
+    ``rollout_gpus``: number of GPUs that only generate. ``samples_ahead``: whether they sample the next
+    step's rows.
     """
     layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
     # The engine is on the actor's ranks, or on separate ranks after them.
@@ -516,12 +523,12 @@ def _build_placement(
         generate=rollout.seconds,
         reshard=problem.sync_seconds(model, layout, rollout.layout, ranks, problem.machine),
         fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
-        ahead=ahead,
+        samples_ahead=samples_ahead,
     )
     return PlacementPlan(name, tuple(groups), step, rollout, rollout_gpus)
 
 
-def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
+def place_groups(name: str, problem: PlacementProblem, groups: Sequence[GroupPlan]) -> PlacementPlan:
     """Return the placement of planned groups; one of the groups also generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
     return _build_placement(name, problem, groups, rollout)
@@ -540,17 +547,17 @@ def place_split(
     ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
     """
-    group = planner.group(roles, train_gpus, False)
+    group = planner.plan_group(roles, train_gpus, False)
     if group is None:
         return None
 
     # Training and generation are on separate GPUs, so neither reserves memory for the other.
-    rollout = rollout_planner.rollout(rollout_gpus)
+    rollout = rollout_planner.plan_rollout(rollout_gpus)
     if rollout is None:
         return None
 
-    ahead = split != SYNCHRONOUS
-    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
+    samples_ahead = split != SYNCHRONOUS
+    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, samples_ahead)
 
 
 def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -563,42 +570,43 @@ def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *tail)
 
 
-def best_grouping(
+def plan_grouping(
     name: str,
     planner: Planner,
     groups: Sequence[Sequence[str]],
-    units: int = 16,
+    num_units: int = 16,
 ) -> PlacementPlan | None:
-    """Return the placement with the group sizes that give the shortest step, or None if no sizes fit.
+    """Return the fastest placement of these groups of roles over all group sizes, or None if no sizes fit.
 
-    Sizes are multiples of 1/``units`` of the GPUs.
+    Sizes are multiples of 1/``num_units`` of the GPUs.
     """
     gpus = planner.problem.gpus
     if len(groups) > gpus:
         return None
-    unit = gpus
+    gpus_per_unit = gpus
     if len(groups) > 1:
-        unit = max(1, gpus // units)
+        gpus_per_unit = max(1, gpus // num_units)
 
     # Cache the plan of a group by its size, and combine the plans for every division of the GPUs.
     plans: dict[tuple[int, int], GroupPlan | None] = {}
-    best: PlacementPlan | None = None
-    for sizes in compositions(gpus // unit, len(groups)):
-        if not all(_is_allowed_size(planner.problem, size * unit) for size in sizes):
+    fastest: PlacementPlan | None = None
+    for sizes in compositions(gpus // gpus_per_unit, len(groups)):
+        if not all(_is_allowed_size(planner.problem, size * gpus_per_unit) for size in sizes):
             continue
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
-            key = (index, size * unit)
+            key = (index, size * gpus_per_unit)
             if key not in plans:
                 generates = _ACTOR in groups[index]
-                plans[key] = planner.group(groups[index], size * unit, generates, len(groups) == 1)
+                is_alone = len(groups) == 1
+                plans[key] = planner.plan_group(groups[index], size * gpus_per_unit, generates, is_alone)
             group = plans[key]
             if group is None:
                 break
             planned_groups.append(group)
         else:
-            best = _faster_placement(best, place_groups(name, planner.problem, planned_groups))
-    return best
+            fastest = _faster_placement(fastest, place_groups(name, planner.problem, planned_groups))
+    return fastest
 
 
 @dataclass(frozen=True)
@@ -633,7 +641,7 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
     for size in job_sizes(planner.problem.gpus):
         if not _is_allowed_size(planner.problem, size):
             continue
-        group = planner.group(roles, size, True)
+        group = planner.plan_group(roles, size, True)
         if group is None:
             # Fewer GPUs have even less memory. Only the full number of GPUs may fail because of its divisors.
             if size < planner.problem.gpus:
@@ -649,7 +657,10 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
 
 
 def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with separate GPUs that only generate, or None if none fits."""
+    """Return the fastest placement with separate GPUs that only generate, or None if none fits.
+
+    ``split``, one of `SPLITS`, is the sampling schedule of these GPUs.
+    """
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -668,7 +679,7 @@ def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> Placement
     return best
 
 
-def _is_allowed_size(problem: Problem, size: int) -> bool:
+def _is_allowed_size(problem: PlacementProblem, size: int) -> bool:
     """Return whether a group may have ``size`` GPUs: any number, unless the problem requires whole nodes."""
     node = problem.machine.cluster.gpus_per_node
     if not problem.whole_nodes:
@@ -693,36 +704,39 @@ def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
-    """Yield the best plan of every placement, or None for a placement in which no plan fits."""
+    """Yield the best plan of every placement, or None for a placement in which no plan fits.
+
+    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
+    """
     yield _plan_colocated(planner, roles)
     yield _plan_split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
         # A grouping with an empty group is the same as one with fewer groups.
         if all(groups):
-            yield best_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
+            yield plan_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
 
-def _role_names(problem: Problem) -> tuple[str, ...]:
+def _role_names(problem: PlacementProblem) -> tuple[str, ...]:
     """Return the names of the algorithm's roles for which the problem has a model."""
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
 
-def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
+def search_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raise UserError if none fits.
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
-    result = _search_placements(problem, split)
+    result = _search_fitting_placements(problem, split)
     if not result.plans:
         raise _does_not_fit_error(problem)
     return result
 
 
-def _search_placements(problem: Problem, split: str) -> SearchResult:
+def _search_fitting_placements(problem: PlacementProblem, split: str) -> SearchResult:
     """Return the best plan of every placement that fits; the result has no plans if none fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
-    if max(context_sizes(problem.batch.longest)) >= 4:
+    if max(context_sizes(problem.batch.row_limit)) >= 4:
         problem = replace(problem, context_parallel=True)
 
     planner = Planner(problem)
@@ -733,62 +747,69 @@ def _search_placements(problem: Problem, split: str) -> SearchResult:
 
 
 SIMPLER = 0.05
-"""Predicted gain, as a fraction of a step, below which more pipeline stages or split nodes are not justified.
+"""Predicted gain, as a fraction of a step, below which more pipeline stages or shared nodes do not pay.
 
 Published measurements differ from predictions by 15 % and more, and the phase model does not include a cause
 of slow deep pipelines: micro-batches of packed rows do not take equally long, so stages wait for one another.
 """
 
-_Restricted = tuple[bool, int, Mapping[str, PlacementPlan]]
+_RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
 """(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both)."""
 
 
-def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
+def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return for every placement the simplest of the plans that are nearly as fast as the fastest one.
 
     A plan is simpler if its groups have whole nodes and, second, if it has fewer pipeline stages. A plan that
     is not the simplest has reasons: by how much simpler plans are slower, or that none of them fits. Raises
     UserError if no plan fits.
     """
-    fastest = search(problem, split)
+    fastest = search_placements(problem, split)
     layouts = fastest.layouts
     evaluated = fastest.evaluated
 
     # Order the searches from the simplest to the most general one. A job of one node has only whole nodes.
     deepest = max(plan.largest_pipeline for plan in fastest.plans)
-    caps = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
-    caps.append(MAX_PIPELINE)
-    has_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
-    restrictions = [(has_nodes, cap) for cap in caps]
-    if has_nodes:
-        restrictions += [(False, cap) for cap in caps[:-1]]
+    pipeline_limits = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
+    pipeline_limits.append(MAX_PIPELINE)
+    spans_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
+    restrictions = [(spans_nodes, pipeline_limit) for pipeline_limit in pipeline_limits]
+    if spans_nodes:
+        restrictions += [(False, pipeline_limit) for pipeline_limit in pipeline_limits[:-1]]
 
     # Stop as soon as every placement has a plan that is nearly as fast as its fastest.
-    searches: list[_Restricted] = []
+    searches: list[_RestrictedSearch] = []
     simplest: dict[str, PlacementPlan] = {}
-    for whole_nodes, cap in restrictions:
-        restricted = _search_placements(replace(problem, whole_nodes=whole_nodes, max_pipeline=cap), split)
+    for whole_nodes, pipeline_limit in restrictions:
+        restricted_problem = replace(problem, whole_nodes=whole_nodes, max_pipeline=pipeline_limit)
+        restricted = _search_fitting_placements(restricted_problem, split)
         plans = {plan.name: plan for plan in restricted.plans}
-        searches.append((whole_nodes, cap, plans))
+        searches.append((whole_nodes, pipeline_limit, plans))
         layouts += restricted.layouts
         evaluated += restricted.evaluated
 
         for plan in fastest.plans:
-            simpler = plans.get(plan.name)
-            is_near = simpler is not None and simpler.step.total <= (1.0 + SIMPLER) * plan.step.total
-            if simpler is not None and is_near and plan.name not in simplest:
-                simplest[plan.name] = _with_reasons(simpler, whole_nodes, searches)
+            simpler_plan = plans.get(plan.name)
+            if simpler_plan is None or plan.name in simplest:
+                continue
+            if simpler_plan.step.total <= (1.0 + SIMPLER) * plan.step.total:
+                simplest[plan.name] = _add_reasons(simpler_plan, whole_nodes, searches)
         if len(simplest) == len(fastest.plans):
             break
 
     # A placement without a simpler plan keeps its fastest one.
-    selected = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
+    selected = [simplest.get(plan.name) or _add_reasons(plan, False, searches) for plan in fastest.plans]
     selected.sort(key=lambda plan: plan.step.total)
     return SearchResult(tuple(selected), layouts, evaluated)
 
 
-def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
-    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches."""
+def _add_reasons(
+    plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_RestrictedSearch]
+) -> PlacementPlan:
+    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches.
+
+    ``whole_nodes``: whether the plan's groups have whole nodes.
+    """
     name = plan.name
     reasons: list[str] = []
 
@@ -796,14 +817,14 @@ def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Re
     if plan.largest_pipeline > 1:
         shallower = [
             plans[name]
-            for nodes, cap, plans in searches
-            if nodes == whole_nodes and cap < plan.largest_pipeline and name in plans
+            for has_whole_nodes, pipeline_limit, plans in searches
+            if has_whole_nodes == whole_nodes and pipeline_limit < plan.largest_pipeline and name in plans
         ]
         reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost_text(plan, shallower, 'fewer')}")
 
     # Plans of the same placement whose groups have whole nodes.
-    if not whole_nodes and any(nodes for nodes, _, _ in searches):
-        aligned = [plans[name] for nodes, _, plans in searches if nodes and name in plans]
+    if not whole_nodes and any(has_whole_nodes for has_whole_nodes, _, _ in searches):
+        aligned = [plans[name] for has_whole_nodes, _, plans in searches if has_whole_nodes and name in plans]
         reasons.append(f"groups that share nodes: {_cost_text(plan, aligned, 'whole nodes')}")
     return replace(plan, reasons=tuple(reasons))
 
@@ -819,11 +840,11 @@ def _cost_text(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: s
     return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
 
 
-def _does_not_fit_error(problem: Problem) -> UserError:
+def _does_not_fit_error(problem: PlacementProblem) -> UserError:
     """Return the error for a job that fits in no placement; its fix has a number of GPUs on which it fits."""
     machine = problem.machine
     fix = "use more or larger GPUs"
-    smallest = _smallest_job(problem)
+    smallest = _smallest_job_size(problem)
     if smallest:
         fix = f"use at least {smallest} GPUs"
     return UserError(
@@ -835,7 +856,7 @@ def _does_not_fit_error(problem: Problem) -> UserError:
     )
 
 
-def _memory_need_text(problem: Problem) -> str:
+def _memory_need_text(problem: PlacementProblem) -> str:
     """Format a lower bound of the memory that each GPU needs, for an error."""
     model = problem.models[_ACTOR]
     # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.
@@ -846,7 +867,7 @@ def _memory_need_text(problem: Problem) -> str:
     return f"{need:.0f} GB a GPU of weights, gradients and optimizer states, if they are split evenly"
 
 
-def _smallest_job(problem: Problem) -> int | None:
+def _smallest_job_size(problem: PlacementProblem) -> int | None:
     """Return the smallest number of GPUs, a power of 2, on which all roles fit colocated.
 
     Up to 64 times the problem's GPUs are tried. Returns None if these are not enough.
@@ -856,10 +877,11 @@ def _smallest_job(problem: Problem) -> int | None:
     while size <= problem.gpus:
         size *= 2
 
+    # Six doublings are a factor of 64.
     for _ in range(6):
         cluster = replace(problem.machine.cluster, num_gpus=size)
         larger = replace(problem, machine=replace(problem.machine, cluster=cluster))
-        if Planner(larger).group(roles, size, True) is not None:
+        if Planner(larger).plan_group(roles, size, True) is not None:
             return size
         size *= 2
     return None

@@ -20,7 +20,7 @@ from megatron_rl.config.placement import HALF_PRESETS, role_layouts, shared_weig
 from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, ROLLOUT, spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
-from megatron_rl.planning.predict.placement import OPEN_ORDER, OVERSAMPLE, PlacementPlan, Problem
+from megatron_rl.planning.predict.placement import OPEN_ORDER, OVERSAMPLE, PlacementPlan, PlacementProblem
 from megatron_rl.planning.predict.search import TrainPlan
 from megatron_rl.planning.predict.step import RunStats, RunStep, predict_run
 from megatron_rl.shapes.hardware import GB
@@ -82,7 +82,7 @@ def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
     return values
 
 
-def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
+def ranks_by_role(plan: PlacementPlan) -> dict[str, RankRange]:
     """Return the ranks of every role and of the rollout; the actor's group has the lowest."""
     groups = sorted(plan.groups, key=lambda group: ACTOR.name not in group.plans)
     ranges: dict[str, RankRange] = {}
@@ -99,7 +99,10 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role these ranks, or None if no preset does."""
+    """Return the placement preset that gives every role these ranks, or None if no preset does.
+
+    ``ranges`` has the ranks of each role, and ``world`` is the number of ranks of the job.
+    """
     if all(ranks == (0, world) for ranks in ranges.values()):
         return "colocate"
 
@@ -115,8 +118,8 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
     return None
 
 
-def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models and data that are not on this machine: path -> command."""
+def _download_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commands that download the models and data that this machine lacks, by path."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
@@ -136,12 +139,12 @@ def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]
 class _ConfigWriter:
     """Writer of the configuration of one plan, section by section."""
 
-    def __init__(self, problem: Problem, plan: PlacementPlan, paths: Paths) -> None:
+    def __init__(self, problem: PlacementProblem, plan: PlacementPlan, paths: Paths) -> None:
         self.problem = problem
         self.plan = plan
         self.paths = paths
         self.actor = self._plan_of(ACTOR.name)
-        self.ranges = group_ranks(plan)
+        self.ranges = ranks_by_role(plan)
         self.placement = preset_of(self.ranges, plan.gpus)
 
     def _plan_of(self, role: str) -> TrainPlan:
@@ -150,18 +153,18 @@ class _ConfigWriter:
         assert plan is not None
         return plan
 
-    def layout(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
+    def layout_section(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
         """Return the layout section of a role, with its ranks unless a placement preset implies them."""
         if self.placement:
             return _layout_section(layout)
         return {"ranks": _rank_text(*self.ranges[role])} | _layout_section(layout)
 
-    def trained(self, role: str) -> dict[str, Any]:
+    def trained_section(self, role: str) -> dict[str, Any]:
         """Return the section of a role that is trained: layout, optimizer and memory settings."""
         choice = self._plan_of(role).choice
         group = next(group for group in self.plan.groups if role in group.plans)
         section = {
-            "layout": self.layout(role, choice.layout),
+            "layout": self.layout_section(role, choice.layout),
             "recompute": choice.recompute,
             "offload": group.offloaded,
         }
@@ -178,7 +181,7 @@ class _ConfigWriter:
             section["megatron"] = stages
         return section
 
-    def frozen(self, role: str) -> dict[str, Any]:
+    def frozen_section(self, role: str) -> dict[str, Any]:
         """Return the section of a frozen role, empty if the role is the base of the actor's adapters."""
         choice = self._plan_of(role).choice
         has_actor_ranks = self.ranges[role] == self.ranges[ACTOR.name]
@@ -189,9 +192,9 @@ class _ConfigWriter:
         # With uneven stages the role inherits the actor's layout, like trained roles.
         if end_settings(choice.model.layers, choice.layout.pipeline):
             return {}
-        return {"layout": self.layout(role, choice.layout)}
+        return {"layout": self.layout_section(role, choice.layout)}
 
-    def batch(self) -> dict[str, Any]:
+    def batch_section(self) -> dict[str, Any]:
         """Return the configuration's section ``batch``."""
         batch = self.problem.batch
         micro_batches: list[int] = []
@@ -206,37 +209,37 @@ class _ConfigWriter:
             "prompts_per_step": batch.prompts,
             "samples_per_prompt": batch.samples,
             "optimizer_steps": batch.optimizer_steps,
-            "tokens_per_microbatch": int(micro_batch * batch.longest),
+            "tokens_per_microbatch": int(micro_batch * batch.row_limit),
         }
 
-    def reward(self) -> dict[str, Any]:
+    def reward_section(self) -> dict[str, Any]:
         """Return the reward section: a reward model if the plan has one, else a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
 
         path = self.paths.reward_model or _REWARD_MODEL
-        model = {"path": path, **self.frozen(REWARD_MODELS.name)}
+        model = {"path": path, **self.frozen_section(REWARD_MODELS.name)}
         section: dict[str, Any] = {"models": {_REWARD_MODEL_NAME: model}}
         if self.paths.reward:
             section = {"function": self.paths.reward, **section}
         return section
 
-    def roles(self) -> dict[str, Any]:
+    def role_sections(self) -> dict[str, Any]:
         """Return the sections of critic, reference, rollout and asynchrony."""
         sections: dict[str, Any] = {}
         if self.plan.plan_of(CRITIC.name) is not None:
-            critic = self.trained(CRITIC.name)
+            critic = self.trained_section(CRITIC.name)
             if self.paths.critic:
                 critic = {"path": self.paths.critic, **critic}
             sections[CRITIC.section] = critic
         if self.plan.plan_of(REFERENCE.name) is not None:
-            sections[REFERENCE.section] = self.frozen(REFERENCE.name)
+            sections[REFERENCE.section] = self.frozen_section(REFERENCE.name)
 
         # A placement preset implies the ranks of the rollout and of the other roles.
         layout = self.plan.rollout.layout
         rollout: dict[str, Any] = {
             "tensor": layout.tensor,
-            "max_response_tokens": int(self.problem.batch.lengths.longest),
+            "max_response_tokens": int(self.problem.batch.lengths.limit),
             "memory_fraction": layout.memory_fraction,
         }
         if not self.placement:
@@ -244,11 +247,11 @@ class _ConfigWriter:
         if self.plan.name == OPEN_ORDER:
             rollout |= {"order": OPEN, "partial": True, "oversample": OVERSAMPLE}
         sections[ROLLOUT.section] = rollout
-        if self.plan.step.ahead:
+        if self.plan.step.samples_ahead:
             sections["asynchrony"] = {"steps_ahead": 1}
         return sections
 
-    def config(self) -> dict[str, Any]:
+    def build_config(self) -> dict[str, Any]:
         """Return the complete configuration of the plan as a mapping."""
         problem = self.problem
         cluster = problem.machine.cluster
@@ -261,7 +264,7 @@ class _ConfigWriter:
 
         data: dict[str, Any] = {
             "train": self.paths.data or _TRAIN_DATA,
-            "max_prompt_tokens": int(problem.batch.prompt),
+            "max_prompt_tokens": int(problem.batch.prompt_length),
         }
         if self.paths.data is None:
             data |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
@@ -275,7 +278,7 @@ class _ConfigWriter:
         return {
             "model": {"path": self.paths.model, "attention": attention},
             "data": data,
-            "reward": self.reward(),
+            "reward": self.reward_section(),
             "run_dir": f"runs/{run_name}",
             "steps": 100,
             "world_size": self.plan.gpus,
@@ -285,15 +288,15 @@ class _ConfigWriter:
             "network_gigabits_per_gpu": round(cluster.network * 8 / GB, 3),
             "placement": self.placement or "colocate",
             "algorithm": algorithm,
-            "batch": self.batch(),
-            ACTOR.section: self.trained(ACTOR.name),
-            **self.roles(),
+            "batch": self.batch_section(),
+            ACTOR.section: self.trained_section(ACTOR.name),
+            **self.role_sections(),
         }
 
 
-def planned_settings(problem: Problem, plan: PlacementPlan, paths: Paths) -> dict[str, Any]:
+def plan_settings(problem: PlacementProblem, plan: PlacementPlan, paths: Paths) -> dict[str, Any]:
     """Return the configuration of a plan, as the mapping that is written to a file."""
-    return _ConfigWriter(problem, plan, paths).config()
+    return _ConfigWriter(problem, plan, paths).build_config()
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,7 @@ class PlannedRun:
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
-    mapping: Mapping[str, Any]
+    written_config: Mapping[str, Any]
     """Configuration as written to the file."""
     config: RunConfig
     """Configuration with its derived values."""
@@ -314,16 +317,16 @@ class PlannedRun:
     """Bytes that each weight sync sends from the trainer to the engines."""
 
 
-def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
+def make_planned_run(problem: PlacementProblem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
     """Make the configuration of a plan, and return the plan with the predictions for it."""
-    mapping = planned_settings(problem, plan, paths)
-    if prepare := _prepare_commands(paths, mapping):
-        mapping["prepare"] = prepare
+    written_config = plan_settings(problem, plan, paths)
+    if commands := _download_commands(paths, written_config):
+        written_config["prepare"] = commands
 
     # Predict from the resolved configuration, as `check` does, rather than from the plan's own estimates.
     actor = problem.models[ACTOR.name]
-    loaded = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
-    config = resolve(loaded, plan.gpus, shape=actor).config
+    loaded_config = load_text(yaml.safe_dump(written_config), name=plan.name).valid()
+    config = resolve(loaded_config, plan.gpus, shape=actor).config
     layouts = role_layouts(config, plan.gpus)
     shapes = {role: problem.models.get(spec_of(role).name, actor) for role in layouts}
 
@@ -333,14 +336,14 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
         machine.constants,
         machine.gpu.name,
         shapes,
-        RunStats(problem.batch.prompt, problem.batch.lengths.mean),
+        RunStats(problem.batch.prompt_length, problem.batch.lengths.mean),
         machine.precision,
     )
     memory = memory_plan(config, layouts, shapes, batch_plan(config, layouts))
     rollout_ranks = layouts[ROLLOUT.name].ranks
     return PlannedRun(
         plan=plan,
-        mapping=mapping,
+        written_config=written_config,
         config=config,
         prediction=prediction,
         memory=tuple(memory),
@@ -394,7 +397,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
         },
         "reasons": list(plan.reasons),
         "training_state_offloaded": any(group.offloaded for group in plan.groups),
-        "one_step_off_policy": plan.step.ahead,
+        "one_step_off_policy": plan.step.samples_ahead,
     }
 
 
@@ -413,7 +416,7 @@ def _memory_text(run: PlannedRun) -> str:
     return f"{phases}   (of {run.config.gpu_memory_gib:g})"
 
 
-def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
+def _role_line(problem: PlacementProblem, role: str, gpus: int, plan: TrainPlan) -> str:
     """Format one role of a plan as a line: its GPUs, layout and settings."""
     choice = plan.choice
     line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
@@ -426,11 +429,11 @@ def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
     if choice.lora:
         line += f", adapters of rank {choice.lora.rank}"
     if trains:
-        line += f", micro-batch {choice.micro_batch} x {problem.batch.longest:.0f} tokens"
+        line += f", micro-batch {choice.micro_batch} x {problem.batch.row_limit:.0f} tokens"
     return line
 
 
-def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
+def _plan_lines(problem: PlacementProblem, number: int, run: PlannedRun) -> list[str]:
     """Format one plan as lines of text; ``number`` is its position in the list of plans."""
     plan = run.plan
     total = run.prediction.total
@@ -459,7 +462,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
     return lines
 
 
-def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
+def plans_text(problem: PlacementProblem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
     """Format the best plans of a search as text, with the numbers of layouts and settings that it tried."""
     model = problem.models[ACTOR.name]
     batch = problem.batch
@@ -468,8 +471,8 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
         f"{model.active_parameters / GB:.2f} B active; "
         f"{problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
-        f"prompt {batch.prompt:.0f}, "
-        f"response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",
+        f"prompt {batch.prompt_length:.0f}, "
+        f"response {batch.lengths.mean:.0f} on average, {batch.lengths.limit:.0f} at most",
         f"{layouts} layouts, {evaluated} ways to run them",
         "",
     ]
@@ -479,7 +482,7 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
     return "\n".join(lines).rstrip()
 
 
-def config_text(problem: Problem, run: PlannedRun) -> str:
+def config_text(problem: PlacementProblem, run: PlannedRun) -> str:
     """Format the configuration of a planned run as YAML, with its prediction in comments."""
     model = problem.models[ACTOR.name]
     comments = [
@@ -490,5 +493,5 @@ def config_text(problem: Problem, run: PlannedRun) -> str:
     ]
     if "data/gsm8k" in run.config.prepare:
         comments.append("# Data and reward are the grade-school mathematics example: replace them by yours.")
-    body = yaml.safe_dump(dict(run.mapping), sort_keys=False, default_flow_style=None, width=100)
+    body = yaml.safe_dump(dict(run.written_config), sort_keys=False, default_flow_style=None, width=100)
     return "\n".join(comments) + "\n" + body

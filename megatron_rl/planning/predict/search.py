@@ -88,7 +88,7 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes, up to a limit, that divide the GPUs and the model's heads."""
-    # Every mixer must be divisible; 0 is divisible by any size.
+    # The heads of every mixer must be divisible. A mixer without heads has 0, which every size divides.
     heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
 
     sizes = [size for size in _POWERS if size <= limit]
@@ -102,7 +102,7 @@ def _pipeline_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     return [size for size in sizes if end_settings(model.layers, size) is not None]
 
 
-def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
+def interleaving_choices(model: ModelShape, pipeline: int) -> list[int]:
     """Return the interleaving degrees to try, which split every stage into equal chunks."""
     if pipeline == 1 or model.layers % pipeline:
         return [1]
@@ -118,14 +118,15 @@ def context_sizes(row_limit: float) -> list[int]:
 def training_layouts(
     model: ModelShape,
     gpus: int,
-    node: int,
+    gpus_per_node: int,
     row_limit: int,
     rows: int | None = None,
     max_pipeline: int = MAX_PIPELINE,
 ) -> Iterator[ParallelLayout]:
-    """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
+    """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside a node.
 
-    ``rows`` (sequences per optimizer step) bounds data parallelism: a replica without a row would idle.
+    ``row_limit`` is the largest length of a row in tokens, which bounds context parallelism. ``rows``, the
+    number of sequences of an optimizer step, bounds data parallelism: a replica without a row would idle.
     """
     ranks = tuple(range(gpus))
     # Megatron needs the same number of experts on each expert-parallel rank.
@@ -133,19 +134,19 @@ def training_layouts(
     if model.experts:
         expert_sizes = [size for size in divisors(model.experts) if size <= _MAX_EXPERT]
 
-    for tensor in _tensor_choices(model, gpus, min(node, _MAX_TENSOR)):
+    for tensor in _tensor_choices(model, gpus, min(gpus_per_node, _MAX_TENSOR)):
         for pipeline in _pipeline_choices(model, gpus // tensor, max_pipeline):
             stage_gpus = gpus // tensor // pipeline
             for context in context_sizes(row_limit):
                 if stage_gpus % context:
                     continue
-                data = stage_gpus // context
-                if rows is not None and data > rows:
+                data_parallel = stage_gpus // context
+                if rows is not None and data_parallel > rows:
                     continue
 
                 # Expert parallelism divides the ranks of a stage independently of the other sizes.
                 for expert in expert_sizes:
-                    if (tensor * context * data) % expert:
+                    if (tensor * context * data_parallel) % expert:
                         continue
                     yield ParallelLayout(
                         ranks, tensor, pipeline, context=context, expert=expert, sequence_parallel=tensor > 1
@@ -189,14 +190,14 @@ def _train_choices(
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
 
-    for virtual in virtual_choices(model, layout.pipeline):
-        interleaved = replace(layout, virtual_pipeline=virtual)
-        for micro_batch, variant, recompute in product(micro_batches, optimizers, recomputes):
+    for interleaving in interleaving_choices(model, layout.pipeline):
+        interleaved = replace(layout, virtual_pipeline=interleaving)
+        for micro_batch, optimizer_choice, recompute in product(micro_batches, optimizers, recomputes):
             yield TrainChoice(
                 model,
                 interleaved,
                 recompute,
-                variant,
+                optimizer_choice,
                 micro_batch,
                 lora=lora,
                 exchanges_heads=exchanges_heads,
@@ -226,10 +227,13 @@ def training_front(
     Plans are sorted by the time of a step's training plus a forward pass, or of the forward pass alone for a
     frozen model. A plan is on the front if its peak memory, or its resident state between steps, is smaller
     than that of every faster plan. The list is empty if no plan fits.
+
+    ``trained``: whether the model trains, or only runs forward passes. ``even_stages``: whether every
+    pipeline stage must have the same number of layers. ``counter``: counts the layouts that are tried.
     """
     counter = counter or SearchCount()
-    limit = machine.usable_memory
-    node = machine.cluster.gpus_per_node
+    memory_limit = machine.usable_memory
+    gpus_per_node = machine.cluster.gpus_per_node
     memory_of = score_memory
     rows = batch.rows
     if trained:
@@ -237,7 +241,9 @@ def training_front(
         rows = batch.rows // batch.optimizer_steps
 
     plans: list[TrainPlan] = []
-    for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows), max_pipeline):
+    for layout in training_layouts(
+        model, gpus, gpus_per_node, int(batch.row_limit), max(1, rows), max_pipeline
+    ):
         # Skip layouts that the trainer does not support, or that other roles could not share.
         has_uneven_stages = model.layers % layout.pipeline > 0
         if has_uneven_stages and even_stages:
@@ -250,7 +256,7 @@ def training_front(
         counter.layouts += 1
 
         # Skip early by the weights in bfloat16, a cheap lower bound of the memory.
-        if 2.0 * sum(max_stage_parameters(model, layout)) > limit:
+        if 2.0 * sum(max_stage_parameters(model, layout)) > memory_limit:
             continue
 
         choices: Iterable[TrainChoice] = [TrainChoice(model, layout, exchanges_heads=exchanges_heads)]
@@ -269,18 +275,18 @@ def training_front(
         forward_seconds: dict[tuple[int, int], float] = {}
         for choice in choices:
             memory = memory_of(choice, batch)
-            if memory.total > limit:
+            if memory.total > memory_limit:
                 continue
             counter.evaluated += 1
 
             # Cache the forward pass, which does not depend on recompute and optimizer offload.
-            key = (choice.layout.virtual_pipeline, choice.micro_batch)
-            if key not in forward_seconds:
-                forward_seconds[key] = score_seconds(choice, batch, machine)
+            forward_key = (choice.layout.virtual_pipeline, choice.micro_batch)
+            if forward_key not in forward_seconds:
+                forward_seconds[forward_key] = score_seconds(choice, batch, machine)
             learn = 0.0
             if trained:
                 learn = learn_seconds(choice, batch, machine)
-            plans.append(TrainPlan(choice, learn, forward_seconds[key], memory))
+            plans.append(TrainPlan(choice, learn, forward_seconds[forward_key], memory))
 
     return _pareto_front(sorted(plans, key=lambda plan: plan.learn + plan.forward))
 

@@ -64,19 +64,19 @@ class RoleSeconds:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSeconds:
     """Seconds of a step by phase.
 
     Example: a step of 31 s, with 20 s of generation::
 
-        Step({"generate": 20.0, "reshard": 1.0, "reward": 0.0, "score": 3.0, "learn": 6.0}, fixed=1.0)
+        StepSeconds({"generate": 20.0, "reshard": 1.0, "reward": 0.0, "score": 3.0, "learn": 6.0}, fixed=1.0)
     """
 
     seconds: Mapping[str, float]
     """Seconds of each of `PHASES`."""
     fixed: float
     """Seconds that belong to no phase."""
-    ahead: bool = False
+    samples_ahead: bool = False
     """Whether the rollout samples the next step's rows while the other roles work."""
 
     @property
@@ -85,7 +85,7 @@ class Step:
         generate = self.seconds["generate"]
         # The phases after generation run one after another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
-        if self.ahead:
+        if self.samples_ahead:
             sampling_and_training = max(generate, train)
         else:
             sampling_and_training = generate + train
@@ -97,12 +97,12 @@ def compose_step(
     generate: float,
     reshard: float,
     fixed: float,
-    ahead: bool = False,
-) -> Step:
+    samples_ahead: bool = False,
+) -> StepSeconds:
     """Combine the roles' times into a step: each phase takes as long as on its busiest rank.
 
     ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` those outside of all phases;
-    ``ahead`` as in `Step`.
+    ``samples_ahead`` as in `StepSeconds`.
     """
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
     rank_seconds: dict[str, dict[int, float]] = {
@@ -122,10 +122,10 @@ def compose_step(
     seconds = {"generate": generate, "reshard": reshard}
     for phase, seconds_by_rank in rank_seconds.items():
         seconds[phase] = max(seconds_by_rank.values(), default=0.0)
-    return Step(seconds, fixed, ahead)
+    return StepSeconds(seconds, fixed, samples_ahead)
 
 
-def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
+def weight_transfer_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
     """Return the seconds of a planned weight transfer for the GPU that sends or receives most.
 
     ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not. The fixed time and the
@@ -141,23 +141,23 @@ def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.
     return weight_sync.planned_fixed_seconds + transfer_seconds
 
 
-def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
-    """Return the seconds of one weight sync from ``senders`` ranks.
+def sync_seconds(traffic: WeightTraffic, num_senders: int, machine: Machine) -> float:
+    """Return the seconds of one weight sync from ``num_senders`` ranks.
 
     Each byte is sent by the trainer once, and replicas relay it to one another. Unless all ranks are in one
     NVLink domain, all bytes are assumed to be received over the network.
     """
     # Relayed copies are sent by the receivers, so the trainer sends at most one copy of the model.
     sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
-    busiest = max(traffic.received_most, sent_bytes / senders)
+    busiest_bytes = max(traffic.received_most, sent_bytes / num_senders)
     if machine.cluster.num_gpus <= machine.cluster.domain:
-        return copy_seconds(machine, 0.0, busiest)
-    return copy_seconds(machine, busiest)
+        return weight_transfer_seconds(machine, 0.0, busiest_bytes)
+    return weight_transfer_seconds(machine, busiest_bytes)
 
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes` for a model in a layout, cached, since a search repeats layouts."""
+    """Return the bytes that actor and engine ranks share, cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -170,28 +170,28 @@ def planned_sync_seconds(
     machine: Machine,
 ) -> float:
     """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
-    overlap = _shared_bytes(model, layout, rollout.tensor, machine.bytes_per_weight)
-    return sync_seconds(overlap.traffic(ranks), layout.size, machine)
+    shared = _shared_bytes(model, layout, rollout.tensor, machine.bytes_per_weight)
+    return sync_seconds(shared.traffic(ranks), layout.size, machine)
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Measured mean lengths of a run in tokens; for None `run_batch` assumes a length.
+    """Measured mean lengths of a run, in tokens, from which `build_step_batch` builds the rows of a step.
 
-    Example: ``RunStats(prompt=310.0, response=1250.0)``.
+    Example: ``RunStats(prompt_length=310.0, response_length=1250.0)``.
     """
 
-    prompt: float | None = None
-    """Mean length of a prompt."""
-    response: float | None = None
-    """Mean length of a response."""
+    prompt_length: float | None = None
+    """Mean length of a prompt, or None if it was not measured."""
+    response_length: float | None = None
+    """Mean length of a response, or None if it was not measured."""
 
 
 @dataclass(frozen=True)
 class RunStep:
     """Prediction of one step of a run, with its FLOPs, to compute the utilization of a measured step."""
 
-    step: Step
+    step: StepSeconds
     """Predicted seconds of one step, by phase."""
     flops: Mapping[str, float]
     """Model FLOPs of the complete job by phase."""
@@ -206,7 +206,7 @@ class RunStep:
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Return the seconds of each phase of the step: phase -> seconds."""
+        """Return the seconds of each phase of the step, by phase."""
         return self.step.seconds
 
     @property
@@ -244,12 +244,13 @@ class RunStep:
 class CheckedStep:
     """Prediction of one step of a checked configuration.
 
-    Example: ``CheckedStep("H100-80GB", assumed=False, step=step)``, or ``CheckedStep(reason="no shape")``.
+    Example: ``CheckedStep("H100-80GB", response_tokens=1024.0, step=step)``, or, without a prediction,
+    ``CheckedStep(reason="the configuration has errors")``.
     """
 
     gpu: str | None = None
     """Name of the GPU in constants.json, or None if there is no prediction."""
-    assumed: bool = False
+    is_gpu_assumed: bool = False
     """Whether the GPU is `ASSUMED_GPU` because the configuration names none."""
     response_tokens: float = 0.0
     """Mean tokens of a response that the prediction assumes."""
@@ -259,19 +260,19 @@ class CheckedStep:
     """Reason why there is no prediction, or an empty string."""
 
 
-def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
-    """Return the number and the lengths of the rows in a step of a configuration.
+def build_step_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
+    """Return the rows of a step of a configuration: their number, and the distribution of their lengths.
 
     Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
     """
-    limit = float(config.rollout.response_limit)
-    mean = min(stats.response or TYPICAL_SHARE * limit, limit)
-    lengths = response_lengths(max(1.0, mean), limit, "variable")
+    response_limit = float(config.rollout.response_limit)
+    mean_response = min(stats.response_length or TYPICAL_SHARE * response_limit, response_limit)
+    lengths = response_lengths(max(1.0, mean_response), response_limit, "variable")
 
     # Micro-batches are packed up to this many tokens.
-    budget = config.batch.tokens_per_microbatch
-    if not budget:
-        budget, *_ = token_budget(config, layouts["actor"])
+    token_limit = config.batch.tokens_per_microbatch
+    if not token_limit:
+        token_limit = token_budget(config, layouts["actor"])[0]
 
     oversample = None
     if config.rollout.order == OPEN:
@@ -280,9 +281,9 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         optimizer_steps=config.batch.optimizer_steps,
-        prompt=stats.prompt or float(config.data.max_prompt_tokens),
+        prompt_length=stats.prompt_length or float(config.data.max_prompt_tokens),
         lengths=lengths,
-        longest=float(budget),
+        row_limit=float(token_limit),
         epochs=config.batch.epochs,
         oversample=oversample,
     )
@@ -298,7 +299,7 @@ def train_choice(
 
     For a frozen role only the layout has an effect.
     """
-    # A frozen role has no such section: read the actor's, since only the layout has an effect.
+    # A frozen role has no section for training: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
@@ -387,7 +388,7 @@ def predict_run(
     layouts = role_layouts(config, world)
     cluster = constants.cluster(gpu, world, config.gpus_per_node, config.network_gigabits_per_gpu)
     machine = Machine(cluster, constants, precision)
-    batch = run_batch(config, layouts, stats or RunStats())
+    batch = build_step_batch(config, layouts, stats or RunStats())
 
     # For every role with a Megatron model: forward pass, optimizer steps, and transfers to and from the host.
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -432,7 +433,7 @@ def predict_run(
         generate=generate_seconds(actor, rollout, batch, machine),
         reshard=sync_seconds(traffic, layouts["actor"].size, machine),
         fixed=constants.efficiency.rl_fixed_seconds,
-        ahead=config.asynchrony.steps_ahead > 0,
+        samples_ahead=config.asynchrony.steps_ahead > 0,
     )
     return RunStep(
         step=step,
@@ -444,7 +445,7 @@ def predict_run(
     )
 
 
-def predict_checked(report: CheckReport) -> CheckedStep:
+def predict_checked_step(report: CheckReport) -> CheckedStep:
     """Predict a step of a checked configuration on its GPU, or on `ASSUMED_GPU` if it names none."""
     config = report.config
     if report.errors or report.layouts is None:

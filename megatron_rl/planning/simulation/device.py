@@ -1,8 +1,8 @@
 """Count the bytes, kernels, device reads and messages of a rank on a device without storage.
 
-After `device.simulate`, tensors on the device have shapes but no values, and there are no other ranks. Inside
-a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts get equal
-numbers of tokens, and every value that is read from the device is 1.
+After `device.become_simulated_rank`, tensors on the device have shapes but no values, and there are no other
+ranks. Inside a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts
+get equal numbers of tokens, and every value that is read from the device is 1.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Simulation(TorchDispatchMode):
         # Address of a storage -> weak reference and size; several tensors with one storage count once.
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
-        self._kinds: dict[tuple[int, ...], str] = {}
+        self._group_names: dict[tuple[int, ...], str] = {}
         # Address of a storage -> values that are returned if it is read.
         self._values: dict[int, Tensor] = {}
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Count the work of the block, with the accelerator's code paths and evenly loaded experts."""
         with ExitStack() as stack:
-            stack.enter_context(_accelerator_functions())
-            stack.enter_context(_even_experts(self))
+            stack.enter_context(_patch_accelerator_functions())
+            stack.enter_context(_route_evenly(self))
             stack.enter_context(self)
             yield
 
@@ -76,13 +76,13 @@ class Simulation(TorchDispatchMode):
 
         Of several groups with the same ranks the first name is used.
         """
-        for kind, group in groups.items():
+        for name, group in groups.items():
             if group is not None:
-                self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
+                self._group_names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
 
-    def kind(self, ranks: tuple[int, ...]) -> str:
+    def group_name(self, ranks: tuple[int, ...]) -> str:
         """Return the name of the process group of these ranks, or ``N ranks`` if it has no name."""
-        return self._kinds.get(ranks, f"{len(ranks)} ranks")
+        return self._group_names.get(ranks, f"{len(ranks)} ranks")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Simulation(TorchDispatchMode):
             return read(self, *args, **kwargs)
 
         # Count pageable copies and selections, which make the host wait for the device like reads.
-        if self._copies_pageable(func, args, kwargs):
+        if self._is_pageable_copy(func, args, kwargs):
             self._usage.copies += 1
         if self._has_data_dependent_size(func, args, kwargs):
             self._usage.selections += 1
@@ -136,18 +136,18 @@ class Simulation(TorchDispatchMode):
 
     def _count_result(self, func: Any, result: Any) -> None:
         """Count the bytes of the storages in ``result``, and the kernel that computes it."""
-        device_tensors = [value for value in _iterate_tensors(result) if self._is_on_device(value)]
-        for value in device_tensors:
-            self._add_storage(value)
+        device_tensors = [tensor for tensor in _iterate_tensors(result) if self._is_on_device(tensor)]
+        for tensor in device_tensors:
+            self._add_storage(tensor)
 
         launches_kernel = not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL
         if device_tensors and launches_kernel:
             self._usage.kernels += 1
 
-    def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _is_pageable_copy(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether an operator copies host memory to the device while the host waits.
 
-        Only `device.upload` copies without waiting, from pinned memory.
+        Only `device.upload_tensors` copies without waiting, from pinned memory.
         """
         if self._device == device.host().type:
             return False
@@ -178,22 +178,22 @@ class Simulation(TorchDispatchMode):
             return any(index.dtype == torch.bool for index in _iterate_tensors(args[1]))
         return name in _SELECTIONS
 
-    def _is_on_device(self, value: Tensor) -> bool:
+    def _is_on_device(self, tensor: Tensor) -> bool:
         """Return whether a tensor is on the measured device."""
-        return value.device.type == self._device
+        return tensor.device.type == self._device
 
-    def _add_storage(self, value: Tensor) -> None:
+    def _add_storage(self, tensor: Tensor) -> None:
         """Count the bytes of a tensor's storage until it is freed."""
         # Views share a storage, which counts once.
-        storage = value.untyped_storage()
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
 
-        size = storage.nbytes()
+        num_bytes = storage.nbytes()
         reference = weakref.ref(storage, lambda _: self._release_storage(key))
-        self._alive[key] = (reference, size)
-        self._bytes += size
+        self._alive[key] = (reference, num_bytes)
+        self._bytes += num_bytes
         self._usage.peak = max(self._usage.peak, self._bytes)
 
     def _release_storage(self, key: int) -> None:
@@ -211,15 +211,15 @@ class Simulation(TorchDispatchMode):
                 self._alive[key] = (reference, storage.nbytes())
         self._bytes = sum(size for _, size in self._alive.values())
 
-    def count(self, group: Any, size: int, message: bool = False) -> None:
-        """Count one call of a collective or message of a process group, of ``size`` bytes."""
+    def count_traffic(self, group: Any, num_bytes: int, is_message: bool = False) -> None:
+        """Count a collective or a message of a process group, which moves ``num_bytes`` bytes."""
         ranks = tuple(dist.get_process_group_ranks(group))
-        kind = self.kind(ranks)
+        name = self.group_name(ranks)
         # Messages between pipeline stages are counted separately from the group's collectives.
-        if message:
-            kind = "messages"
-        self._usage.calls[kind] += 1
-        self._usage.bytes[kind] += size
+        if is_message:
+            name = "messages"
+        self._usage.calls[name] += 1
+        self._usage.bytes[name] += num_bytes
 
     def _count_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator of c10d, and return its result although the other ranks do not exist."""
@@ -228,13 +228,13 @@ class Simulation(TorchDispatchMode):
 
         # Traffic is the size of the largest argument: the output of a gather, the input of a scatter.
         if any(value.is_meta for value in _iterate_tensors(args)):
-            size = 0
+            num_bytes = 0
             for argument in args:
                 argument_bytes = sum(value.nbytes for value in _iterate_tensors(argument))
-                size = max(size, argument_bytes)
-            self.count(dist.ProcessGroup.unbox(group), size, message=name in _MESSAGES)
+                num_bytes = max(num_bytes, argument_bytes)
+            self.count_traffic(dist.ProcessGroup.unbox(group), num_bytes, is_message=name in _MESSAGES)
         elif name in ("_allgather_base_", "allgather_"):
-            _gather_copies(name, args)
+            _fill_gathered_tensor(name, args)
 
         # A pipeline stage receives the shape of its activations, as 64-bit integers, before the activations.
         if name == "recv_":
@@ -251,21 +251,21 @@ class Simulation(TorchDispatchMode):
                     args[index] = [torch.empty(0) for _ in argument]
         return func(*args, **kwargs)
 
-    def _assumed_values(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
+    def _assumed_values(self, tensor: Tensor, *_: Any, **options: Any) -> Tensor:
         """Return a host copy of a device tensor: its assigned values if there are any, else ones."""
-        key = value.untyped_storage()._cdata
+        key = tensor.untyped_storage()._cdata
         assigned = self._values.get(key)
         if assigned is not None:
             return assigned.clone()
 
-        dtype = options.get("dtype") or value.dtype
-        return torch.ones(value.shape, dtype=dtype)
+        dtype = options.get("dtype") or tensor.dtype
+        return torch.ones(tensor.shape, dtype=dtype)
 
-    def _assumed_scalar(self, value: Tensor) -> Any:
+    def _assumed_scalar(self, tensor: Tensor) -> Any:
         """Return an assumed value of a one-element tensor: 1, or False so that no check of the code fires."""
-        if value.dtype == torch.bool:
+        if tensor.dtype == torch.bool:
             return False
-        return torch.ones((), dtype=value.dtype).item()
+        return torch.ones((), dtype=tensor.dtype).item()
 
     def _skip_copy(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return the target of a copy from the device to the host unchanged: it has no values to copy."""
@@ -303,7 +303,7 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
             yield from _iterate_tensors(item)
 
 
-def _gather_copies(name: str, args: Any) -> None:
+def _fill_gathered_tensor(name: str, args: Any) -> None:
     """Fill a gathered tensor on the host as if every rank had this rank's values."""
     if name == "allgather_":
         for outputs, value in zip(args[0], args[1], strict=True):
@@ -318,7 +318,7 @@ def _gather_copies(name: str, args: Any) -> None:
 
 
 @contextmanager
-def _accelerator_functions() -> Iterator[None]:
+def _patch_accelerator_functions() -> Iterator[None]:
     """Patch attention to use an accelerator's fused kernel, and `torch.tensor` to count reads of the device.
 
     The functions are patched globally, since a mode would not see the second forward pass of recompute.
@@ -383,7 +383,7 @@ def _host_values(value: Any) -> Any:
 
 
 @contextmanager
-def _even_experts(simulation: Simulation) -> Iterator[None]:
+def _route_evenly(simulation: Simulation) -> Iterator[None]:
     """Route tokens evenly to experts inside the block: the real counts would be read from the device."""
     dispatcher: Any = token_dispatcher
     dispatcher_class = dispatcher.MoEAlltoAllTokenDispatcher
@@ -410,7 +410,7 @@ def _even_experts(simulation: Simulation) -> Iterator[None]:
             dispatcher.gather_from_sequence_parallel_region = gather
 
     def gather_copies(counts: Tensor, group: Any) -> Tensor:
-        simulation.count(group, counts.nbytes * group.size())
+        simulation.count_traffic(group, counts.nbytes * group.size())
         return counts.repeat(group.size())
 
     dispatcher_class.preprocess = preprocess_evenly

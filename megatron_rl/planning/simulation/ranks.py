@@ -37,10 +37,11 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 
 @dataclass(frozen=True)
-class Simulated:
+class RankSimulation:
     """Simulation of one rank, and the estimate of its memory for the same layers.
 
-    Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
+    Example: ``RankSimulation(rank, estimate).relative_error("learn")`` is 0.02 for an estimate that is 2 %
+    too high.
     """
 
     rank: SimulatedRank
@@ -54,7 +55,7 @@ class Simulated:
             return self.rank.resting
         return self.rank.phases[phase].peak
 
-    def difference(self, phase: str) -> float:
+    def relative_error(self, phase: str) -> float:
         """Return the relative error of the estimate, estimated / simulated - 1; 0 for less than 1 MiB."""
         simulated_bytes = self.bytes(phase)
         if simulated_bytes <= _MIN_BYTES:
@@ -65,7 +66,7 @@ class Simulated:
         return round(ratio - 1, 4) + 0.0
 
 
-def simulate_ranks(report: CheckReport) -> list[Simulated]:
+def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
     """Simulate the ranks of every role's representative stages, which include the fullest one.
 
     Raises UserError for a report without layouts, batch or model.
@@ -92,7 +93,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
             pipeline_ranks = layout.groups("pipeline")[0]
             stages = layers_by_stage(report.config, layout, shape)
             ranks |= {pipeline_ranks[stage] for stage in find_representative_stages(shape, stages)}
-    plans = [simulation_plan(report, rank) for rank in sorted(ranks)]
+    plans = [plan_simulation(report, rank) for rank in sorted(ranks)]
 
     # Start a new process for each rank: a process can simulate only once, and torch's threads must not be
     # forked.
@@ -103,10 +104,10 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
         for config, estimate in plans:
             job = pool.submit(_simulate_rank, config, models, batch, estimate.rank, report.world_size)
             jobs.append((job, estimate))
-        return [Simulated(job.result(), estimate) for job, estimate in jobs]
+        return [RankSimulation(job.result(), estimate) for job, estimate in jobs]
 
 
-def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
+def plan_simulation(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
     """Return the configuration to simulate a rank of a check, and the memory estimate of its models."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
@@ -120,31 +121,31 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
 
 
 def _simulate_rank(*arguments: Any) -> SimulatedRank:
-    """Simulate one rank in this process, a child that does nothing else; see `simulation.step.simulate`."""
+    """Simulate one rank in this process, a child that does nothing else; see `simulate_step`."""
     # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
     modules.update(dict.fromkeys(_FOREIGN_LAYERS))
-    from megatron_rl.planning.simulation.step import simulate
+    from megatron_rl.planning.simulation.step import simulate_step
 
     # Libraries warn that the packages above are missing.
     warnings.simplefilter("ignore")
-    return simulate(*arguments)
+    return simulate_step(*arguments)
 
 
-def simulation_lines(simulated: list[Simulated]) -> list[str]:
+def simulation_lines(simulations: list[RankSimulation]) -> list[str]:
     """Format simulated ranks as lines: a table of bytes, then each rank's kernels, reads and messages."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
-    for entry in simulated:
+    for simulation in simulations:
         for phase, name in _PHASES.items():
-            simulated_size = f"{entry.bytes(phase) / _GIB:.2f} GiB"
-            estimated_size = f"{entry.estimate.phase_peak(phase) / _GIB:.2f} GiB"
+            simulated_size = f"{simulation.bytes(phase) / _GIB:.2f} GiB"
+            estimated_size = f"{simulation.estimate.phase_peak(phase) / _GIB:.2f} GiB"
             lines.append(
-                f"{entry.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
-                f"{entry.difference(phase):>+12.1%}"
+                f"{simulation.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
+                f"{simulation.relative_error(phase):>+12.1%}"
             )
 
-    for entry in simulated:
-        rank = entry.rank
+    for simulation in simulations:
+        rank = simulation.rank
         groups = ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
         lines.append(
             f"rank {rank.rank}: at most {rank.connections:,} connections of the host's backend, in "
@@ -174,14 +175,14 @@ def _usage_text(usage: Usage) -> str:
     )
 
 
-def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
+def simulation_json(simulations: list[RankSimulation]) -> list[Mapping[str, Any]]:
     """Convert simulated ranks to plain values for JSON; sizes are in bytes."""
     return [
         {
-            **asdict(entry.rank),
-            "connections": entry.rank.connections,
-            "estimate": {phase: entry.estimate.phase_peak(phase) for phase in _PHASES},
-            "simulated": {phase: entry.bytes(phase) for phase in _PHASES},
+            **asdict(simulation.rank),
+            "connections": simulation.rank.connections,
+            "estimate": {phase: simulation.estimate.phase_peak(phase) for phase in _PHASES},
+            "simulated": {phase: simulation.bytes(phase) for phase in _PHASES},
         }
-        for entry in simulated
+        for simulation in simulations
     ]

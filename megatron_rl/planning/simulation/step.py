@@ -42,27 +42,27 @@ _SUPPORT_TOKENS = 16
 """Assumed number of tokens at each position that remain after the filters of sampling."""
 
 
-def simulate(
+def simulate_step(
     config: RunConfig,
-    models: Mapping[str, Path],
+    config_files: Mapping[str, Path],
     batch: BatchPlan,
     rank: int,
     world_size: int,
 ) -> SimulatedRank:
     """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
-    ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
-    rollout engine is left out. A process can call this only once.
+    ``config`` is resolved, ``config_files`` are the config.json files of the roles. No weights are read, and
+    the rollout engine is left out. A process can call this only once.
     """
     # Initialise this process as a rank of the complete job, of which no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
-    device.simulate()
+    device.become_simulated_rank()
     device.initialize()
-    config = _with_model_folders(config, models)
+    config = _with_model_folders(config, config_files)
     algorithm = algorithm_of(config)
     simulation = Simulation()
 
-    with simulation.measured():
+    with simulation.measure():
         with simulation.phase("build"):
             actor = build_actor(config, updates=config.steps)
             scorers = build_scorers(config, algorithm, actor)
@@ -72,14 +72,14 @@ def simulate(
         roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
-                simulation.name_groups(_group_kinds(role.model.groups))
+                simulation.name_groups(_groups_by_name(role.model.groups))
 
         objectives: dict[ModelRole, Any] = {actor: partial(policy_objective, algorithm)}
         actor.squared_probs = algorithm.needs_squared_probs
         critic = scorers.get(CRITIC.name)
         if critic is not None:
             objectives[critic] = partial(value_objective, algorithm)
-        rows = _full_rows(config, batch, [role.layout for role in roles])
+        rows = _make_full_rows(config, batch, [role.layout for role in roles])
         train_rows = _with_teacher_columns(rows, algorithm.distillation.top_tokens)
 
         # The first optimizer step allocates the optimizer states; after it every role is at rest.
@@ -94,12 +94,12 @@ def simulate(
         _run_phases(simulation, roles, objectives, rows, train_rows)
 
     # The first group is that of the world.
-    job, *groups = groups_of_this_rank()
-    group_sizes = [("the job", len(job))]
-    group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
+    world_ranks, *groups = groups_of_this_rank()
+    group_sizes = [("the job", len(world_ranks))]
+    group_sizes += [(simulation.group_name(ranks), len(ranks)) for ranks in groups]
     sync = None
     if config.rollout.capabilities.in_process:
-        sync = _sync_messages(config, models[ACTOR.name], actor.layout, rank)
+        sync = _sync_messages(config, config_files[ACTOR.name], actor.layout, rank)
     return SimulatedRank(rank, simulation.phases, resting, group_sizes, sync)
 
 
@@ -116,15 +116,15 @@ def _run_phases(
     """
     for role in roles:
         with role.resident(Use.READ), simulation.phase("score"):
-            _set_boundary(simulation, role, rows)
-            with _counted_microbatches(simulation, "score", role):
+            _set_boundary_shape(simulation, role, rows)
+            with _count_microbatches(simulation, "score", role):
                 role.infer(rows)
 
     for role, objective in objectives.items():
         with role.resident():
             with simulation.phase("learn"):
-                _set_boundary(simulation, role, train_rows)
-                with _counted_microbatches(simulation, "learn", role):
+                _set_boundary_shape(simulation, role, train_rows)
+                with _count_microbatches(simulation, "learn", role):
                     role.accumulate(train_rows, objective)
             with simulation.phase("step"):
                 role.step()
@@ -157,20 +157,20 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
     num_sent = 0
     num_received = 0
     transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
-    for (sender, receiver), count in transfers.messages.items():
+    for (sender, receiver), count in transfers.message_counts.items():
         if sender == rank:
             num_sent += count
         if receiver == rank:
             num_received += count
-    return SyncMessages(peers=plan.peers.get(rank, 0), sent=num_sent, received=num_received)
+    return SyncMessages(peers=plan.peer_counts.get(rank, 0), sent=num_sent, received=num_received)
 
 
-def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:
+def _with_model_folders(config: RunConfig, config_files: Mapping[str, Path]) -> RunConfig:
     """Return the configuration with every role's model at the folder of its config.json."""
 
     def folder(section_path: str) -> str:
         """Return the folder of the config.json of a section's role, by default of the actor's."""
-        config_file = models.get(role_of(section_path), models[ACTOR.name])
+        config_file = config_files.get(role_of(section_path), config_files[ACTOR.name])
         return str(config_file.parent)
 
     def with_folder(section_path: str, section: Any) -> Any:
@@ -199,16 +199,16 @@ def _with_teacher_columns(rows: TrainBatch, top_tokens: int) -> TrainBatch:
     )
 
 
-def _full_rows(
+def _make_full_rows(
     config: RunConfig,
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
     """Return rows of the micro-batches that fill every role's pipeline, at most as many as a step has."""
     # Fill a micro-batch with rows of equal length, as long as possible.
-    budget = batch.tokens_per_microbatch
-    rows_per_microbatch = -(-budget // batch.longest_row)
-    length = budget // rows_per_microbatch
+    token_limit = batch.tokens_per_microbatch
+    rows_per_microbatch = -(-token_limit // batch.longest_row)
+    length = token_limit // rows_per_microbatch
 
     microbatches = 0
     for layout in layouts:
@@ -226,9 +226,9 @@ def _full_rows(
     row_mask = torch.arange(length) >= prompt_length
 
     # Expand a single stored value: the rows of a large job may not fit in this machine's memory.
-    values = torch.ones(1).expand(num_tokens)
+    token_ones = torch.ones(1).expand(num_tokens)
     tokens = torch.ones(1, dtype=torch.long).expand(num_tokens)
-    rows = torch.ones(num_rows, dtype=torch.long)
+    row_ones = torch.ones(num_rows, dtype=torch.long)
 
     # If sampling truncates distributions, every position has the ids of the remaining tokens.
     support_sizes = None
@@ -240,19 +240,19 @@ def _full_rows(
 
     return TrainBatch(
         tokens=tokens,
-        lengths=rows * length,
+        lengths=row_ones * length,
         response_mask=row_mask.repeat(num_rows),
-        loss_weights=values,
+        loss_weights=token_ones,
         temperature=torch.ones(num_rows),
-        advantages=values,
-        returns=values,
-        old_log_probs=values,
-        rollout_log_probs=values,
-        ref_log_probs=values,
-        old_values=values,
-        value_weights=values,
-        group=rows,
-        response_counts=rows,
+        advantages=token_ones,
+        returns=token_ones,
+        old_log_probs=token_ones,
+        rollout_log_probs=token_ones,
+        ref_log_probs=token_ones,
+        old_values=token_ones,
+        value_weights=token_ones,
+        group=row_ones,
+        response_counts=row_ones,
         support_sizes=support_sizes,
         support=support,
         position=torch.arange(num_rows),
@@ -260,7 +260,7 @@ def _full_rows(
 
 
 @contextmanager
-def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
+def _count_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
     """Add the micro-batches of the block to the count of a phase."""
     first_count = progress_count("micro-batches")
     yield
@@ -270,7 +270,7 @@ def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -
         simulation.phases[phase].microbatches += passes // len(role.model.wrapped)
 
 
-def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
+def _set_boundary_shape(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
     """Set the shape of the activations that pipeline stages exchange, for equal and full micro-batches."""
     if role.model is None:
         return
@@ -287,7 +287,7 @@ def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> 
     simulation.boundary = (shard_tokens, 1, role.model.transformer_config.hidden_size)
 
 
-def _group_kinds(groups: ParallelGroups) -> dict[str, object]:
+def _groups_by_name(groups: ParallelGroups) -> dict[str, object]:
     """Return the process groups of a role by the names under which their traffic is counted."""
     return {
         "tensor": groups.tensor,

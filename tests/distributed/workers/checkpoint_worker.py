@@ -19,7 +19,7 @@ from megatron_rl import durable
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import write_tensors
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
-from megatron_rl.checkpoint.roles import TrainedRole, load, load_model, save
+from megatron_rl.checkpoint.roles import TrainedRole, load_actor_weights, load_checkpoint, save_checkpoint
 from megatron_rl.checkpoint.tensors import sharded_state
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
@@ -96,7 +96,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     if case.get("untrained"):
         weights_before = training.gathered_weights(model)
-        save(folder / case["to"], {"actor": TrainedRole(model, optimizer)}, {**STATE, "step": 0})
+        save_checkpoint(folder / case["to"], {"actor": TrainedRole(model, optimizer)}, {**STATE, "step": 0})
         weights_after = training.gathered_weights(model)
         for name, weight in weights_before.items():
             assert torch.equal(weight, weights_after[name]), f"a save changed {name}"
@@ -107,11 +107,13 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
         roles = {"actor": TrainedRole(model, optimizer)}
         with gathered_peak:
-            save(folder / case["to"], roles, STATE)
+            save_checkpoint(folder / case["to"], roles, STATE)
         if case.get("shards"):
             with shards_peak:
                 # Saving in the background continues while the steps below change the weights.
-                background_save = save(folder / case["shards"], roles, STATE, layout=SAME, in_background=True)
+                background_save = save_checkpoint(
+                    folder / case["shards"], roles, STATE, layout=SAME, in_background=True
+                )
 
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
@@ -203,7 +205,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                 parameter.data.normal_()
 
     if case.get("weights_only"):
-        meta = load_model(folder / case["from"], model)
+        meta = load_actor_weights(folder / case["from"], model)
         log_probs, _ = training.scores(model, batch, case["budget"])
         return {
             "weights": training.gathered_weights(model),
@@ -220,7 +222,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         optimizer.scheduler.step(BEFORE)
         state = {}
     else:
-        state = load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
+        state = load_checkpoint(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
 
     if case.get("same"):
         # The layout is the saver's, so every rank finds the moments that it saved itself.
@@ -250,7 +252,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
         setattr(module, name, full if is_broken else original)
         try:
-            save(target, {"actor": TrainedRole(model, None)}, STATE)
+            save_checkpoint(target, {"actor": TrainedRole(model, None)}, STATE)
         except RuntimeError as error:
             messages.append(str(error))
 
@@ -264,8 +266,8 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     result["there"] = target.exists()
 
     for step in (4, 5):
-        save(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
-    return {**result, "state": load(target, {"actor": TrainedRole(model, None)})}
+        save_checkpoint(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
+    return {**result, "state": load_checkpoint(target, {"actor": TrainedRole(model, None)})}
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         optimizer = training.optimizer_of(model, distributed=case["distributed"])
 
     try:
-        load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
+        load_checkpoint(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
     except UserError as error:
         message = str(error)
     else:

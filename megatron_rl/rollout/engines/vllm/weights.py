@@ -29,8 +29,8 @@ from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.layer_weights import is_buffer
 from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import boxes_of_experts, check_coverage
-from megatron_rl.weights.trace import CopyRecorder, merge_boxes, meta_sources, trace_copies
+from megatron_rl.weights.boxes import check_coverage, split_expert_boxes
+from megatron_rl.weights.trace import CopyRecorder, make_meta_sources, merge_boxes, trace_copies
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Shape of each tensor of a checkpoint, by its Hugging Face name."""
@@ -199,11 +199,11 @@ def trace_weights(
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
 
-    sources = meta_sources(stored_shapes(shapes, expert_storage), dtype)
+    sources = make_meta_sources(stored_shapes(shapes, expert_storage), dtype)
     recorder = CopyRecorder(sources, parameters, rank)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-    boxes = boxes_of_experts(merge_boxes(recorder.boxes), expert_storage)
+    boxes = split_expert_boxes(merge_boxes(recorder.boxes), expert_storage)
     boxes = _merge_tied_duplicates(boxes)
 
     # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
@@ -483,7 +483,7 @@ class AdapterSlots:
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
         self._boxes = trace_copies(
             lambda sources: self._load_stand_ins(sources, adapters),
-            meta_sources(shapes, dtype),
+            make_meta_sources(shapes, dtype),
             self._storages,
             rank,
         )
