@@ -15,6 +15,7 @@ import yaml
 
 from megatron_rl.config.budget import PHASES, RankMemory, memory_plan
 from megatron_rl.config.derive import batch_plan, resolve
+from megatron_rl.config.hub import PREFIX
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import HALF_PRESETS, role_layouts, shared_weights
 from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, ROLLOUT, spec_of
@@ -29,7 +30,7 @@ from megatron_rl.shapes.pretrained import download_command
 from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 
 _GIB = 2**30
-_TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
+_TRAIN_DATA = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD_FUNCTION = "megatron_rl.rewards.math_answer:marked_number"
 _REWARD_MODEL = "models/reward-model"
 _REWARD_MODEL_NAME = "preference"
@@ -116,20 +117,19 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models and data that are not on this machine: path -> command."""
+    """Return the commands that download the models that are not on this machine: path -> command."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
 
     commands: dict[str, str] = {}
     for path in models:
-        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded.
-        if not path or path.startswith(("/", ".")):
+        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded; a run
+        # downloads a model that is named on the Hub itself.
+        if not path or path.startswith(("/", ".", PREFIX)):
             continue
         if not Path(path).exists():
             commands[path] = download_command(path)
-    if paths.data is None:
-        commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
     return commands
 
 
@@ -322,7 +322,8 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
 
     # Predict from the resolved configuration, as `check` does, rather than from the plan's own estimates.
     actor = problem.models[ACTOR.name]
-    loaded = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
+    # No file is needed for that: with a path in place of each name on the Hub nothing is downloaded.
+    loaded = load_text(yaml.safe_dump(mapping).replace(PREFIX, "hub/"), name=plan.name).valid()
     config = resolve(loaded, plan.gpus, shape=actor).config
     layouts = role_layouts(config, plan.gpus)
     shapes = {role: problem.models.get(spec_of(role).name, actor) for role in layouts}
@@ -488,7 +489,7 @@ def config_text(problem: Problem, run: PlannedRun) -> str:
         f"# Predicted: {run.prediction.total:.1f} s a step: {_seconds_text(run)}.",
         f"# GiB on the fullest rank of each phase: {_memory_text(run)}.",
     ]
-    if "data/gsm8k" in run.config.prepare:
+    if run.mapping["data"]["train"] == _TRAIN_DATA:
         comments.append("# Data and reward are the grade-school mathematics example: replace them by yours.")
     body = yaml.safe_dump(dict(run.mapping), sort_keys=False, default_flow_style=None, width=100)
     return "\n".join(comments) + "\n" + body
