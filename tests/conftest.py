@@ -43,8 +43,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
-# Recipes name models and data on the Hub: tests see a machine without a network and with an empty cache, whatever
-# this one has. Processes of a session that already has them, and of tests, inherit the variables.
+# Recipes name models and data on the Hub: tests see a machine without a network and with an empty cache,
+# whatever this one has. Workers of xdist and processes of tests inherit the variables.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="megatron_rl_hub_")
     atexit.register(shutil.rmtree, _cache, True)

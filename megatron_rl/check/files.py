@@ -81,9 +81,7 @@ class Files:
                 key = "Hugging Face Hub"
                 got = copy.reason
                 fix = f"`train` downloads it where the Hub can be reached; or run: {command}"
-            findings.append(
-                UserError(message, where=key, expected="\n".join(paths), got=got, fix=fix)
-            )
+            findings.append(UserError(message, where=key, expected="\n".join(paths), got=got, fix=fix))
         return findings
 
     def _source_name(self, path: Path) -> str:

@@ -129,7 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--best", type=int, default=3, help="plans to print (default 3)")
     result.add_argument("--out", metavar="FILE", help="write the best plan as a configuration")
     result.add_argument(
-        "--model-path", help="model.path in that configuration (default: MODEL, a preset by its name on the Hub)"
+        "--model-path",
+        help="model.path in that configuration (default: MODEL; a preset on the Hub)",
     )
     result.add_argument("--data", help="data.train in that configuration")
     result.add_argument("--reward", help="reward.function in that configuration")

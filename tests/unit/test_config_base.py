@@ -130,7 +130,9 @@ def test_a_circle_of_bases(folder: Path) -> None:
 
 
 def test_the_later_of_several_bases_wins_and_the_file_over_all(folder: Path) -> None:
-    write("part.yaml", "steps: 5\nbatch: {prompts_per_step: 2}\nrollout: {stop: [a]}\ndata: {shuffle: null}\n")
+    write(
+        "part.yaml", "steps: 5\nbatch: {prompts_per_step: 2}\nrollout: {stop: [a]}\ndata: {shuffle: null}\n"
+    )
     write("first.yaml", "base: base.yaml\nsteps: 7\ndata: {shuffle: false}\nactor: {recompute: full}\n")
     loaded = load(write("recipes/a.yaml", "base: [../first.yaml, ../part.yaml]\nrollout: {stop: [b]}\n"))
     config = loaded.valid()
@@ -163,7 +165,8 @@ def test_several_bases_may_share_one_and_may_not_lead_back(folder: Path) -> None
 @pytest.mark.parametrize("value", ["[]", "[base.yaml, 3]", "3", "{a: b}", "''", "null"])
 def test_a_base_that_is_no_name(folder: Path, value: str) -> None:
     error = one_error(write("recipes/a.yaml", f"base: {value}\nsteps: 3\n"))
-    assert error["message"] == "`base` is not the name of a file, or a list of names" and error["where"] == "recipes/a.yaml:1"
+    assert error["message"] == "`base` is not the name of a file, or a list of names"
+    assert error["where"] == "recipes/a.yaml:1"
 
 
 def test_a_base_that_is_a_folder_or_no_yaml(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.check.configuration import CheckReport, check_file
+from megatron_rl.config.hub import model_source
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import REWARD_MODELS, ROLLOUT, spec_of
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -300,11 +301,12 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
     shape = baseline.report.shape
     assert shape is not None
 
+    model = Path(model_source(config.model.path)).name
     gpu = str(config.gpu)
     if plans.assumed_gpu:
         gpu += " (assumed)"
     lines = [
-        f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
+        f"{name}: {model}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
         f"{baseline.report.world_size} x {gpu}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
