@@ -177,6 +177,7 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
     ``incomplete`` with the reason, by its path.
     """
     from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
@@ -185,7 +186,10 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
         # Each copy has its own folder. The last part is the model's name, by which a config.json that the
         # package ships is found.
         snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
-        incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
+        reason = first_line(error)
+        if isinstance(error, GatedRepoError):
+            reason = f"accept the terms on the page of {copy.repo}, then run: hf auth login"
+        incomplete[str(snapshot)] = replace(copy, reason=reason)
         return copy.path(snapshot)
 
     if copy.kind == "model" and not has_weights(snapshot):
