@@ -305,10 +305,13 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
     gpu = str(config.gpu)
     if plans.assumed_gpu:
         gpu += " (assumed)"
+    optimizer_steps = f"{batch.optimizer_steps} optimizer steps"
+    if batch.optimizer_steps == 1:
+        optimizer_steps = "1 optimizer step"
     lines = [
         f"{name}: {model}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
         f"{baseline.report.world_size} x {gpu}",
-        f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
+        f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
         f"{batch.lengths.longest:.0f} at most",
         "",

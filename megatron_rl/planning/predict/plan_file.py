@@ -464,11 +464,14 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
     """Format the best plans of a search as text, with the numbers of layouts and settings that it tried."""
     model = problem.models[ACTOR.name]
     batch = problem.batch
+    optimizer_steps = f"{batch.optimizer_steps} optimizer steps"
+    if batch.optimizer_steps == 1:
+        optimizer_steps = "1 optimizer step"
     lines = [
         f"{model.name}: {model.parameters / GB:.2f} B parameters, "
         f"{model.active_parameters / GB:.2f} B active; "
         f"{problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
-        f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
+        f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt:.0f}, "
         f"response {batch.lengths.mean:.0f} on average, {batch.lengths.longest:.0f} at most",
         f"{layouts} layouts, {evaluated} ways to run them",
