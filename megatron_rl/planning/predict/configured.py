@@ -305,9 +305,7 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
     gpu = str(config.gpu)
     if plans.assumed_gpu:
         gpu += " (assumed)"
-    optimizer_steps = f"{batch.optimizer_steps} optimizer steps"
-    if batch.optimizer_steps == 1:
-        optimizer_steps = "1 optimizer step"
+    optimizer_steps = _count_text(batch.optimizer_steps, "optimizer step")
     lines = [
         f"{name}: {model}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
         f"{baseline.report.world_size} x {gpu}",
@@ -343,11 +341,19 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
         f"     network     {network or 'nothing'} across nodes, from or to the busiest rank in a step",
     ]
     for role, layout in (plan.report.layouts or {}).items():
-        text = f"{len(layout.ranks)} GPUs, {layout.short_text()}"
+        text = layout.short_text()
         if role == ROLLOUT.name:
-            text = f"{len(layout.ranks)} GPUs, TP{layout.tensor} x {layout.data} replicas"
+            text = f"TP{layout.tensor} x {_count_text(layout.data, 'replica')}"
+        text = f"{_count_text(len(layout.ranks), 'GPU')}, {text}"
         lines.append(f"     {role:<11} {text}")
     return lines
+
+
+def _count_text(number: int, noun: str) -> str:
+    """Format a number with its noun, which gets an s unless the number is 1."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def _override_lines(overrides: Sequence[str]) -> list[str]:
