@@ -22,13 +22,14 @@ _KEY = "callbacks"
 
 
 class Callbacks:
-    """The callbacks of a run, created and called only on the first rank.
+    """Callbacks of a run, created and called only on the first rank.
 
-    ``paths``: import paths of the classes. ``say``: prints a line on the console.
+    ``paths``: import paths of the classes, such as ``my_code.py:Watch``.
+    ``print_line``: function that prints a line on the console.
     """
 
-    def __init__(self, paths: Sequence[str], say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, paths: Sequence[str], print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
         self._callbacks: dict[str, Any] = {path: load_callback(path)() for path in paths}
 
     def call_method(self, method: str, *values: Any) -> None:
@@ -42,13 +43,13 @@ class Callbacks:
             except Exception as error:  # the user's code may raise anything
                 del self._callbacks[path]
                 text = f"warning: {path} failed in {method} and is not called any more"
-                self._say(f"{text}: {first_line(error)}")
+                self._print_line(f"{text}: {first_line(error)}")
 
 
 def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
-    """Yield the errors for callbacks that cannot be loaded or lack the methods of `METHODS`.
+    """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`.
 
-    ``paths``: import paths of the classes.
+    ``paths`` are the import paths of their classes.
     """
     for path in paths:
         try:

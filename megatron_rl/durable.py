@@ -22,7 +22,7 @@ from megatron_rl.progress import count_progress
 
 DIGESTS = "checksums.json"
 
-# Suffix of a complete folder while `publish` replaces it.
+# Suffix of a complete folder while `publish_folder` replaces it.
 REPLACED = ".old"
 
 # Suffix of a folder that is being deleted, and so may be incomplete.
@@ -143,7 +143,7 @@ def _compute_digest(path: Path) -> str:
 
 
 def require_regular_file(path: Path) -> int:
-    """Return the size in bytes of a regular file; raise OSError for a pipe or device, which may never end."""
+    """Return the size of a regular file in bytes; raise OSError for a pipe or device, which may never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -159,14 +159,14 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
         sync_folder(directory)
 
 
-def seal(folder: Path, computed: Mapping[str, str] | None = None) -> None:
-    """Write the digests of all files of a finished folder.
+def seal_folder(folder: Path, computed_digests: Mapping[str, str] | None = None) -> None:
+    """Write the file with the digests of all files of a finished folder, after which `is_sealed` is true.
 
-    ``computed`` maps file names to digests that need not be computed again. `is_sealed` is true afterwards.
+    ``computed_digests`` maps names of files to digests that need not be computed again.
     """
-    all_digests = dict(computed or {})
-    remaining = [name for name in files_below(folder) if name not in all_digests]
-    all_digests |= compute_digests(folder, remaining)
+    all_digests = dict(computed_digests or {})
+    remaining_names = [name for name in files_below(folder) if name not in all_digests]
+    all_digests |= compute_digests(folder, remaining_names)
     write_digests(folder, all_digests)
 
 
@@ -194,7 +194,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 def find_damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Compare the files ``names`` of a folder with their digests; return a line of text for each damaged one.
 
-    A line begins with the file's name. ``file_digests`` is the result of `read_digests`.
+    A line consists of the file's name and its damage. ``file_digests`` is the result of `read_digests`.
     """
     lines = []
     for name in names:
@@ -222,7 +222,7 @@ def _find_damage(path: Path, expected_digest: str) -> str | None:
         return f"is unreadable: {error.strerror}"
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Delete a folder with its content, or a file or link; do nothing if the path does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -230,8 +230,8 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def publish(finished_folder: Path, final_path: Path) -> None:
-    """Rename a finished folder to its final path; a folder that had the path is removed afterwards.
+def publish_folder(finished_folder: Path, final_path: Path) -> None:
+    """Rename a finished folder to its final path, and delete the folder that had this path before.
 
     If the process is killed between the two renames, the old folder still exists as `replaced_path`, and
     `recover_replaced` restores its name at the next start.
@@ -239,22 +239,22 @@ def publish(finished_folder: Path, final_path: Path) -> None:
     old_folder = replaced_path(final_path)
     if os.path.lexists(final_path):
         # An existing `old_folder` is left over from a killed process, and redundant: `final_path` exists.
-        remove(old_folder)
+        remove_path(old_folder)
         final_path.rename(old_folder)
         sync_folder(final_path.parent)
 
     finished_folder.rename(final_path)
     sync_folder(final_path.parent)
-    remove(old_folder)
+    remove_path(old_folder)
 
 
 def replaced_path(path: Path) -> Path:
-    """Return the path of the old folder, ``NAME.old``, while `publish` replaces the folder ``path``."""
+    """Return the path that `publish_folder` gives to the folder ``NAME`` that it replaces: ``NAME.old``."""
     return path.with_name(path.name + REPLACED)
 
 
 def recoverable_folders(folder: Path) -> list[Path]:
-    """Return the folders ``NAME.old`` without a ``NAME``, left by a killed `publish`, sorted by name."""
+    """Return the folders ``NAME.old`` without a ``NAME``, sorted; a killed `publish_folder` leaves them."""
     if not folder.is_dir():
         return []
     old_folders = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
@@ -262,7 +262,10 @@ def recoverable_folders(folder: Path) -> list[Path]:
 
 
 def recover_replaced(folder: Path) -> list[Path]:
-    """Rename each folder ``NAME.old`` to NAME if a killed `publish` left no NAME; return their paths."""
+    """Rename each folder ``NAME.old`` to ``NAME`` if there is no ``NAME``; return the new paths.
+
+    A process that was killed during `publish_folder` leaves such a folder, see `recoverable_folders`.
+    """
     recovered = [path.rename(path.with_suffix("")) for path in recoverable_folders(folder)]
     if recovered:
         sync_folder(folder)

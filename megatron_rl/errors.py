@@ -92,7 +92,7 @@ class UserErrors(UserError):
 
 
 def single_errors(error: UserError) -> tuple[UserError, ...]:
-    """Return the errors of which an error consists: itself, or all errors of a `UserErrors`."""
+    """Return the single errors in an error: all errors of a `UserErrors`, or else the error itself."""
     if isinstance(error, UserErrors):
         return error.errors
     return (error,)
@@ -156,6 +156,7 @@ def _misspelling_distance(name: str, candidate: str) -> int | None:
     """Return the edit distance of the words if ``name`` may be a misspelling of ``candidate``, else None."""
     words = _split_name(name)
     candidate_words = _split_name(candidate)
+    # The same words in another order count as one edit.
     if sorted(words) == sorted(candidate_words):
         return 0 if words == candidate_words else 1
     if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):
@@ -265,7 +266,7 @@ def first_line(error: BaseException, length: int = 300) -> str:
 # same wherever it is found. A mistake that only one rule can find builds its `UserError` itself.
 
 
-def unknown_choice(
+def unknown_choice_error(
     path: str, value: Any, choices: Sequence[str], *, fallback_fix: str = "choose one of them, or remove it"
 ) -> UserError:
     """Return the error for a key whose value is not one of its choices, with the nearest one suggested.
@@ -273,7 +274,7 @@ def unknown_choice(
     ``fallback_fix`` is the fix if no choice is close.
 
     Example:
-        >>> print(unknown_choice("rollout.engine", "vlm", ["vllm", "torch"]))
+        >>> print(unknown_choice_error("rollout.engine", "vlm", ["vllm", "torch"]))
         `rollout.engine` is 'vlm', which is not a choice; did you mean 'vllm'?
           where:    rollout.engine
           expected: one of vllm, torch
@@ -291,7 +292,10 @@ def unknown_choice(
 
 
 def range_error(path: str, value: Any, expected: str, *, fix: str | None = None) -> UserError:
-    """Return the error for a key whose value has the right type but is out of bounds."""
+    """Return the error for a key whose value has the right type but is out of bounds.
+
+    ``expected`` describes the bounds, such as ``1 or more``.
+    """
     return UserError(f"`{path}` is out of range", where=path, expected=expected, got=repr(value), fix=fix)
 
 
@@ -347,7 +351,7 @@ def not_installed_error(package: str, path: str, *, purpose: str, fix: str) -> U
     )
 
 
-def missing_file(file: Path, *, where: str, expected: str, fix: str | None = None) -> UserError:
+def missing_file_error(file: Path, *, where: str, expected: str, fix: str | None = None) -> UserError:
     """Return the error for a missing file or folder; ``got`` names a similar file in its folder, if any."""
     return UserError(
         f"{file.name} does not exist",
@@ -358,7 +362,7 @@ def missing_file(file: Path, *, where: str, expected: str, fix: str | None = Non
     )
 
 
-def unreadable_file(
+def unreadable_file_error(
     noun: str, file: Path, error: BaseException, *, expected: str, fix: str | None = None
 ) -> UserError:
     """Return the error for a file that exists and cannot be opened, decoded or parsed.

@@ -102,7 +102,7 @@ def process_rank() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
-def exit_with_launcher() -> None:
+def watch_launcher() -> None:
     """Start a thread that exits this process if its launcher dies.
 
     A launcher that is killed cannot signal its ranks, which would keep devices and ports, and write into a
@@ -126,7 +126,7 @@ def exit_with_launcher() -> None:
         # Not sys.exit: the main thread may be in a collective that never returns.
         os._exit(1)
 
-    threading.Thread(target=watch, name="exit_with_launcher", daemon=True).start()
+    threading.Thread(target=watch, name="watch_launcher", daemon=True).start()
 
 
 def _read_integer(
@@ -206,7 +206,7 @@ def no_proxy_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def report_errors(error: UserError) -> None:
-    """Print the errors on one rank, with the same text under every launcher.
+    """Print the errors of a command, on one rank for all ranks that have them.
 
     Every rank finds the same errors in the same input, so rank 0 prints them and exits, and the launcher ends
     the others while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not

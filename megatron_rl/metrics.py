@@ -108,7 +108,7 @@ def _to_float64(value: Any) -> Scalar:
 
 
 def _larger(first: Scalar, second: Scalar) -> Scalar:
-    """Return the larger of two scalars, on the device if one of them is there."""
+    """Return the larger of two scalars: a device tensor if one of them is one, else a float."""
     if not isinstance(second, int | float):
         return second.clamp(min=first)
     if not isinstance(first, int | float):

@@ -73,7 +73,7 @@ class SamplingParameters(NamedTuple):
 
     @property
     def has_penalties(self) -> bool:
-        """Return whether earlier tokens of a row change its logits."""
+        """Return whether penalties change the logits of tokens that occur earlier in the row."""
         has_count_penalty = self.presence_penalty != 0 or self.frequency_penalty != 0
         return has_count_penalty or self.repetition_penalty != 1
 
@@ -83,8 +83,8 @@ class SamplingParameters(NamedTuple):
         has_bans = self.min_response_tokens > 0 or self.no_repeat_ngram_size > 0
         return bool(self.logit_bias) or has_bans or self.has_penalties
 
-    def greedy(self) -> SamplingParameters:
-        """Return the parameters with greedy decoding and without filters, which would not change it."""
+    def with_greedy_decoding(self) -> SamplingParameters:
+        """Return the parameters with temperature 0, and without filters, which would have no effect."""
         greedy = self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         return greedy._replace(temperature_tokens=0, top_p_tokens=0)
 
@@ -165,7 +165,7 @@ def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
 
 
 def row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Count the masked-in tokens of each row of a [N] bool mask: [B] int64."""
+    """Count the tokens of each row where a [N] bool mask is true: [B] int64."""
     return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, row_index(lengths), mask.long())
 
 

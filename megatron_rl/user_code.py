@@ -2,9 +2,9 @@
 
 A process that is restarted in the middle of a run executes the same code as the first one, even if the files
 have been edited meanwhile, and the run folder contains the code that computed its rewards. The trainer makes
-the copies (`read_code`, `write_copy`). They are of the files that a configuration names, and of the modules
-next to them that they import, as far as import statements show. Other files that the code reads are read from
-their own paths.
+the copies (`read_user_code`, `write_copy`). They are of the files that a configuration names, and of the
+modules next to them that they import, as far as import statements show. Other files that the code reads are
+read from their own paths.
 
 A contained process, a restricted process for the user's code, executes modules from the copies
 (`execute_copies`) but keeps their names and paths, so that tracebacks name the user's file and other modules
@@ -172,8 +172,8 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
     return None, None
 
 
-def missing_python_file(location: str, key: str, noun: str = "file") -> UserError:
-    """Return the error for a Python file that does not exist."""
+def missing_python_file_error(location: str, key: str, noun: str = "file") -> UserError:
+    """Return the error for a missing Python file; ``key`` is the setting that names it."""
     return UserError(
         f"the {noun} {location} does not exist",
         where=key,
@@ -186,7 +186,7 @@ def missing_python_file(location: str, key: str, noun: str = "file") -> UserErro
 def require_python_file(location: str, key: str, noun: str = "file") -> None:
     """Raise UserError if ``location`` is the path of a Python file that does not exist."""
     if location.endswith(".py") and not Path(location).is_file():
-        raise missing_python_file(location, key, noun)
+        raise missing_python_file_error(location, key, noun)
 
 
 def load_object(path: str, key: str) -> Any:
@@ -236,18 +236,21 @@ def import_user_module(location: str, key: str) -> ModuleType:
 
 
 def active_copies() -> Mapping[str, bytes]:
-    """Return the copies from which this process's contained processes load their modules."""
+    """Return the copies from which contained processes load the user's modules: path -> content."""
     return _active_copies
 
 
 def activate_copies(files: Mapping[str, bytes]) -> None:
-    """Make contained processes that are started from now on load these files' modules from ``files``."""
+    """Set the copies from which contained processes that start from now on load the user's modules.
+
+    ``files`` maps the path of a file to the content of its copy.
+    """
     _active_copies.clear()
     _active_copies.update(files)
 
 
-def read_code(specs: Iterable[str]) -> dict[str, bytes]:
-    """Return path -> content of the files that ``specs`` name, and of the files that they import.
+def read_user_code(specs: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of the files that ``specs`` name, and of the files that they import, by path.
 
     A spec is ``file.py:name`` or ``module:name``.
     """
@@ -275,8 +278,8 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
     return files
 
 
-def digest_of(files: Mapping[str, bytes]) -> str:
-    """Return the SHA-256 of the files' names and contents."""
+def compute_copy_digest(files: Mapping[str, bytes]) -> str:
+    """Return the SHA-256 of the names and contents of files; ``files`` maps a path to the content."""
     total = hashlib.sha256()
     for name in sorted(files):
         # Lengths separate names from contents, so that different sets of files give different bytes.
@@ -287,7 +290,7 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
     """Write the files into a subfolder of ``folder``, named by their digest; return the subfolder."""
-    digest = digest_of(files)
+    digest = compute_copy_digest(files)
     copy_folder = folder / digest[:16]
     for name, content in files.items():
         path = copy_folder / _name_in_copy(name)
@@ -312,11 +315,11 @@ def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
         files = {name: (copy_folder / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return files if digest_of(files) == manifest.get("sha256") else None
+    return files if compute_copy_digest(files) == manifest.get("sha256") else None
 
 
 def _name_in_copy(path: str) -> str:
-    """Return a file's path in a copy: relative to the current folder, or the whole path if outside of it."""
+    """Return a file's path in a copy: relative to the current folder, or to the root if outside of it."""
     relative = os.path.relpath(path)
     return path.lstrip("/") if relative.startswith("..") else relative
 

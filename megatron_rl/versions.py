@@ -14,7 +14,7 @@ NUMBERS_DEPEND_ON = (
 
 
 def release_series(version_text: str) -> tuple[int, int]:
-    """Return the (major, minor) numbers of a version; (0, 0) for a text that is no version.
+    """Return the (major, minor) numbers of a version; (0, 0) for any other text.
 
     Example:
         >>> release_series("2.13.0a0+9186a08b2c.nv26.07"), release_series("0.32.1rc2.dev5+g12ab")
@@ -29,7 +29,7 @@ def release_series(version_text: str) -> tuple[int, int]:
 
 
 def distribution_name(name: str) -> str:
-    """Return a distribution's name in the form that indexes compare: lower case, words joined by hyphens."""
+    """Return a distribution's name as package indexes normalise it: lower case, words joined by hyphens."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

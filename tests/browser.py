@@ -126,13 +126,15 @@ class Browser:
 
     def open(self, file: Path, fragment: str = "") -> None:
         """Load a file, whose address ends with ``#fragment``, and wait for its load event."""
-        # From an empty page: another fragment of the same file would load nothing.
-        self.send("Page.navigate", url="about:blank")
-        while self._message().get("method") != "Page.loadEventFired":
-            pass
         address = file.resolve().as_uri()
         if fragment:
+            # From an empty page: another fragment of the same file would load nothing.
+            self._navigate("about:blank")
             address += f"#{fragment}"
+        self._navigate(address)
+
+    def _navigate(self, address: str) -> None:
+        """Go to an address and wait for its load event."""
         self.send("Page.navigate", url=address)
         while self._message().get("method") != "Page.loadEventFired":
             pass

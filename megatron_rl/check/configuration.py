@@ -21,8 +21,8 @@ from megatron_rl.check.engine.arguments import (
     check_user_engine,
     host_engine_errors,
 )
-from megatron_rl.check.engine.sampling_order import check_asynchrony
-from megatron_rl.check.files import Files
+from megatron_rl.check.engine.sampling_order import check_sampling_order
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.inputs import Inputs, check_inputs, check_path_lengths
 from megatron_rl.check.model.accelerator import (
     AppliedDefault,
@@ -44,7 +44,7 @@ from megatron_rl.check.model.megatron_settings import (
 from megatron_rl.check.packages import (
     check_attention,
     logging_errors,
-    missing_packages,
+    missing_package_errors,
     split_import_errors,
 )
 from megatron_rl.check.rehearsal import try_imports
@@ -123,7 +123,7 @@ class CheckReport:
         algorithm: The constructed algorithm, or None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
-        untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
+        untried: Whether Megatron has not validated its settings: it was skipped, failed or timed out.
         accelerator: Defaults that the run has because it is on accelerators; empty for hosts.
     """
 
@@ -166,7 +166,7 @@ class _Check:
         launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
-        untried: Warnings that Megatron did not validate its settings.
+        untried: Warnings that Megatron has not validated its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
         accelerator: Defaults that the run has because it is on accelerators.
@@ -185,17 +185,17 @@ class _Check:
     elsewhere: bool = False
     derived: dict[str, str] = field(default_factory=dict)
 
-    def add(self, errors: Iterable[UserError]) -> None:
+    def add_errors(self, errors: Iterable[UserError]) -> None:
         """Record errors, except about values at or below an invalid key."""
         for error in errors:
             key = error.where or ""
             if not any(key == path or key.startswith(f"{path}.") for path in self.invalid):
                 self.errors.append(error)
 
-    def add_invalid(self, errors: Iterable[UserError]) -> None:
+    def add_invalidating_errors(self, errors: Iterable[UserError]) -> None:
         """Record errors, and mark their keys as invalid, so that later rules skip the values."""
         errors = list(errors)
-        self.add(errors)
+        self.add_errors(errors)
         self.invalid.update(error.where for error in errors if error.where)
 
     def is_valid(self, *keys: str) -> bool:
@@ -279,10 +279,10 @@ def check_config(
         config: The configuration. A loaded one has the file and line of each value, which errors then show.
         world_size: Number of processes. By default the configuration's own, or the smallest that fits.
         training: Whether this is the check at the start of a run, on each of its ranks: files that
-            ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
+            ``prepare`` has not made yet are errors then, and rules that the run itself applies are skipped.
         without_files: Whether missing files are warnings.
         elsewhere: Whether the run will be on other machines. If so, missing packages of the run are not
-            reported, and packages that the user's code imports and this machine lacks are warnings.
+            reported, and a package that the user's code imports and this machine lacks is only a warning.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         patience: Maximum seconds that Megatron may take to validate its settings; 0 skips the validation.
 
@@ -310,8 +310,8 @@ def check_config(
     for key, errors in megatron_errors.items():
         check.errors.extend(errors)
         check.invalid.add(key)
-    check.add_invalid(check_values(config))
-    check.add_invalid(check_memory_target(config))
+    check.add_invalidating_errors(check_values(config))
+    check.add_invalidating_errors(check_memory_target(config))
 
     # The kind of layers determines memory and defaults. For a run on other GPUs, assume the layers that
     # launch/setup.sh installs there, whichever this machine has.
@@ -327,13 +327,13 @@ def check_config(
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
-        check.add_invalid(check_engine_arguments(config.rollout.vllm))
-    check.add_invalid(check_path_lengths(config))
+        check.add_invalidating_errors(check_engine_arguments(config.rollout.vllm))
+    check.add_invalidating_errors(check_path_lengths(config))
     if not training:  # a run imports this code in any case
-        check.add_invalid(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
+        check.add_invalidating_errors(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
-    files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
+    files = FileFindings(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []
@@ -345,7 +345,7 @@ def check_config(
 
 
 def _user_code_paths(check: _Check) -> dict[str, str]:
-    """Return the paths of the user's code that runs in training processes: key -> ``file.py:Name``."""
+    """Return the user's functions and classes that run in training processes: key -> ``file.py:Name``."""
     object_paths: dict[str, str] = {}
     for key, value in flatten(check.config).items():
         is_object_path = isinstance(value, str) and ":" in value
@@ -365,12 +365,12 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.add_invalid(check_model_settings(settings, key, elsewhere=elsewhere))
+            check.add_invalidating_errors(check_model_settings(settings, key, elsewhere=elsewhere))
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
-            check.add_invalid(
+            check.add_invalidating_errors(
                 check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
             )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
@@ -378,7 +378,9 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     for plan in stage_plans(config):
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
-            check.add_invalid(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
+            check.add_invalidating_errors(
+                check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere)
+            )
 
     # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
@@ -394,28 +396,28 @@ def _check_with_inputs(
     algorithm = None
     if check.is_valid("algorithm", "rollout.max_response_tokens"):
         algorithm, algorithm_errors = check_algorithm(config)
-        check.add(algorithm_errors)
+        check.add_errors(algorithm_errors)
 
     if config.preference is not None and check.is_valid("preference.loss"):
-        check.add(check_preference_loss(config.preference.loss))
+        check.add_errors(check_preference_loss(config.preference.loss))
     if check.is_valid("rollout.engine"):
-        check.add(check_user_engine(config.rollout.engine))
+        check.add_errors(check_user_engine(config.rollout.engine))
 
     world_size = _check_world_size(check)
     layouts = _check_layouts(check, world_size)
-    check.add(check_asynchrony(config, layouts, algorithm))
+    check.add_errors(check_sampling_order(config, layouts, algorithm))
 
     # Files, functions and servers: the rules below need the shapes that are read here.
     check_inputs(inputs)
 
     if check.is_valid("checkpoint.resume", "run_dir"):
-        check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
+        check.add_errors(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     if algorithm is not None and inputs.shape is not None:
-        check.add(check_top_tokens(algorithm, inputs.shape))
-    check.add(logging_errors(config))
+        check.add_errors(check_top_tokens(algorithm, inputs.shape))
+    check.add_errors(logging_errors(config))
     # The check may run on a different machine than the training: a missing package is an error only there.
     if not check.elsewhere:
-        package_errors = list(missing_packages(config))
+        package_errors = list(missing_package_errors(config))
         if "model.attention" not in check.derived:
             package_errors = [*check_attention(config), *package_errors]
         if training:
@@ -435,10 +437,10 @@ def _check_with_inputs(
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **shapes}
     roles = accelerated_roles(config, layouts, shapes, training)
-    check.add(plain_expert_errors(roles))
+    check.add_errors(plain_expert_errors(roles))
     check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
-        check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
+        check.add_errors(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
         trial_errors, check.untried = trial.wait_for_result(
             _build_trial_roles(inputs, layouts), config.model.dtype, training
@@ -460,10 +462,10 @@ def _check_with_inputs(
 def _check_world_size(check: _Check) -> int:
     """Return the number of processes to check against: configured, launched, or the smallest that fits.
 
-    With an invalid size or invalid layouts it is 1.
+    Returns 1 if the number or the layouts are invalid.
     """
     config = check.config
-    check.add(check_world(config, check.launched_processes))
+    check.add_errors(check_world(config, check.launched_processes))
     # The configured size wins: against another number of processes every layout would seem wrong.
     world_size = config.world_size or check.launched_processes
     if world_size is not None and 1 <= world_size <= MAX_WORLD:
@@ -476,7 +478,9 @@ def _check_world_size(check: _Check) -> int:
     if world_size is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
         fix = "lower the parallel sizes of actor, reference and rollout"
-        check.add_invalid([range_error("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.add_invalidating_errors(
+            [range_error("actor.layout", smallest_world(config), expected, fix=fix)]
+        )
         check.invalid.add("world_size")
         return 1
 
@@ -514,7 +518,7 @@ def _check_layouts(check: _Check, world_size: int) -> dict[str, ParallelLayout]:
         layouts[role] = layout
         if (reported_layout.path, reported_layout.size) not in checked_layouts:
             checked_layouts.add((reported_layout.path, reported_layout.size))
-            check.add(check_layout(role, reported_layout, world_size, check.config))
+            check.add_errors(check_layout(role, reported_layout, world_size, check.config))
     return layouts
 
 
@@ -526,41 +530,45 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         "data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles"
     )
     if are_lengths_valid and check.is_valid("batch.tokens_per_microbatch"):
-        check.add(check_microbatch_budget(config))
-        check.add(check_row_lengths(config, shape))
+        check.add_errors(check_microbatch_budget(config))
+        check.add_errors(check_row_lengths(config, shape))
 
     # Adapters, first without and then with the model that they are on.
-    check.add_invalid(idle_adapter_errors(config))
+    check.add_invalidating_errors(idle_adapter_errors(config))
     for section, lora in adapters_of(config).items():
         key = f"{section}.lora"
 
         # Only the actor's adapters are synced to the rollout engine.
         engine = config.rollout.engine if section == "actor" else None
-        check.add_invalid(check_lora(lora, engine, key))
+        check.add_invalidating_errors(check_lora(lora, engine, key))
         model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
         if shape is not None and model_file is not None and check.is_valid(key):
             _, settings = explicit_megatron_settings(config, section)
-            check.add(check_adapted_model(lora, read_pretrained(model_file), key, settings))
+            check.add_errors(check_adapted_model(lora, read_pretrained(model_file), key, settings))
 
     if shape is None:
         return
 
     # Layouts and lengths against the model.
-    check.add(check_routing(config, shape))
+    check.add_errors(check_routing(config, shape))
     for role, layout in layouts.items():
-        check.add(_layout_errors(check, inputs, role, layout))
+        check.add_errors(_layout_errors(check, inputs, role, layout))
     if are_lengths_valid:
-        check.add(check_lengths(config, shape))
+        check.add_errors(check_lengths(config, shape))
 
 
 def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
     """Return the errors for a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
-    has_section = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
-    has_shape = role in inputs.shapes or (has_section and role not in inputs.roles_without_shape)
     shape = inputs.shapes.get(role, inputs.shape)
-    if not has_shape or shape is None:  # a role that shares layout and model with the actor has its errors
+    if shape is None:
+        return []
+
+    # A role that has layout and model of the actor would only repeat the actor's errors.
+    has_own_layout = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
+    is_shape_available = role not in inputs.roles_without_shape
+    if role not in inputs.shapes and not (has_own_layout and is_shape_available):
         return []
 
     _, settings = megatron_settings(check.config, layout)
@@ -639,7 +647,7 @@ def _build_report(
         origins=value_origins,
         shape=inputs.shape,
         algorithm=algorithm,
-        data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
+        data_stats=tuple(inputs.token_counter.stats) if inputs.token_counter else (),
         untried=bool(check.untried) and not check.elsewhere,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
@@ -665,7 +673,8 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
     piece_reasons: dict[str, str] = {}
-    # A piece of the user's that this machine cannot import is a warning, and missing from ``algorithm``.
+    # User code of the algorithm (such as a loss) that this machine cannot import was only a warning, and is
+    # missing from ``algorithm``: the pieces are then not known.
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
         config, piece_reasons = write_pieces(config, algorithm)
@@ -680,7 +689,7 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     budget_reasons: dict[str, str] = {}
     if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
         tokens, reason = estimate_tokens(config, layouts, shapes)
-        check.add(check_memory_target(check.config, tokens))
+        check.add_errors(check_memory_target(check.config, tokens))
         config = with_value(config, "batch.tokens_per_microbatch", tokens)
         budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"
     batch = None
@@ -725,9 +734,13 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
 
 
 def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Fill in the ``chat_template`` of data sets, each from its first record; return the reasons by key."""
+    """Fill in the unset ``chat_template`` of each data set, from its first record.
+
+    Returns the configuration, and the reason of each filled-in value by its key.
+    """
     reasons: dict[str, str] = {}
     for key, uses_template in inputs.derived_templates.items():
+        # A data set inherits the value of `data`, and needs its own only if it differs.
         if key == "data.chat_template" or uses_template != config.data.chat_template:
             config = with_value(config, key, uses_template)
             reasons[key] = "prompts are lists of messages" if uses_template else "prompts are text"

@@ -17,11 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.model.tokenizer import (
-    added_token_ids,
+    added_token_texts,
+    build_template_renderer,
     end_token_texts,
-    folder_renderer,
     read_tokenizer,
 )
 from megatron_rl.config.sections.data import DataConfig
@@ -205,12 +205,16 @@ def _count_bytes_on_disk(path: Path) -> int:
 
 @dataclass
 class ReadBudget:
-    """Remaining bytes of data sets to read to the end; at 0, only the first records of a set are read."""
+    """Budget of bytes for reading data sets to their end; at 0, only the first records of a set are read.
+
+    Attributes:
+        remaining: Bytes that are left for the data sets that have not been read yet.
+    """
 
     remaining: int = field(default_factory=lambda: FULLY_READ_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Reserve a data set's bytes in the budget; return the bytes to read, or None for all of them."""
+        """Take a data set's bytes from the budget; return how many to read, or None to read all of them."""
         # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
         weighted_bytes = 0
         for file in files:
@@ -227,7 +231,7 @@ class ReadBudget:
         return reserved
 
 
-def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
+def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> DataPreview | None:
     """Check the files and records of a data set; return a preview of the records.
 
     Errors and warnings are added to ``files``, and ``budget`` limits how much is read. Returns None if the
@@ -281,7 +285,7 @@ def _find_missing_path(source: DataPath) -> Path | None:
 
 
 def _check_records(
-    data_set: DataSet, paths: Sequence[Path], files: Files, max_bytes: int | None
+    data_set: DataSet, paths: Sequence[Path], files: FileFindings, max_bytes: int | None
 ) -> DataPreview | None:
     """Read the records of a data set; return the preview, or None for an empty data set.
 
@@ -464,11 +468,11 @@ class TokenCounter:
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
         """Return the renderer of the model's chat template, or None if it has no template."""
-        return folder_renderer(self.model) if self.model.is_dir() else None
+        return build_template_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Return id -> text for the tokens that the model's files list as ends of responses."""
+        """Return the end tokens of responses that the model's files list: id -> text."""
         return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
@@ -480,7 +484,7 @@ class TokenCounter:
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-        added_tokens = added_token_ids(self.tokenizer)
+        added_tokens = added_token_texts(self.tokenizer)
         bos = self.renderer.special.get("bos_token")
         return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
 
@@ -498,14 +502,17 @@ class TokenCounter:
 
     @cached_property
     def framing_tokens(self) -> set[str]:
-        """Return the added tokens that the chat template writes around messages, as text."""
+        """Return the texts of the special tokens that the chat template writes around messages."""
         if self.tokenizer is None:
             return set()
-        return template_tokens(self.renderer, added_token_ids(self.tokenizer).values())
+        return template_tokens(self.renderer, added_token_texts(self.tokenizer).values())
 
     @cached_property
     def thoughts_end_tag(self) -> str | None:
-        """Return the tag that closes the thoughts which rendered prompts open; None if they open none."""
+        """Return the closing tag, such as ``</think>``, of the thoughts that rendered prompts open.
+
+        Returns None if prompts open no thoughts.
+        """
         if self.conversation_renderer is None:
             return None
         with suppress(UserError):
@@ -513,12 +520,16 @@ class TokenCounter:
         return None
 
     def close(self) -> None:
-        """End the process that renders the template."""
+        """End the process that renders the chat template, if there is one."""
         if self.renderer is not None:
             self.renderer.close()
 
-    def check_records(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
-        """Count the tokens of a data set's records; errors of lengths and texts are added to ``files``.
+    def check_records(
+        self, data_set: DataSet, preview: DataPreview, over_long: str, files: FileFindings
+    ) -> None:
+        """Count the tokens of a data set's records, and check their lengths and rendered texts.
+
+        Errors and warnings are added to ``files``.
 
         ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
         """
@@ -560,7 +571,7 @@ class TokenCounter:
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-        """Yield warnings about the first records' rendered texts, and about their chat template."""
+        """Yield warnings about the chat template, and about the rendered texts of ``records``."""
         if self.tokenizer is None or not records:
             return
 
@@ -568,7 +579,7 @@ class TokenCounter:
         uses_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
-        # Warn of the template itself only once for all data sets.
+        # Warn about the template itself only once for all data sets.
         if uses_template:
             if self.conversation_renderer is None:
                 return
@@ -600,7 +611,9 @@ class TokenCounter:
                     end_texts,
                 )
 
-    def _count_tokens(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
+    def _count_tokens(
+        self, data_set: DataSet, records: Sequence[Record], files: FileFindings
+    ) -> dict[int, int]:
         """Return the number of tokens of a sample of records, by their index in ``records``.
 
         A record with several responses counts with its longest. The first record that cannot be rendered, or
@@ -609,12 +622,12 @@ class TokenCounter:
         # Index of a record -> its rows, each a list of texts: the prompt, then the response if there is one.
         rows_by_index: dict[int, list[list[str]]] = {}
 
-        characters = [_count_characters(record, data_set) for record in records]
-        for index in _sampled_indices(characters):
-            if len(rows_by_index) > 1 and self.remaining < characters[index]:
+        character_counts = [_count_characters(record, data_set) for record in records]
+        for index in _sampled_indices(character_counts):
+            if len(rows_by_index) > 1 and self.remaining < character_counts[index]:
                 continue
 
-            self.remaining -= characters[index]
+            self.remaining -= character_counts[index]
             record = records[index]
             try:
                 rows = self._render_rows(record, data_set)
@@ -627,8 +640,8 @@ class TokenCounter:
                 files.errors.append(error)
                 break
 
-        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate texts that are
-        # far beyond the limit.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Truncate longer texts, which are
+        # too long in any case: a token has far fewer than 16 characters on average.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_by_index.values():
@@ -694,15 +707,15 @@ def _count_characters(record: Record, data_set: DataSet) -> int:
     return character_count
 
 
-def _sampled_indices(characters: Sequence[int]) -> Iterator[int]:
+def _sampled_indices(character_counts: Sequence[int]) -> Iterator[int]:
     """Yield the indices of the records to tokenise: longest and shortest in turn, then others spread evenly.
 
-    ``characters`` are the numbers of characters of the records. The order matters if the budget of characters
-    runs out.
+    ``character_counts`` has the number of characters of each record. The order matters if the budget of
+    characters runs out.
     """
     # Tokenise a small data set completely, longest record first.
-    indices_by_size = sorted(range(len(characters)), key=characters.__getitem__)
-    if len(characters) <= TOKENISED_RECORDS:
+    indices_by_size = sorted(range(len(character_counts)), key=character_counts.__getitem__)
+    if len(character_counts) <= TOKENISED_RECORDS:
         yield from reversed(indices_by_size)
         return
 
@@ -717,7 +730,7 @@ def _sampled_indices(characters: Sequence[int]) -> Iterator[int]:
     # The other records are at equal distances in the data set.
     spread_count = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
     for number in range(spread_count):
-        index = number * len(characters) // spread_count
+        index = number * len(character_counts) // spread_count
         selected[index] = None
     yield from selected
 

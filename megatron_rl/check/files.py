@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError, describe_missing_path
 
 
 @dataclass
-class Files:
+class FileFindings:
     """Findings about the files that a configuration names.
 
     Attributes:
@@ -26,7 +26,7 @@ class Files:
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 
     Example:
-        >>> files = Files(prepare={"/nowhere/data": "python make_data.py"})
+        >>> files = FileFindings(prepare={"/nowhere/data": "python make_data.py"})
         >>> path = Path("/nowhere/data/train.jsonl")
         >>> files.record_missing(path, "no data set", "data.train", "a file of records")
         >>> files.errors, list(files.to_be_made.values())
@@ -44,8 +44,11 @@ class Files:
     def record_missing(
         self, path: Path, message: str, key: str, expected: str, fix: str | None = None
     ) -> None:
-        """Record a missing file; it is not an error if a command will create its directory."""
-        # A command in `prepare` makes this file.
+        """Record a missing file; it is not an error if a command will create its directory.
+
+        ``key`` is the key that names the file; ``message``, ``expected`` and ``fix`` are for the error.
+        """
+        # A preparation command, or the download of a Hub copy, may still make this file.
         preparation = self._find_preparation(path)
         if preparation is not None:
             directory, command = preparation

@@ -18,16 +18,16 @@ from megatron_rl.callbacks import callback_errors
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
 from megatron_rl.check.engine.servers import check_engine_servers, language_model_errors
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.model.config import check_model_config
 from megatron_rl.check.model.megatron_lm import provider_errors
 from megatron_rl.check.model.tokenizer import (
-    chat_templates,
     check_tokenizer,
     has_chat_template,
+    read_chat_templates,
+    read_token_ids,
     rule_token_errors,
     stop_errors,
-    token_ids,
 )
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
@@ -101,12 +101,12 @@ class Inputs:
         preview: Records of the training data.
         derived_templates: Key of an unset ``chat_template`` -> the value derived from the first record.
         uses_template: Key of a data set -> whether its prompts are rendered with the chat template.
-        tokens: Counter of tokens, None in a run.
+        token_counter: Counter of the tokens of records; None at the start of a run.
         read_budget: Remaining bytes of data sets to read to the end.
     """
 
     config: RunConfig
-    files: Files
+    files: FileFindings
     is_valid: Callable[..., bool]
     shipped_models: Path | None
     before_run: bool = True
@@ -119,14 +119,14 @@ class Inputs:
     preview: DataPreview | None = None
     derived_templates: dict[str, bool] = field(default_factory=dict[str, bool])
     uses_template: dict[str, bool] = field(default_factory=dict[str, bool])
-    tokens: TokenCounter | None = None
+    token_counter: TokenCounter | None = None
     read_budget: ReadBudget = field(default_factory=ReadBudget)
 
     def __post_init__(self) -> None:
         if not self.before_run:
             self.read_budget.remaining = 0
         elif self.is_valid(_ACTOR_PATH):
-            self.tokens = TokenCounter(Path(self.config.model.path))
+            self.token_counter = TokenCounter(Path(self.config.model.path))
 
     @cached_property
     def template(self) -> str | None:
@@ -134,7 +134,7 @@ class Inputs:
         path = Path(self.config.model.path)
         if not self.is_valid(_ACTOR_PATH) or not path.is_dir():
             return None
-        return template_source(chat_templates(path))
+        return template_source(read_chat_templates(path))
 
 
 def check_path_lengths(config: RunConfig) -> Iterator[UserError]:
@@ -210,7 +210,7 @@ def _check_models(inputs: Inputs) -> None:
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
-        # An error of a reward model may be about its name, which is above its path.
+        # An error of a named model, such as a reward model, may be about the name, which is above the path.
         key = f"{section}.path"
         if spec_at(section).named:
             key = section
@@ -254,8 +254,8 @@ def _check_data(inputs: Inputs) -> None:
     # Stages; then close the process that rendered the templates of all data sets.
     for plan in stage_plans(config):
         _check_stage_data(inputs, plan)
-    if inputs.tokens is not None:
-        inputs.tokens.close()
+    if inputs.token_counter is not None:
+        inputs.token_counter.close()
 
 
 def _check_reward(inputs: Inputs) -> None:
@@ -311,7 +311,7 @@ def _check_containment(inputs: Inputs) -> None:
 
 
 def _check_environment(inputs: Inputs) -> None:
-    """Check that the environment can be loaded, and that the engine has its tool-call parser."""
+    """Check that the environment can be loaded, and that vLLM has the tool-call parser that it names."""
     environment = inputs.config.rollout.environment
     if inputs.config.job != TRAIN or environment is None or not inputs.is_valid("rollout.environment"):
         return
@@ -323,10 +323,10 @@ def _check_environment(inputs: Inputs) -> None:
 
 def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
     """Check the data sets of a stage, whose records contain the prompt and each response."""
-    # Responses and the keys that name their fields, two for pairs.
+    # Record field of each response -> the key that names the field; a preference pair has two responses.
     settings = plan.settings
+    key_by_field = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
     response_keys = [f"{plan.where}.{name}" for name in settings.RESPONSES]
-    responses = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
     for name in ("data", "held_out"):
         path = getattr(settings, name)
         key = f"{plan.where}.{name}"
@@ -334,7 +334,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
             continue
 
         data = fields_of(inputs.config.data, settings, plan.where)
-        reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
+        reader = RecordReader(data, key, key_by_field, settings.every_turn, template=inputs.template)
         limit = settings.max_row_tokens or longest_row(inputs.config)
         preview = _check_data_set(inputs, DataSet(path, reader, limit, f"{plan.where}.max_row_tokens"))
         if name == "data" and preview is not None and preview.count is not None:
@@ -354,7 +354,7 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     model = _check_model_files(Path(path), key, inputs.files, shipped_config)
     if model is None:
         return None
-    inputs.errors.extend(_output_errors(model, key, inputs.config))
+    inputs.errors.extend(_output_layer_errors(model, key, inputs.config))
     return model.shape
 
 
@@ -368,7 +368,7 @@ def _role_at(key: str) -> str:
 def _check_model_files(
     path: Path,
     key: str,
-    files: Files,
+    files: FileFindings,
     shipped_config: Path | None,
 ) -> PretrainedModel | None:
     """Check a Hugging Face checkpoint and return its model, or None if it is not available.
@@ -417,7 +417,7 @@ def _is_untrained_reward_model(config: RunConfig, section: str) -> bool:
     return isinstance(settings, RewardModelConfig) and settings.training is None
 
 
-def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
+def _output_layer_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family
@@ -495,8 +495,8 @@ def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[User
     """Yield the error for a teacher whose tokenizer has different ids for the actor's tokens."""
     # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
     # teacher may have further tokens.
-    actor_ids = token_ids(Path(inputs.config.model.path))
-    teacher_ids = token_ids(path)
+    actor_ids = read_token_ids(Path(inputs.config.model.path))
+    teacher_ids = read_token_ids(path)
     different_tokens: list[str] = []
     for text, token_id in actor_ids.items():
         if teacher_ids.get(text) != token_id:
@@ -555,17 +555,17 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
                 fix=f"use an instruction-tuned model, or prompts that are text with {template_key}=false",
             )
         )
-    elif inputs.tokens is not None and inputs.is_valid(
+    elif inputs.token_counter is not None and inputs.is_valid(
         "data.max_prompt_tokens", "rollout", data_set.limited_by
     ):
-        inputs.tokens.check_records(data_set, preview, inputs.config.data.over_long, inputs.files)
+        inputs.token_counter.check_records(data_set, preview, inputs.config.data.over_long, inputs.files)
     return preview
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
     """Yield the error if some sources use the chat template and others do not.
 
-    Only the first source that differs from the very first one is reported. Sources that cannot be read are
+    Only the first source that differs from the sources before it is reported. Sources that cannot be read are
     skipped: other rules report them.
     """
     first_source: str | None = None

@@ -98,7 +98,7 @@ def read_dict_keys(module: str, variable: str) -> list[str] | None:
 def field_error(
     section: str, name: str, value: Any, installed_fields: Mapping[str, InstalledField], class_name: str
 ) -> UserError | None:
-    """Return the error for a pass-through setting that is no field of a class, or has the wrong type.
+    """Return the error for a pass-through setting that is not a field of a class, or has the wrong type.
 
     ``section`` is the key below which the setting ``name: value`` is written, ``installed_fields`` are the
     fields of the installed class, by name. Returns None for a valid setting.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
-from megatron_rl.errors import UserError, not_installed_error, unknown_choice
+from megatron_rl.errors import UserError, not_installed_error, unknown_choice_error
 
 PACKAGE_BY_MODULE = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -40,7 +40,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
     for name in logging.trackers:
         if name not in TRACKERS:
-            yield unknown_choice("logging.trackers", name, list(TRACKERS))
+            yield unknown_choice_error("logging.trackers", name, list(TRACKERS))
 
     if logging.prometheus is None:
         return
@@ -70,9 +70,9 @@ def check_attention(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def missing_packages(config: RunConfig) -> Iterator[UserError]:
+def missing_package_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each optional package that the configuration needs and this machine lacks."""
-    for requirement in _requirements(config):
+    for requirement in _required_packages(config):
         if find_spec(requirement.package) is None:
             yield not_installed_error(
                 f"the package {requirement.package}",
@@ -100,7 +100,7 @@ def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], l
     return import_errors, other_errors
 
 
-def _requirements(config: RunConfig) -> Iterator[_Requirement]:
+def _required_packages(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages that trackers, reward functions, evaluators and the environment need."""
     for tracker in config.logging.trackers:
         if tracker in TRACKERS:

@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or has with other build settings.
+    """Return the errors for trained roles that the checkpoint lacks, or saved with other build settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
     Rules that need the actor's ``shape`` or the ``algorithm`` are skipped if it is None.
@@ -166,7 +166,8 @@ def resumed_build_errors(
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
     """Yield the checkpoints to resume from, with the optimizers of their roles.
 
-    There is one of reinforcement learning, or else one of each pending stage.
+    This is the checkpoint of reinforcement learning. Before its first one, it is the newest checkpoint of
+    each stage that has not ended.
     """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
@@ -190,9 +191,9 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
 
 
 def _learner_build(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
-    """Return the optimizer, dtype and adapters of a learner as meta.json records them.
+    """Return the optimizer, dtype and adapters of a trained role as meta.json records them.
 
-    Adapters are left out if their alpha or targets are still to be derived.
+    Adapters are left out while their alpha or targets are not derived yet.
     """
     build: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),

@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.values import name_errors
 from megatron_rl.config.derive import longest_response
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -39,11 +39,11 @@ from megatron_rl.config.sections.rewards import (
 )
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice
+from megatron_rl.errors import UserError, nearest, range_error, requirement_error, unknown_choice_error
 from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function_path
 from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_errors, parameter_hints
-from megatron_rl.user_code import find_module, missing_python_file
+from megatron_rl.user_code import find_module, missing_python_file_error
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
 """Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
@@ -111,10 +111,10 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors of the settings in `rollout.filters`.
+    """Return the errors for the settings in `rollout.filters`.
 
-    They are errors of a user's filter function, a minimum length above the longest response, and errors of
-    ``refill``, which samples removed responses again.
+    They are about a user's filter function, a minimum length above the longest response, and ``refill``,
+    which samples removed responses again.
     """
     filters = config.rollout.filters
     errors: list[UserError] = []
@@ -134,7 +134,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
 
 def _refill_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``refill`` without filters, or with steps that cannot sample a prompt again."""
-    # Ahead and over-sampled batches are complete before any rank filters them.
+    # Batches that are sampled ahead, or over-sampled, are complete before any rank filters them.
     requirements = {
         "a filter in rollout.filters": bool(config.rollout.filters.names),
         "rollout.oversample=0": config.rollout.oversample == 0,
@@ -152,9 +152,9 @@ def _refill_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for ``reward.arguments``: reserved names, or values that are redacted.
+    """Return the errors for ``reward.arguments``: reserved names, or placeholders of redacted secrets.
 
-    The configuration that a run stores in its folder has the secrets in it replaced by a placeholder.
+    A run replaces secrets by a placeholder in the configuration that it stores in its folder.
     """
     # A reserved name would replace an argument of the call.
     reserved_names = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
@@ -173,7 +173,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_redacted(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value that is redacted, copied from the stored configuration of a run."""
+    """Return the error for a value with a redacted secret, copied from the stored configuration of a run."""
     if not contains_hidden(value):
         return []
     return [
@@ -197,7 +197,7 @@ def check_function(function: FunctionRef) -> list[UserError]:
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
-            return [missing_python_file(location, function.key, f"file of the {function.noun}")]
+            return [missing_python_file_error(location, function.key, f"file of the {function.noun}")]
         if not path.is_file() or path.suffix != ".py":
             return [_not_python_error(function, path)]
     else:
@@ -292,7 +292,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 
 def _may_bind(tree: ast.Module, name: str) -> bool:
-    """Return whether a module may bind ``name`` anywhere: by an import, an assignment, or in a branch."""
+    """Return whether any statement of a module may define ``name``, such as an import or an assignment."""
     # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -480,12 +480,12 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield the errors for the settings of a teacher's server, without sending a request."""
     yield from check_server("teacher_server", config)
     if config.key_from is not None:
-        yield from _variable_errors("teacher_server.key_from", config.key_from)
+        yield from _secret_variable_errors("teacher_server.key_from", config.key_from)
 
 
 def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield a warning if the teacher's server does not respond now."""
-    (problem,) = _request_in_parallel([(config.url, None)])
+    (problem,) = _send_requests([(config.url, None)])
     if problem is not None:
         yield UserError(
             "the teacher's server does not answer now",
@@ -501,7 +501,7 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
     yield from _url_errors(f"{section}.url", config.url)
     for header, variable in config.headers.items():
         yield from _header_errors(f"{section}.headers", header)
-        yield from _variable_errors(f"{section}.headers", variable)
+        yield from _secret_variable_errors(f"{section}.headers", variable)
 
 
 def _url_errors(key: str, url: str) -> Iterator[UserError]:
@@ -553,7 +553,7 @@ def _header_errors(key: str, header: str) -> Iterator[UserError]:
         )
 
 
-def _variable_errors(key: str, name: str) -> Iterator[UserError]:
+def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
     """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
 
     An invalid name may be the secret itself, so it is not printed.
@@ -594,13 +594,13 @@ def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
         )
     for name in sent_parts:
         if name not in SENDABLE_PARTS:
-            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS))
+            yield unknown_choice_error("reward.http.sends", name, list(SENDABLE_PARTS))
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
     """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
-        yield from _variable_errors("reward.judge.key_from", judge.key_from)
+        yield from _secret_variable_errors("reward.judge.key_from", judge.key_from)
     if not is_function_path(judge.template) and "{response}" not in judge.template:
         yield UserError(
             "the judge's template does not contain the response",
@@ -637,7 +637,7 @@ def silent_server_warnings(
     requests += [(url, health_path) for url in sampler_urls]
 
     # In parallel: one after another, unreachable servers would take the complete timeout each.
-    problems = _request_in_parallel(requests)
+    problems = _send_requests(requests)
 
     reward_problems = problems[: len(reward_urls)]
     for section, problem in zip(reward_urls, reward_problems, strict=True):
@@ -666,7 +666,7 @@ def silent_server_warnings(
         )
 
 
-def _request_in_parallel(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
     Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
@@ -762,7 +762,7 @@ def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
         condition = "an evaluation set that measures it"
         yield requirement_error("checkpoint.best", best, condition, got="none", fix=fix)
         return
-    yield unknown_choice(
+    yield unknown_choice_error(
         "checkpoint.best", best, metrics, fallback_fix="name a metric of a set in evaluation.sets"
     )
 
@@ -791,10 +791,10 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
     return sections
 
 
-def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
-    """Yield the errors for the paths and variables that a section's limits name.
+def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:
+    """Yield the errors for the paths and environment variables that the limits of contained code name.
 
-    Paths that do not exist are added to ``files``.
+    ``section`` is the key of the limits. Paths that do not exist are added to ``files``.
     """
     for readable_path in limits.read:
         # Compare the real path, since a link may lead to a forbidden folder.

@@ -50,7 +50,7 @@ def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[U
 
 
 def smallest_valid_world(config: RunConfig) -> int | None:
-    """Return the smallest number of processes that every role's sizes divide, None beyond ``MAX_WORLD``.
+    """Return the smallest number of processes that every role's sizes divide; None if above ``MAX_WORLD``.
 
     This is the only bound on products of parallel sizes: layouts with more ranks are never built.
     """
@@ -161,7 +161,10 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
 
 
 def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Fill in ``gpu_memory_gib`` from the named ``gpu``; return the reason by the key that was filled in."""
+    """Fill in ``gpu_memory_gib`` from the named ``gpu``.
+
+    Returns the configuration, and the reason by the key; no reason if nothing was filled in.
+    """
     # An explicit `gpu_memory_gib` overrides that of the named GPU.
     if config.gpu is None or config.gpu_memory_gib is not None:
         return config, {}

@@ -21,7 +21,7 @@ SMOOTHED_LOSSES = ("sigmoid", "robust")
 
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for the settings of stages, and for a job whose stage or data is not configured."""
+    """Yield the errors for the settings of stages, and for a job without the stage or the data it needs."""
     # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
@@ -32,7 +32,7 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
 
 
 def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
-    """Yield the errors for one stage's settings that single values do not show, such as two equal fields."""
+    """Yield the errors for combinations of one stage's settings, such as two fields of the same name."""
     settings = plan.settings
 
     response_fields = [getattr(settings, name) for name in settings.RESPONSES]
@@ -128,7 +128,7 @@ def repeated_record_warnings(plan: StagePlan, record_count: int) -> Iterator[Use
     settings = plan.settings
 
     # Less than one epoch uses only a part of the records.
-    records_per_step = settings.per_step
+    records_per_step = settings.records_per_step
     if settings.epochs is not None:
         records_per_step = min(records_per_step, round(settings.epochs * record_count))
     if records_per_step > record_count:

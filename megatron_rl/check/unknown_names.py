@@ -239,7 +239,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for another project's name, or a former name of ours, of a setting.
+    """Return the error for a setting that is written under another project's name, or under our former name.
 
     ``our_key`` is the current key of the setting.
     """
@@ -278,7 +278,7 @@ def _guess_error(entry: _UnknownEntry) -> UserError | None:
         if replacements:
             return _did_you_mean_error(entry, replacements)
 
-    # For a field of vLLM or Megatron that the run sets or refuses, the rule on that field gives the reason.
+    # A field of vLLM or Megatron that the run sets or refuses: the rule on that field gives the reason.
     for key in _pass_through_keys(entry):
         first_problem = _try_replacement(entry, key, entry.value).problems[0]
         return _absent_error(entry, first_problem.message)
@@ -307,11 +307,11 @@ def _did_you_mean_error(entry: _UnknownEntry, replacements: Mapping[str, _Replac
 
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
-    """Return the error for a name that has no counterpart in this project, or none that is known.
+    """Return the error for a name without a known counterpart in this project.
 
-    ``reason``: why it has none, from the list of other projects' names.
+    ``reason`` is why there is none, from the list of other projects' names; empty if the list lacks the name.
     """
-    # Without a reason the name is not in this list, and the reference may have a setting for it.
+    # A name that is not in the list may still have a counterpart, so refer to the reference.
     message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
@@ -325,7 +325,10 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
 
 
 def _find_counterpart(entry: _UnknownEntry) -> OtherName | None:
-    """Return our key for another project's name, in the section or role where it was written."""
+    """Return the counterpart of another project's name, in the section or role where it was written.
+
+    Returns None if no project has the name.
+    """
     counterpart = find_counterpart(entry.path) or _find_key_suffix(entry.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
@@ -356,7 +359,7 @@ def _find_key_suffix(path: str) -> OtherName | None:
 
 
 def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
-    """Return the nearest key of the same section, in a list that is empty if no key is similar."""
+    """Return the key of the same section with the most similar name, in a list; empty if none is similar."""
     section = entry.error.section
     sibling_names = {name.partition(".")[0] for name in entry.error.below}
     nearest_name = nearest(entry.error.key, sibling_names)
@@ -368,7 +371,7 @@ def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
 
 
 def _find_keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) -> list[str]:
-    """Return the keys in other sections with the same name; of a key that several roles have, the actor's.
+    """Return the keys with this name in other sections; for a key that several roles have, only the actor's.
 
     ``include_misspellings`` also searches for keys with a similar name, if there is none with the same.
     """
@@ -423,7 +426,7 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _translate_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value, or the value itself if no other one is known."""
+    """Return our value for another project's value; the value itself if the projects do not differ in it."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
@@ -467,7 +470,7 @@ def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = ""
 
 
 def _configuration_errors(tree: Section, key: str) -> list[UserError]:
-    """Return the errors for a configuration, by the rules about ``key`` that need no files or processes."""
+    """Return the errors of parsing a configuration, and of the rules about ``key`` that need no files."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))

@@ -42,8 +42,8 @@ def check_values(config: RunConfig) -> list[UserError]:
         *_reward_model_errors(config),
         *check_stages(config),
         *_learning_rate_errors(config),
-        *_pair_errors(config),
-        *_field_errors(config),
+        *_contradiction_errors(config),
+        *_equal_field_errors(config),
         *_source_errors(config),
         *_health_errors(config),
     ]
@@ -67,7 +67,7 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
 
 
 def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error for a distillation without a teacher's checkpoint."""
+    """Yield the errors for the teachers of a distillation: no teacher, or one that cannot be used."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
     yield from _task_teacher_errors(config)
@@ -77,7 +77,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
     if config.teacher is None and config.teachers:
         return
     if config.teacher is None or config.teacher.path is None:
-        # The actor's own model would be its teacher.
+        # Without a path, the teacher would be the actor's own model.
         yield requirement_error(
             "algorithm.distillation",
             type(algorithm.distillation).__name__,
@@ -88,13 +88,13 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for a teacher's server: a second teacher, or sampling that it does not compute."""
+    """Yield the errors for a teacher's server: a second teacher, or sampling settings it does not support."""
     if config.teacher is not None:
         yield exclusive_error(
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
         )
 
-    # A server returns the log-probs of the model itself: the actor's would be of other distributions.
+    # A server returns log-probs of its model's unchanged distribution, which the actor must sample from too.
     default = RolloutConfig()
     for name in _CHANGES_DISTRIBUTION:
         values = {f"rollout.{name}": getattr(config.rollout, name)}
@@ -136,7 +136,7 @@ def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
-    """Return the errors for an overlong buffer that exceeds a response limit."""
+    """Return the errors for a penalty buffer (``algorithm.overlong``) longer than a response limit."""
     if algorithm.overlong.limit is not None:
         return []
 
@@ -152,7 +152,11 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 def name_errors(
     path: str, name: str, reserved_names: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error for a name that metrics and files cannot contain, or that is reserved."""
+    """Yield the error for a user's name that metrics and files cannot contain, or that is reserved.
+
+    ``path`` is the key of the named section. With ``identifier`` the name must start with a letter, and have
+    no dots or hyphens.
+    """
     pattern = r"[\w.-]{1,64}"
     expected = "1 to 64 letters, digits, underscores, dots and hyphens"
     if identifier:
@@ -163,14 +167,14 @@ def name_errors(
 
     if reserved_names:
         expected += f"; none of {', '.join(reserved_names)}"
-    message = f"`{path}` has a name that cannot be part of a metric's name, or is one already"
+    message = f"`{path}` has a name that cannot be part of a metric's name, or that is reserved"
     yield UserError(message, where=path, expected=expected, got=repr(name[:80]), fix="give it another name")
 
 
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for reward models: an invalid name, or neither weights nor training."""
     # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
-    reserved_names = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
+    reserved_names = list(dict.fromkeys([FUNCTION, *config.reward.scorer_weights]))
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
         yield from name_errors(path, name, reserved_names, identifier=True)
@@ -189,7 +193,7 @@ def _no_model_error(path: str, expected: str, fix: str) -> UserError:
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield the error for a run without any reward whose algorithm learns from rewards."""
     # An environment can return rewards without any scorer.
-    has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
+    has_reward = bool(config.reward.scorer_weights or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and algorithm.needs_rewards and not has_reward:
         yield UserError(
             "no reward is configured",
@@ -215,7 +219,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def _pair_errors(config: RunConfig) -> Iterator[UserError]:
+def _contradiction_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for values of two settings that contradict each other."""
     warn = config.mismatch.warn
     stop = config.mismatch.stop
@@ -242,7 +246,7 @@ def _pair_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _field_errors(config: RunConfig) -> Iterator[UserError]:
+def _equal_field_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for data sets that read prompt and ground truth from one field."""
     sections = [config.data]
     for name, evaluation_set in config.evaluation.sets.items():
@@ -266,7 +270,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _health_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for changed health rules, and for the user's own."""
+    """Yield the errors for health rules: changes of the built-in ones, and rules that the user defines."""
     for name, rule in config.health.rules.items():
         path = f"health.rules.{name}"
         if name in RULE_OF:
@@ -279,7 +283,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
                     fix=f"remove metric, or write health.rules.my_{name}.metric={rule.metric}",
                 )
         else:
-            yield from _own_rule_errors(path, name, rule)
+            yield from _user_rule_errors(path, name, rule)
 
         # Compare the band as it will be in effect: an unset side has the default's value.
         above = rule.above
@@ -299,8 +303,8 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
-    """Yield the errors for a user-defined health rule: its name, its metric and its band."""
+def _user_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
+    """Yield the errors for a health rule that the user defines: its name, its metric and its band."""
     if rule.metric is None:
         suggestion = nearest(name, tuple(RULE_OF))
         message = f"`{path}` is not a health rule"
@@ -329,7 +333,7 @@ def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[U
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for sources of prompts: together with `data.train`, in weights and in templates."""
+    """Yield the errors for sources of prompts: `data.train` is set too, invalid weights or templates."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -345,7 +349,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
     for steps, weights in data.weights.items():
-        yield from _weight_errors(steps, weights, list(data.sources))
+        yield from _source_weight_errors(steps, weights, list(data.sources))
 
     # Both kinds of section can add a system prompt and template arguments to their prompts.
     sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
@@ -356,10 +360,12 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
         yield from _template_argument_errors(config, path, section)
 
 
-def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
-    """Yield the errors for the weights with which sources of prompts are drawn from step ``steps`` on.
+def _source_weight_errors(
+    steps: str, weights: Mapping[str, float], sources: Sequence[str]
+) -> Iterator[UserError]:
+    """Yield the errors for the weights of prompt sources that apply after ``steps`` steps.
 
-    ``weights``: name of a source -> weight. ``sources``: names of all sources.
+    ``weights`` maps the name of a source to its weight, ``sources`` are the names of all sources.
     """
     path = f"data.weights.{steps}"
     if not steps.isdecimal():

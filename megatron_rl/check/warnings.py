@@ -54,11 +54,11 @@ def check_warnings(
     batch: BatchPlan | None,
     shape: ModelShape | None,
     algorithm: Algorithm | None,
-    records: int | None,
+    record_count: int | None,
 ) -> list[UserError]:
     """Return the warnings about a configuration without errors.
 
-    ``batch`` is None without reinforcement learning. ``records`` is the number of training records and
+    ``batch`` is None without reinforcement learning. ``record_count`` is the number of training records and
     ``shape`` the shape of the actor's model; warnings that need one of them are skipped if it is None.
     """
     warnings: list[UserError] = []
@@ -66,8 +66,8 @@ def check_warnings(
     # Warnings of reinforcement learning.
     if batch is not None:
         warnings += _sampling_warnings(config, algorithm)
-        warnings += _batch_warnings(config, batch, records)
-        warnings += _learning_warnings(config)
+        warnings += _batch_warnings(config, batch, record_count)
+        warnings += _setup_warnings(config)
         warnings += _timeout_warnings(config)
         if algorithm is not None:
             warnings += _replay_warnings(config, algorithm)
@@ -101,15 +101,17 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix="set it to 8 or more, or choose an algorithm without groups",
         )
 
-    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
+    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1. The fix suggests
+    # an alpha with which it is 0.95 for the longest response.
     max_tokens = config.rollout.response_limit
+    suggested_alpha = 20 / max_tokens
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
             "VAPO's lambda is 0 for every response: the policy learns only from the critic's errors",
             where="algorithm.advantage",
             expected=f"alpha above {1 / max_tokens:.3g}: lambda is 1 - 1 / (alpha * response length)",
             got=f"alpha {advantage.alpha:g} with responses of at most {max_tokens} tokens",
-            fix=f"set algorithm.advantage={{alpha: {20 / max_tokens:.2g}}}",
+            fix=f"set algorithm.advantage={{alpha: {suggested_alpha:.2g}}}",
         )
 
     # Greedy samples of one prompt are identical, so more than one adds nothing.
@@ -138,7 +140,7 @@ def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:
+def _batch_warnings(config: RunConfig, batch: BatchPlan, record_count: int | None) -> Iterator[UserError]:
     """Yield warnings about a batch that leaves ranks without work, or that is larger than the data."""
     # Unequal mini-batches weigh prompts differently: each is one optimizer step.
     min_prompts, max_prompts = batch.prompts_per_minibatch
@@ -170,11 +172,11 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
             fix="raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
         )
 
-    if records is not None and records < config.batch.prompts_per_step:
+    if record_count is not None and record_count < config.batch.prompts_per_step:
         yield UserError(
             "a step takes more prompts than the training data has",
             where="batch.prompts_per_step",
-            got=f"{config.batch.prompts_per_step} prompts per step, {records} records",
+            got=f"{config.batch.prompts_per_step} prompts per step, {record_count} records",
             fix="lower prompts_per_step, or add data: prompts would repeat within a step",
         )
 
@@ -206,7 +208,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning if routing replay is set for a forward pass that the step does not run."""
+    """Yield a warning if routing replay is to repeat a scoring pass that a step does not run."""
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -235,8 +237,8 @@ def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
     )
 
 
-def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about a high learning rate, an unknown GPU, and a run without evaluation."""
+def _setup_warnings(config: RunConfig) -> Iterator[UserError]:
+    """Yield warnings about a run's setup: a high learning rate, an unknown GPU, no evaluation."""
     learning_rate = config.actor.optimizer.learning_rate
     if learning_rate > _HIGH_LEARNING_RATE:
         yield UserError(
@@ -380,7 +382,7 @@ def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
 
 
 def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning for teachers of tasks without a teacher of all other tasks."""
+    """Yield a warning if some tasks have their own teacher, and there is none for the other tasks."""
     has_other_teacher = config.teacher is not None or config.teacher_server is not None
     if config.teachers and algorithm.needs_teacher and not has_other_teacher:
         yield UserError(
@@ -393,12 +395,10 @@ def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
 
 
 def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield a warning for each section with pass-through fields that no trial or run has covered.
+    """Yield warnings about pass-through fields that this machine cannot try, or that no run has tried.
 
-    These are the fields that this machine cannot try, and the fields that no run of this project has had.
-
-    A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
-    set and that has an effect. Most of these fields are not covered by any run of this project.
+    A section such as ``actor.megatron`` accepts nearly every field of the installed version. Only the fields
+    in `TRIED` have been used in runs of this project with values other than the defaults.
     """
     # Kind and settings of each section with pass-through fields.
     sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {

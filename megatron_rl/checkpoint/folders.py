@@ -194,7 +194,7 @@ class PendingCheckpoint:
         def publish() -> None:
             if device.rank() == 0:
                 durable.write_digests(self.partial, digests)
-                durable.publish(self.partial, self.final)
+                durable.publish_folder(self.partial, self.final)
                 if self._keep is not None:
                     prune_checkpoints(self.final, self._keep, self._best_steps)
 

@@ -108,16 +108,16 @@ def save_megatron(
             final.parent.mkdir(parents=True, exist_ok=True)
             # If a kill interrupted the replacement of an iteration, rename the older one back.
             durable.recover_replaced(final.parent)
-            durable.remove(partial_folder)
+            durable.remove_path(partial_folder)
             partial_folder.mkdir()
 
     def publish() -> None:
         if device.rank() == 0:
-            durable.publish(partial_folder, final)
+            durable.publish_folder(partial_folder, final)
             # After `publish`: the tracker must never name an incomplete iteration.
             durable.write_text(final.parent / TRACKER, str(iteration))
             for old_folder in _surplus_iterations(final, keep):
-                durable.remove(old_folder)
+                durable.remove_path(old_folder)
 
     run_write_step(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:

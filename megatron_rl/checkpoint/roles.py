@@ -46,7 +46,7 @@ from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
-    fits_shards,
+    loads_without_resharding,
     model_identity,
     optimizer_kind,
     optimizer_layout,
@@ -60,7 +60,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.errors import unreadable_file
+from megatron_rl.errors import unreadable_file_error
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import describe_model
@@ -197,7 +197,7 @@ def _prepare_folders(
 
     if device.rank() == 0:
         # A killed save leaves its partial folder.
-        durable.remove(partial_path(final))
+        durable.remove_path(partial_path(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
         for name in (*roles, "rng"):
@@ -297,7 +297,7 @@ def load(
         role_meta = roles_meta[name]
         role_folder = folder / name
         with role.weights():
-            if fits_shards(role_meta, layouts[name]):
+            if loads_without_resharding(role_meta, layouts[name]):
                 load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
             else:
                 load_shards(role_folder, role.model, role.optimizer)
@@ -353,7 +353,7 @@ def _read_file(path: Path, types: Sequence[type] = ()) -> Any:
         with torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise unreadable_file(
+        raise unreadable_file_error(
             "a file of the checkpoint",
             path,
             error,

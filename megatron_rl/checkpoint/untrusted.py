@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_rl.errors import UserError, unreadable_file
+from megatron_rl.errors import UserError, unreadable_file_error
 from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, read_global_names
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
@@ -148,7 +148,7 @@ def _names_in_archive(
 
 def _unreadable_error(path: Path, error: Exception) -> UserError:
     """Return the error for a file of the checkpoint whose pickles cannot be parsed because of ``error``."""
-    return unreadable_file(
+    return unreadable_file_error(
         "a value of the checkpoint",
         path,
         error,

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
     user_counts = _parse_user_counts(arguments.users)
     url = arguments.url.rstrip("/")
-    model = _served_model(url)
+    model = _fetch_served_model(url)
 
     # Run the tests one after another: concurrent tests would share the server's capacity.
     results: dict[int, Mapping[str, Any]] = {}
@@ -84,8 +84,8 @@ def run_load_test(
 ) -> dict[str, Any]:
     """Run vLLM's load test with ``users`` concurrent requests, and return its result.
 
-    ``requests`` is the number of requests of all users together, and ``model`` is that of `_served_model`.
-    Raises UserError if the test or one of its requests fails.
+    ``requests`` is the number of requests of all users together, ``model`` the result of
+    `_fetch_served_model`. Raises UserError if the test or one of its requests fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = [
@@ -165,15 +165,16 @@ def result_tables(results: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _percentile_text(
     result: Mapping[str, Any],
-    name: str,
+    metric: str,
     scale: float,
     number_format: str,
 ) -> str:
-    """Format the `PERCENTILES` of the time ``name`` in vLLM's result, separated by slashes.
+    """Format the `PERCENTILES` of the time ``metric`` in vLLM's result, separated by slashes.
 
-    The result has milliseconds, which are multiplied by ``scale``.
+    ``metric`` is vLLM's name of the time: ttft, tpot or e2el. The result has milliseconds, which are
+    multiplied by ``scale``.
     """
-    times = [result[f"p{percentile}_{name}_ms"] * scale for percentile in PERCENTILES]
+    times = [result[f"p{percentile}_{metric}_ms"] * scale for percentile in PERCENTILES]
     return " / ".join(format(time, number_format) for time in times)
 
 
@@ -195,8 +196,8 @@ def _parse_user_counts(text: str) -> Sequence[int]:
     return user_counts
 
 
-def _served_model(url: str) -> Mapping[str, Any]:
-    """Return the first model that the server lists: ``id`` is its name, ``root`` its folder."""
+def _fetch_served_model(url: str) -> Mapping[str, Any]:
+    """Ask the server for its models; return its first one: ``id`` is its name, ``root`` its folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             return json.load(response)["data"][0]

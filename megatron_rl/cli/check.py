@@ -18,7 +18,7 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
-from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors, unknown_choice
+from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors, unknown_choice_error
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.predict.step import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
@@ -98,7 +98,7 @@ def _require_gpu(name: str) -> None:
     """Raise UserError for a GPU that is not in the planner's constants.json."""
     constants = load_constants()
     if name not in constants.gpus and name.lower() not in constants.aliases:
-        raise unknown_choice("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
+        raise unknown_choice_error("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:

@@ -66,8 +66,8 @@ class NodeKind:
 def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_node: int) -> list[NodeKind]:
     """Return the kinds of nodes of a job, in the order of their first nodes.
 
-    Two nodes are of one kind if each of their ranks has the same roles, and within each role the same place
-    among the replicas and stages of its node.
+    Two nodes are of one kind if their ranks have the same roles, and if each role divides both nodes into
+    replicas and stages in the same way.
     """
     # Number of ranks of a node, with (role, slot, index of the replica and stage) of each -> its nodes.
     nodes_by_kind: dict[tuple[int, tuple[tuple[str, int, int], ...]], list[int]] = {}
@@ -95,7 +95,7 @@ def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
 def draw_svg(report: CheckReport, name: str) -> str:
     """Return an SVG of a check: a box for each kind of nodes, and the groups in which each role communicates.
 
-    The report must have layouts. ``name`` is that of the configuration, for the title.
+    The report must have layouts. ``name`` is the configuration's name, for the title.
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)
@@ -148,7 +148,7 @@ def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, 
     first_rank = kind.nodes[0] * per_node
     elements: list[str] = []
 
-    # A single node has the numbers of its ranks, several have their slots.
+    # Label the columns of a single node with ranks, those of several nodes with indices in the node.
     if len(kind.nodes) == 1:
         title = f"node {kind.nodes[0]}"
         labels = [f"rank {first_rank + slot}" for slot in range(kind.size)]
@@ -160,19 +160,19 @@ def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, 
         centre = _column_centre(slot, column)
         elements.append(_text_element(centre, top + 20, label, _NOTE_COLOUR, anchor="middle"))
 
-    top += _HEADER
+    frame_top = top + _HEADER
     frame_width = column * kind.size
     rows = len(report.layouts)
     if report.sync is not None:
         rows += 2
     elements.append(
-        f'<rect x="{_LEFT}" y="{top - 4}" width="{frame_width}" height="{_ROW * rows + 8}" rx="7" '
+        f'<rect x="{_LEFT}" y="{frame_top - 4}" width="{frame_width}" height="{_ROW * rows + 8}" rx="7" '
         f'fill="none" stroke="#d1d5db"/>'
     )
     for index, (role, layout) in enumerate(report.layouts.items()):
-        elements += _draw_role_row(role, layout, index, kind, per_node, column, top + _ROW * index)
+        elements += _draw_role_row(role, layout, index, kind, per_node, column, frame_top + _ROW * index)
     if report.sync is not None:
-        sync_top = top + _ROW * len(report.layouts)
+        sync_top = frame_top + _ROW * len(report.layouts)
         elements += _draw_sync_rows(report.sync, kind, per_node, column, sync_top)
     return elements
 
@@ -294,7 +294,7 @@ def _index_text(indices: Sequence[int]) -> str:
 
 
 def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Draw the rows below the rollout: the bytes that a rank needs at a weight sync, and receives.
+    """Draw the rows on weight syncs: the bytes of weights that each rank needs, and those it receives.
 
     Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
     vertical position of the rows, both in pixels.
@@ -341,7 +341,7 @@ def _draw_groups(
         elements.append(_text_element(x + 20, top + 22, text, _NOTE_COLOUR))
         x += 130
 
-    top += _HEADER
+    lines_top = top + _HEADER
     for index, (role, layout) in enumerate(layouts.items()):
         nodes_by_dimension = nodes_per_group(layout, per_node)
         # Replicas of the engine do not communicate with each other.
@@ -354,12 +354,12 @@ def _draw_groups(
                 labels.append((f"{text} on {node_count} nodes", _ACROSS_COLOUR))
             else:
                 labels.append((text, _INSIDE_COLOUR))
-        elements += _draw_labels(role, labels, top + _GROUP_ROW * index)
+        elements += _draw_labels(role, labels, lines_top + _GROUP_ROW * index)
 
     if sync is not None:
         sizes = ((sync.inside_nodes, _INSIDE_COLOUR), (sync.across_nodes, _ACROSS_COLOUR))
         labels = [(f"{byte_text(size)} to all ranks", colour) for size, colour in sizes if size]
-        elements += _draw_labels("weight sync", labels, top + _GROUP_ROW * len(layouts))
+        elements += _draw_labels("weight sync", labels, lines_top + _GROUP_ROW * len(layouts))
     return elements
 
 

@@ -62,6 +62,8 @@ _MAX_OTHER_RANKS = 5
 """Number of ranks after the fullest whose peak memory is printed."""
 _LABEL_COLUMN = 14
 """Width of the labels in the section HEALTH."""
+_BatchRow = tuple[str, str]
+"""Row of the section BATCH: a quantity, and its computed value."""
 _SECTION_NAMES = (
     "every value and its origin, the algorithm, batch arithmetic, ranks, memory by item, "
     "weight sync and health rules"
@@ -76,7 +78,7 @@ def report_text(
 ) -> str:
     """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
 
-    ``name`` is that of the configuration, ``simulated`` is None without a simulation. ``verbose`` adds the
+    ``name`` is the configuration's name, ``simulated`` is None without a simulation. ``verbose`` adds the
     sections: configuration, algorithm, batch, roles, data, accelerator, memory by item, weight sync, health
     rules.
     """
@@ -160,10 +162,10 @@ def _run_line(report: CheckReport) -> str:
     if report.shape is not None:
         model += f", {_parameter_text(report.shape)}"
 
-    # With errors, the values below may be out of range or missing.
+    # In a configuration with errors, the values below may be out of range or missing.
     if report.layouts is None:
         return f"{model}; not computed: {_missing_reason(report)}"
-    job_texts = [_stage_line(plan)[0] for plan in stage_plans(config)]
+    job_texts = [_stage_row(plan)[0] for plan in stage_plans(config)]
     if config.job == TRAIN:
         steps = _count_text(config.steps, "step")
         prompts = _count_text(config.batch.prompts_per_step, "prompt")
@@ -308,7 +310,7 @@ def _origin_text(report: CheckReport, path: str) -> str:
 
 
 def _verdict_line(report: CheckReport) -> str:
-    """Return the verdict of a check, which is its first and its last line: READY, NOT READY or NOT TRIED."""
+    """Return the line with the verdict of a check: READY, NOT READY or NOT TRIED, and the counts."""
     warnings = _count_text(len(report.warnings), "warning")
     if report.errors:
         return f"NOT READY: {_count_text(len(report.errors), 'error')}, {warnings}"
@@ -411,8 +413,8 @@ def _health_lines(config: RunConfig) -> list[str]:
     for label, act in (("warn", WARN), ("end the run", STOP)):
         names = ", ".join(rule.name for rule in rules if rule.act == act)
         lines += _labelled_lines(label, names)
-    off = [name for name, change in config.health.rules.items() if not change.on]
-    lines += _labelled_lines("off", ", ".join(off))
+    disabled_names = [name for name, change in config.health.rules.items() if not change.on]
+    lines += _labelled_lines("off", ", ".join(disabled_names))
 
     # Bands of the defaults are in docs/health.md.
     for rule in rules:
@@ -420,9 +422,9 @@ def _health_lines(config: RunConfig) -> list[str]:
             metrics = ", ".join(rule.metrics)
             if rule.measure != VALUE:
                 metrics += f" ({rule.measure})"
-            times = _count_text(rule.steps, "measurement")
+            count_text = _count_text(rule.steps, "measurement")
             lines += _labelled_lines(
-                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {times} outside"
+                rule.name, f"{metrics}: healthy {rule.band_text()}; fires after {count_text} outside"
             )
     return lines
 
@@ -451,51 +453,48 @@ def _data_section(report: CheckReport) -> str:
 
 def batch_lines(report: CheckReport) -> list[str]:
     """Return the lines of the section BATCH: a quantity at the left, its computed value at the right."""
-    rows = [_stage_line(plan) for plan in stage_plans(report.config)]
+    rows = [_stage_row(plan) for plan in stage_plans(report.config)]
     if report.batch is not None:
-        rows += _step_lines(report, report.batch)
+        rows += _step_rows(report, report.batch)
     width = max(len(quantity) for quantity, _ in rows)
     return [f"{quantity:<{width}}  =  {result}" for quantity, result in rows]
 
 
-def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the lines about a training step, from its prompts to its passes over the data.
-
-    A line is a pair of a quantity and its computed value.
-    """
+def _step_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
+    """Return the rows about a training step, from its prompts to its passes over the data."""
     config = report.config
     # Numbers of rows that do not divide evenly are printed as a range.
-    minibatch_rows = f"{_range_text(batch.rows_per_minibatch)} rows"
-    updates = f"{_count_text(batch.updates, 'optimizer step')} per training step"
+    minibatch_text = f"{_range_text(batch.rows_per_minibatch)} rows"
+    updates_text = f"{_count_text(batch.updates, 'optimizer step')} per training step"
     prompt_tokens = config.data.max_prompt_tokens
     response_tokens = batch.longest_row - prompt_tokens
 
     # With over-sampling more rows are in flight than a step trains on.
-    rows_in_flight = f"{batch.prompts_in_flight * batch.samples:,} rows"
+    in_flight_text = f"{batch.prompts_in_flight * batch.samples:,} rows"
     if config.rollout.oversample:
-        rows_in_flight += f" of {batch.prompts_in_flight:,} prompts in flight"
+        in_flight_text += f" of {batch.prompts_in_flight:,} prompts in flight"
     replicas = _count_text(batch.replicas, "rollout replica")
     minibatches = _count_text(batch.optimizer_steps, "mini-batch", "es")
     copies = _count_text(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
         (
-            f"{rows_in_flight} / {replicas}",
+            f"{in_flight_text} / {replicas}",
             f"{_range_text(batch.rows_per_replica)} rows to generate per replica",
         ),
         (
             f"{batch.rows:,} rows / {minibatches}",
-            f"{minibatch_rows} per mini-batch; x {_count_text(batch.epochs, 'epoch')} = {updates}",
+            f"{minibatch_text} per mini-batch; x {_count_text(batch.epochs, 'epoch')} = {updates_text}",
         ),
         (
-            f"{minibatch_rows} / {copies}",
+            f"{minibatch_text} / {copies}",
             f"{_range_text(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
             f"prompt <= {prompt_tokens:,} + response <= {response_tokens:,}",
             f"a row has at most {batch.longest_row:,} tokens",
         ),
-        *_limit_lines(config.rollout),
+        *_limit_rows(config.rollout),
         (
             f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
             f"at most {batch.tokens_per_step:,} tokens per step",
@@ -505,11 +504,11 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"at least {_count_text(batch.rows_per_microbatch, 'row')} each, "
             f"at most {_count_text(batch.microbatches, 'micro-batch', 'es')} per mini-batch and copy",
         ),
-        *_checkpoint_lines(report),
-        *_episode_lines(report, batch),
-        *_scoring_lines(report),
+        *_checkpoint_rows(report),
+        *_episode_rows(report, batch),
+        *_scoring_rows(report),
         (f"{config.rollout.order} order", _order_text(config)),
-        *_sync_interval_lines(report),
+        *_sync_interval_rows(report),
         (
             f"{_count_text(config.steps, 'step')} x {_count_text(batch.prompts, 'prompt')}",
             _data_passes_text(config.steps, batch, report.records),
@@ -517,10 +516,10 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the lines on checkpoints: layout of the optimizers, host memory, and seconds of a write.
+def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
+    """Return the rows on checkpoints: layout of the optimizers, host memory, and seconds of a write.
 
-    A line is a pair of a quantity and its value. There is none if no role has an optimizer.
+    There are none if no role has an optimizer.
     """
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)
@@ -537,8 +536,8 @@ def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
         other_layout = SAME
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking_part = "the copy to the host" if settings.asynchronous else "it"
-    per_node = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
-    per_node += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
+    host_memory_text = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
+    host_memory_text += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     limit = settings.stop_seconds or 0
@@ -550,20 +549,21 @@ def _checkpoint_lines(report: CheckReport) -> list[tuple[str, str]]:
             f"checkpoint every {_count_text(settings.every, 'step')}",
             f"{optimizer_text}; steps wait for {blocking_part}",
         ),
-        ("memory of a checkpoint", per_node),
+        ("memory of a checkpoint", host_memory_text),
         (f"checkpoint written in {seconds:,.0f} s", f"at {rate_text}"),
     ]
 
 
-def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return the lines on the concurrent episodes of an environment; none without an environment."""
+def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
+    """Return the rows on the concurrent episodes of an environment; none without an environment."""
     environment = report.config.rollout.environment
     if environment is None:
         return []
     # The replica with the most rows determines the concurrency.
     _, most_rows = batch.rows_per_replica
     in_flight = episodes_in_flight(report.config, batch)
-    queued_groups = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
+    running_groups = in_flight // batch.samples * batch.replicas
+    queued_groups = max(0, batch.prompts_in_flight - running_groups)
     queue_text = "no group waits"
     if queued_groups:
         queue_text = f"{_count_text(queued_groups, 'group')} of the step wait in the queue"
@@ -573,7 +573,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     if in_flight == most_rows:
         engine_limit = " (fewer if the engine's own limit is lower)"
     processes = _count_text(environment.workers, "process", "es")
-    lines = [
+    rows = [
         (
             f"{in_flight:,} of {most_rows:,} episodes in flight",
             f"at most, per replica{engine_limit}; {queue_text}",
@@ -590,12 +590,12 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     if caches:
         largest_cache = max(caches, key=lambda item: item.bytes)
         size = _bytes_text(largest_cache.bytes)
-        lines.append((f"key-value cache {size}", f"per rank, {largest_cache.how}"))
-    return lines
+        rows.append((f"key-value cache {size}", f"per rank, {largest_cache.how}"))
+    return rows
 
 
 def _order_text(config: RunConfig) -> str:
-    """Describe which rows a step trains on, depending on the order of the rollout."""
+    """Describe which rows a step trains on in the order of the rollout (closed or open)."""
     rollout = config.rollout
     # Start with the text for the closed order without over-sampling; other settings replace or extend it.
     text = "a step trains on exactly its own prompts"
@@ -610,10 +610,10 @@ def _order_text(config: RunConfig) -> str:
     return text
 
 
-def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
-    """Return a line for each length limit of responses that is automatic or depends on the prompt."""
+def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
+    """Return a row for each length limit of responses that is automatic or depends on the prompt."""
     auto = rollout.auto_limit
-    lines = []
+    rows: list[_BatchRow] = []
     for path, value in rollout.limit_settings.items():
         task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
         name = "limit of responses" if task == "rollout" else f"limit of {task}"
@@ -625,11 +625,11 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
                 f"task and prompt length, {auto.at_least} to {auto.at_most} tokens; {auto.at_most} for the "
                 f"first {auto.responses} and in evaluations"
             )
-            lines.append((name, text))
+            rows.append((name, text))
         elif isinstance(value, dict):
             row_texts = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
-            lines.append((name, f"tokens: {', '.join(row_texts)}"))
-    return lines
+            rows.append((name, f"tokens: {', '.join(row_texts)}"))
+    return rows
 
 
 def _prompts_text(max_tokens: int | None) -> str:
@@ -639,8 +639,8 @@ def _prompts_text(max_tokens: int | None) -> str:
     return f"prompts up to {max_tokens:,}"
 
 
-def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the line on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
+def _sync_interval_rows(report: CheckReport) -> list[_BatchRow]:
+    """Return the row on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
     config = report.config
     interval = config.hybrid_engine.every
     if interval == 1:
@@ -657,7 +657,7 @@ def _sync_interval_lines(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _interval_text(interval: int) -> str:
-    """Describe how often weights are synced: every ``interval`` versions, which is not 1, or never for 0."""
+    """Describe how often weights are synced: every ``interval`` (2 or more) versions, or never for 0."""
     if interval:
         return f"synced every {interval} versions"
     return "never synced again"
@@ -677,8 +677,8 @@ def _correction_text(algorithm: Algorithm) -> str:
     return "and nothing corrects for it"
 
 
-def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the line on the source of the old log-probs; no line without an algorithm."""
+def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
+    """Return the row on the source of the old log-probs; no row without an algorithm."""
     if report.algorithm is None:
         return []
     reason = scoring_pass_reason(report.config, report.algorithm)
@@ -689,29 +689,29 @@ def _scoring_lines(report: CheckReport) -> list[tuple[str, str]]:
     return [("old log-probs", text)]
 
 
-def _stage_line(plan: StagePlan) -> tuple[str, str]:
-    """Return the line about the length of a stage: its records per step, and its steps or epochs."""
+def _stage_row(plan: StagePlan) -> _BatchRow:
+    """Return the row on the length of a stage: its records per step, and its steps or epochs."""
     settings = plan.settings
     # A stage counts rows or pairs.
-    rows_per_step = _count_text(settings.per_step, settings.UNIT)
+    rows_per_step = _count_text(settings.records_per_step, settings.UNIT)
     if settings.steps is None:
         # Epochs can be a fraction.
         epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
         return f"{plan.where}: {epochs}", f"steps of {rows_per_step}"
-    total = f"{_count_text(settings.steps * settings.per_step, settings.UNIT)} in all"
+    total = f"{_count_text(settings.steps * settings.records_per_step, settings.UNIT)} in all"
     return f"{plan.where}: {_count_text(settings.steps, 'step')} x {rows_per_step}", total
 
 
-def _data_passes_text(steps: int, batch: BatchPlan, records: int | None) -> str:
+def _data_passes_text(steps: int, batch: BatchPlan, record_count: int | None) -> str:
     """Describe the number of prompts in a run, and its passes over the data.
 
-    ``records`` is the number of records of the data, None if it is not known.
+    ``record_count`` is the number of records of the data, None if it is not known.
     """
     prompts = steps * batch.prompts
     text = f"{prompts:,} prompts in the run"
-    if not records:
+    if not record_count:
         return text
-    return f"{text}, {prompts / records:.3g} passes over {records:,} records"
+    return f"{text}, {prompts / record_count:.3g} passes over {record_count:,} records"
 
 
 # ---------------------------------------------------------------- roles and ranks
@@ -874,7 +874,7 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[
 
 
 def _unusual_checkpoint_lines(report: CheckReport) -> list[str]:
-    """Return a line for each multimodal checkpoint, which is read in part, and each quantised one."""
+    """Return a line for each multimodal checkpoint, of which a part is read, and each quantised one."""
     # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
     for file in report.models.values():

@@ -24,8 +24,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
     """Raise UserError for the first of the arguments ``names`` that is below 1 or above ``at_most``.
 
-    Arguments that are not given are None, and valid. ``at_most`` is None for no limit. It is the only guard
-    against absurd sizes: later code has none.
+    Arguments that are not given are None, and valid. ``at_most`` is None for no limit. No later code guards
+    against absurd sizes.
     """
     for name in names:
         value = getattr(arguments, name)

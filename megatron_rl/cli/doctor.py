@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     world = current_launch(joins_group=True).world_size
     measures_links = world > 1 and not arguments.gpu
-    # The proof measures the links itself.
+    # The tests of `--gpu` measure the links themselves.
     if measures_links:
         link_findings, rank_errors = _test_links(errors)
         sections["links between ranks"] = link_findings
@@ -153,8 +153,8 @@ def _print_errors(errors: list[Finding]) -> None:
 def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
     """Test the machines with `planning.proof.prove`, and return the findings. Collective over the world.
 
-    ``folder`` is for the files of the tests, ``world`` the number of ranks. ``prints_progress`` prints a line
-    at the end of each test.
+    ``folder`` is for the files of the tests, ``world`` the number of ranks. With ``prints_progress``, a line
+    is printed at the end of each test.
     """
     # It imports torch, which a machine that lacks packages may not have.
     from megatron_rl.planning.proof import prove

@@ -45,7 +45,7 @@ EXIT_INTERRUPTED = 130
 
 
 def parse_command_line(command_line: Sequence[str]) -> argparse.Namespace:
-    """Parse a command and its arguments; exit with status 2 for unknown ones, as argparse does."""
+    """Parse a command with its arguments and overrides; exit with status 2 for unknown ones."""
     parser = argparse.ArgumentParser(
         prog=CONSOLE_SCRIPT,
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",

@@ -149,13 +149,13 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     return sections
 
 
-def _iter_sections(section: type, path: str) -> Iterator[tuple[str, type]]:
+def _iter_sections(section_type: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield (path, class) of the section at ``path`` and of all sections below it.
 
     NAME in a path stands for any entry of a mapping.
     """
-    yield path, section
-    for name, hint in field_hints(section).items():
+    yield path, section_type
+    for name, hint in field_hints(section_type).items():
         # The top level has an empty path, so remove the leading dot.
         field_path = f"{path}.{name}".removeprefix(".")
         inner = section_class(hint)
@@ -172,14 +172,14 @@ def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def _section_table(section: type, paths: list[str]) -> str:
+def _section_table(section_type: type, paths: list[str]) -> str:
     """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
-    hints = field_hints(section)
-    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section)]
-    meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
+    hints = field_hints(section_type)
+    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section_type)]
+    meaning = inspect.cleandoc(section_type.__doc__ or "").replace("``", "`")
     paths_line: list[str] = []
     if len(paths) > 2:
         # A long list of paths does not fit into a heading.
@@ -194,13 +194,13 @@ def _piece_table(key: str, kind: Kind) -> str:
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
         rows.append((f"`{name}`", _table_cell(summary)))
-        rows += [_setting_row(name, piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
+        rows += [_setting_row(piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
     header = ("Name, or setting of it", "Meaning")
     return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
 
 
-def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the table cells of a piece's setting: its name with the default, its meaning with the bounds."""
+def _setting_row(piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
+    """Return the table cells of a piece's setting: its name and default, and its meaning and bounds."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
 
@@ -212,7 +212,10 @@ def _setting_row(name: str, piece: Piece, item: dataclasses.Field) -> tuple[str,
 
 
 def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
-    """Return the table cells of a configuration key, in the order of `_COLUMNS`."""
+    """Return the table cells of a configuration key, in the order of `_COLUMNS`.
+
+    ``item`` is the dataclass field of the key, ``hint`` its type.
+    """
     setting = setting_of(item)
     type_and_unit = "section"
     if not section_class(hint):

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Export a checkpoint if necessary, then replace this process by vLLM's server."""
     source = Path(arguments.source)
     require_directory(source, "SOURCE")
-    model = model_folder(source, trusted=arguments.trust)
+    model = find_or_export_model(source, trusted=arguments.trust)
 
     # A model of a run is sampled as in training, and named after the run.
     folder = folder_of_checkpoint(model)
@@ -71,10 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     os.execv(sys.executable, command)
 
 
-def model_folder(source: Path, *, trusted: bool = False) -> Path:
-    """Return the folder of the Hugging Face model of ``source``; export a training checkpoint if necessary.
+def find_or_export_model(source: Path, *, trusted: bool = False) -> Path:
+    """Return the folder of the Hugging Face model to serve; export a training checkpoint first if necessary.
 
-    The model of a run folder is the one that the run wrote at its end, else that of its newest checkpoint.
+    ``source`` is such a folder, a checkpoint or a run folder. The model of a run folder is the one that the
+    run wrote at its end, or else that of its newest checkpoint. With ``trusted`` a checkpoint is loaded even
+    if that may run code.
     """
     if (source / "config.json").is_file():
         return source
@@ -98,7 +100,7 @@ def model_folder(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the sampling parameters of a run under the names of a generation_config.json."""
+    """Return the sampling parameters of a run, under their names in a generation_config.json."""
     rollout = load_config(folder.config).rollout
 
     # A server has constant values: a schedule over steps or tokens has reached its end.
@@ -123,9 +125,9 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    ``name`` is that of the model in requests, ``defaults`` are the sampling parameters of requests that set
-    none. The command runs the server's module, since the ``vllm`` script of vLLM's CPU package (0.32) does
-    not start.
+    ``name`` is the name by which requests address the model, ``defaults`` are the sampling parameters of
+    requests that set none. The command runs the server's module, since the ``vllm`` script of vLLM's CPU
+    package (0.32) does not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),

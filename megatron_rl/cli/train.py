@@ -9,7 +9,7 @@ from megatron_rl.cli.check_text import summary_lines
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.errors import numbered_lines
-from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
+from megatron_rl.launcher import current_launch, process_rank, watch_launcher
 from megatron_rl.trainer.logging import redirect_output
 
 
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     Every rank checks the same input before the first collective, so all ranks exit with the same errors and
     no rank hangs.
     """
-    exit_with_launcher()
+    watch_launcher()
     world_size = current_launch(joins_group=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:

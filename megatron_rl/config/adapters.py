@@ -50,14 +50,15 @@ def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
-def own_base_reason(config: RunConfig, path: str) -> str | None:
-    """Return why the adapters of the role at ``path`` do not share the actor's base weights; None if they do.
+def separate_base_reason(config: RunConfig, path: str) -> str | None:
+    """Return why the adapters of the role at ``path`` need base weights of their own, not the actor's.
 
-    ``config`` is resolved, and the role is one that can share its base, see `ADAPTED`.
+    Returns None if they share the actor's. ``config`` is resolved, and the role is one that can share its
+    base (`ADAPTED`).
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
-    # The first condition that holds is the reason: adapters that are not set, then differences of the models.
+    # The first condition that is true is the reason: adapters that are not set, then differences of models.
     conditions = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
@@ -90,8 +91,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    The role must be one that can be (`INITIAL` in its entry of the table of roles), the actor must have
-    adapters, and the role must have the actor's model and layout. ``config`` is resolved.
+    The table of roles must allow it (`INITIAL`), the actor must have adapters, and the role must have the
+    actor's model and layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)
@@ -106,4 +107,4 @@ def shares_actor_base(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` has its own adapters on the base weights of the actor."""
     if spec_at(path).shares != ADAPTED or path not in adapters_of(config):
         return False
-    return own_base_reason(config, path) is None
+    return separate_base_reason(config, path) is None

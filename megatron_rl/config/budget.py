@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.config.adapters import (
     adapters_of,
     is_initial_actor,
-    own_base_reason,
+    separate_base_reason,
     separate_lora,
     shares_actor_base,
 )
@@ -199,7 +199,7 @@ def memory_plan(
     ``shapes`` maps a role to the shape of its model; roles without an entry have the actor's. ``batch`` is
     None for the job of one stage, which only trains.
     """
-    asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
+    ranks_asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
     connection_items: list[MemoryItem] = []
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
@@ -211,7 +211,7 @@ def memory_plan(
         all_ranks.update(layout.ranks)
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted(all_ranks):
-        memory = rank_memory(config, layouts, shapes, batch, rank, asleep, connection_items)
+        memory = rank_memory(config, layouts, shapes, batch, rank, ranks_asleep, connection_items)
         first_rank.setdefault(memory.items, rank)
     ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
     return sorted(ranks, key=lambda memory: -memory.peak)
@@ -223,19 +223,19 @@ def rank_memory(
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
     rank: int,
-    asleep: frozenset[int] = frozenset(),
+    ranks_asleep: frozenset[int] = frozenset(),
     connection_items: Sequence[MemoryItem] = (),
 ) -> RankMemory:
     """Return the memory of one rank; the first four arguments are those of `memory_plan`.
 
-    Engines on the ranks ``asleep`` release their memory while other roles work. ``connection_items`` are the
+    On ``ranks_asleep`` the engine releases its memory while other roles work. ``connection_items`` are the
     buffers of NCCL's connections, which only ranks with an engine have.
     """
     items: list[MemoryItem] = []
     if batch is None:
-        learners = _stage_learners(config, layouts)
+        learners = _stage_learner_settings(config, layouts)
     else:
-        learners = _learners(config, batch)
+        learners = _learner_settings(config, batch)
 
     for role, layout in layouts.items():
         if rank not in layout.ranks:
@@ -250,7 +250,7 @@ def rank_memory(
         if role != "rollout":
             items += _frozen_role_items(config, role, layout, rank, shape, batch)
         elif config.rollout.capabilities.in_process:
-            awake_phases = ("generate",) if rank in asleep else PHASES
+            awake_phases = ("generate",) if rank in ranks_asleep else PHASES
             items += _engine_items(config, layout, shape, batch, awake_phases)
             items += connection_items
         # Other engines run in servers outside the job's ranks.
@@ -280,7 +280,7 @@ class _LearnerSettings:
     """Whether the role is trained in the job of one stage, without other roles."""
 
 
-def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings]:
+def _learner_settings(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings]:
     """Return the training settings of each role that a step of reinforcement learning trains, by role."""
     learners = {}
     for path, section in learner_sections(config).items():
@@ -294,7 +294,9 @@ def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings
     return learners
 
 
-def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _LearnerSettings]:
+def _stage_learner_settings(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout]
+) -> dict[str, _LearnerSettings]:
     """Return the training settings of each role that a single-stage job trains, by role.
 
     There are several roles if the job trains several reward models.
@@ -308,7 +310,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         assert settings.max_row_tokens is not None
 
         # A record has one row for each response, such as two for a preference pair.
-        _, rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)
+        _, rows = even_shares(settings.records_per_step * len(settings.RESPONSES), layouts[role].data)
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
 
         learners[role] = _LearnerSettings(
@@ -322,7 +324,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
 
 
 def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
-    """Return the numbers of the layers in each pipeline stage, counted from 0."""
+    """Return the indices of the layers in each pipeline stage."""
     _, settings = megatron_settings(config, layout)
     try:
         return stage_layers(shape.layers, layout, settings)
@@ -499,9 +501,11 @@ def _trained_role_items(
     trained_count = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
     if adapters is not None:
         trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
-    weights = _trained_weights(config, role, int(memory.weights), layers, learner.offload)
+    weights = _trained_weights_item(config, role, int(memory.weights), layers, learner.offload)
     if adapters is not None and spec.shares == ADAPTED:
-        weights = _with_base_weights(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
+        weights = _adapted_weights_item(
+            config, path, weights, layers.dtype_bytes * sum(adapters), trained_count
+        )
     items = [weights]
 
     detail = f"{trained_count} x 4 B (float32)"
@@ -542,7 +546,7 @@ def _trained_role_items(
     return device_items + [item for item in items if not item.phases]
 
 
-def _trained_weights(
+def _trained_weights_item(
     config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
     """Return the memory item for the weights of a trained role, which its forward passes need too."""
@@ -581,15 +585,16 @@ def _is_shared_base(config: RunConfig) -> bool:
     )
 
 
-def _with_base_weights(
+def _adapted_weights_item(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
     """Return the memory item for the weights of the role with adapters at ``path``.
 
     They are only the adapters if the role shares the actor's base weights, else the adapters and a base.
-    ``weights`` is the item for both, ``trained_count`` the number of trained parameters as text.
+    ``weights`` is the item for adapters and base together, ``adapter_bytes`` the bytes of the adapters alone,
+    and ``trained_count`` the number of trained parameters as text.
     """
-    reason = own_base_reason(config, path)
+    reason = separate_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"
         return replace(weights, bytes=adapter_bytes, how=detail)
@@ -607,8 +612,8 @@ def _forward_items(
 ) -> list[MemoryItem]:
     """Return the memory items of a role's forward passes: activations, and a chunk of logits.
 
-    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, in
-    ``tokens_per_rank`` as text. The chunk of logits is resident in all of ``phases``.
+    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, and
+    ``tokens_per_rank`` its number of tokens as text. The chunk of logits is resident in all of ``phases``.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
@@ -674,7 +679,7 @@ def _sync_connections_item(
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     """Return an upper bound on the episodes that a replica samples at once, from the settings."""
     _, most_rows = batch.rows_per_replica
-    limit = config.rollout.most_in_flight
+    limit = config.rollout.in_flight_limit
     # All samples of a prompt start together.
     if limit is None:
         return most_rows

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
-from megatron_rl.durable import DOOMED, REPLACED, recoverable_folders, remove
-from megatron_rl.errors import UserError, unreadable_file
+from megatron_rl.durable import DOOMED, REPLACED, recoverable_folders, remove_path
+from megatron_rl.errors import UserError, unreadable_file_error
 from megatron_rl.shapes.pretrained import PretrainedModel
 
 # Written last, so that a directory with it is a complete checkpoint.
@@ -102,7 +102,7 @@ def remove_interrupted_saves(folder: Path) -> list[Path]:
     leftover_suffixes = (".partial", REPLACED, DOOMED)
     leftovers = [path for path in sorted(folder.glob("step_*")) if path.suffix in leftover_suffixes]
     for path in leftovers:
-        remove(path)
+        remove_path(path)
     return leftovers
 
 
@@ -125,7 +125,7 @@ def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] =
             continue
         deleted.append(path)
         # Rename first: an interrupted deletion must not leave an incomplete checkpoint under a valid name.
-        remove(path.rename(path.with_name(path.name + DOOMED)))
+        remove_path(path.rename(path.with_name(path.name + DOOMED)))
     return deleted
 
 
@@ -160,7 +160,7 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             fix=fix,
         ) from None
     except (OSError, ValueError) as error:
-        raise unreadable_file(
+        raise unreadable_file_error(
             "the checkpoint's meta.json", path, error, expected="a JSON object", fix=fix
         ) from error
 
@@ -213,8 +213,8 @@ def _role_fits_any_layout(role: Mapping[str, Any]) -> bool:
     return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
 
 
-def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Return whether Megatron can load a role's saved optimizer on a layout without resharding it.
+def loads_without_resharding(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+    """Return whether a layout can load a role's saved optimizer as it is, without resharding it.
 
     ``role`` is the role's entry of meta.json, ``layout`` maps the names of parallel sizes to those of the
     layout.
@@ -234,7 +234,7 @@ def require_layout(
     """
     role = meta["roles"][role_name]
     saved_layout = role["layout"]
-    if _role_fits_any_layout(role) or fits_shards(role, layout):
+    if _role_fits_any_layout(role) or loads_without_resharding(role, layout):
         return
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "

@@ -222,7 +222,9 @@ def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBo
     batch = config.batch
     _, rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)
     if config.job != TRAIN:
-        stage_rows = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
+        stage_rows = [
+            plan.settings.records_per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)
+        ]
         rows = max(stage_rows, default=rows)
 
     # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
@@ -572,7 +574,7 @@ def default_mismatch_thresholds(dtype: str) -> tuple[float, float, str]:
 def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
     """Fill in the thresholds ``warn`` and ``stop`` with the defaults for a dtype.
 
-    ``warn`` becomes at most ``stop``.
+    A derived threshold is adapted to an explicit other one, so that ``warn`` never exceeds ``stop``.
     """
     warn, stop, reason = default_mismatch_thresholds(dtype)
     if mismatch.warn is None:

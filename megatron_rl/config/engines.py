@@ -118,7 +118,7 @@ ENGINES: dict[str, EngineSpec] = {
     "server": EngineSpec(
         "megatron_rl.rollout.engines.vllm_server",
         EngineCapabilities(stop_texts=True),
-        start_command="megatron_rl.check.engine.servers:server_commands",
+        start_command="megatron_rl.check.engine.servers:server_command_lines",
         # vLLM has this path only with VLLM_SERVER_DEV_MODE=1, which updates of weights need.
         health_path="/weight_info",
     ),

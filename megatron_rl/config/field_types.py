@@ -64,7 +64,10 @@ def accepts_mapping(hint: Any) -> bool:
 
 
 def value_paths(cls: type, prefix: str = "") -> list[str]:
-    """Return the dotted path of every plain value below a dataclass."""
+    """Return the dotted path of every field below a dataclass that is not a section itself.
+
+    Each path begins with ``prefix``.
+    """
     paths = []
     for name, hint in field_hints(cls).items():
         section = section_class(hint)

@@ -72,7 +72,7 @@ class HubCopy:
         return " ".join(arguments)
 
     def path(self, snapshot: Path) -> Path:
-        """Return the path that a configuration names, below ``snapshot``, the folder of a revision."""
+        """Return the path that a configuration needs in ``snapshot``, the folder of a revision."""
         if self.files is None:
             return snapshot
         return snapshot / self.files
@@ -140,7 +140,6 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
             copy = None
             if _is_hub_name(name):
                 copy = parse_hub_name(name)
-
                 if copy is None:
                     errors.append(
                         UserError(
@@ -174,7 +173,7 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
     """Return the path of a Hub repository's copy on this machine; download it if necessary.
 
     The weights of a model are downloaded only ``with_weights``. A copy that lacks files is added to
-    ``incomplete`` with the reason, by its path.
+    ``incomplete``, which maps its directory to the copy with the reason.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
@@ -198,7 +197,7 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
 
 
 def _unique_file_name(copy: HubCopy) -> str:
-    """Return a file name for a copy, which no other copy has."""
+    """Return a file name that belongs to this copy alone: the hash of its repository, revision and files."""
     # Hash the name, since file names cannot contain its separators, and dropping them could make two names
     # equal.
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])

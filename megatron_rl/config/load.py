@@ -79,7 +79,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = F
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
-    """Load YAML text as `load` loads a file."""
+    """Load YAML text as `load` loads a file; ``name`` stands for the file in origins and errors."""
     errors: list[UserError] = []
     tree = read_tree(text, name, errors)
     if errors and not tree.children:
@@ -99,9 +99,10 @@ def _parse_loaded_tree(
     errors: list[UserError],
     with_weights: bool = False,
 ) -> LoadedConfig:
-    """Apply the overrides to the tree of the file at ``path``, replace names in it, and parse it.
+    """Apply the overrides to the tree of the file at ``path``, and parse it to a configuration.
 
-    Replaced are names on the Hugging Face Hub and names of sampling profiles.
+    Before that, names on the Hugging Face Hub are replaced by local paths, and names of sampling profiles by
+    their settings.
     """
     apply_overrides(tree, overrides, errors)
     hub = resolve_hub_names(tree, errors, with_weights)

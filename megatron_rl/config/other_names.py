@@ -4,9 +4,10 @@ The one idea: other projects' names of a key are listed on its field (see `setti
 inverts that mapping. A name includes as many of its sections as make it unique, as in
 ``checkpointing.metric_name``; the longest match wins.
 
-`note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
-the name is decided by `check.unknown_names`, which can test whether a run would accept the guess. A user's
-own class and a piece of an algorithm have no other sections, so `note_unknown` itself suggests a name.
+`record_unknown_name` records the facts: the name, its value, and the names that its section has. The meaning
+of the name is decided by `check.unknown_names`, which can test whether a run would accept the guess. A user's
+own class and a piece of an algorithm have no other sections, so `record_unknown_name` itself suggests a
+name.
 """
 
 from __future__ import annotations
@@ -216,9 +217,9 @@ def find_counterpart(path: str) -> OtherName | None:
     """Return the counterpart of a dotted name that is not a key; None if no project has the name."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
-    for former, key in RENAMED.items():
-        if path == former or path.startswith(f"{former}."):
-            return OtherName("", key + path.removeprefix(former))
+    for former_key, key in RENAMED.items():
+        if path == former_key or path.startswith(f"{former_key}."):
+            return OtherName("", key + path.removeprefix(former_key))
 
     # Try the longest suffix first, since a name with its section is more specific.
     names = path.split(".")
@@ -232,8 +233,9 @@ def find_counterpart(path: str) -> OtherName | None:
 def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
     """Return the counterpart of a dotted name inside the section that it was written in.
 
-    So ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``. ``value_paths`` are the paths
-    of the section's own values, relative to it. None if the section does not have the counterpart.
+    For example, ``eval_temperature`` in ``evaluation.sets.NAME`` is the set's own ``temperature``.
+    ``value_paths`` are the paths of the section's own values, relative to it. Returns None if the counterpart
+    is not among them.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:
@@ -292,11 +294,13 @@ class UnknownName(UserError):
         return key_path(self.section, self.key)
 
 
-class Notes(Protocol):
+class ErrorCollector(Protocol):
     """Collector of errors in configuration values, see `parse.ParseState`."""
 
-    def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record one error."""
+    def record_error(
+        self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
+    ) -> None:
+        """Record the error ``message`` about the value at ``path``; ``fields`` are those of `UserError`."""
         ...
 
     def location_text(self, path: str, node: Leaf | Section | None) -> str:
@@ -306,8 +310,10 @@ class Notes(Protocol):
     errors: list[UserError]
 
 
-def note_unknown(key: str, node: Leaf | Section, path: str, value_paths: list[str], notes: Notes) -> None:
-    """Record the unknown name ``key`` in the section at ``path``, with a suggestion, in ``notes``.
+def record_unknown_name(
+    key: str, node: Leaf | Section, path: str, value_paths: list[str], collector: ErrorCollector
+) -> None:
+    """Record the unknown name ``key`` in the section at ``path``, with a suggestion, in ``collector``.
 
     ``value_paths`` are the paths of the section's own values, relative to it.
     """
@@ -334,12 +340,12 @@ def note_unknown(key: str, node: Leaf | Section, path: str, value_paths: list[st
     expected = "no names: it has no settings"
     if siblings:
         expected = f"one of {', '.join(siblings)}"
-    notes.errors.append(
+    collector.errors.append(
         UnknownName(
             message,
-            where=notes.location_text(full_name, node),
+            where=collector.location_text(full_name, node),
             expected=expected,
-            got=_written_names(key, node),
+            got=_unknown_names_text(key, node),
             fix=fix,
             key=key,
             section=path,
@@ -350,7 +356,7 @@ def note_unknown(key: str, node: Leaf | Section, path: str, value_paths: list[st
     )
 
 
-def _written_names(key: str, node: Leaf | Section) -> str:
+def _unknown_names_text(key: str, node: Leaf | Section) -> str:
     """Return an unknown name, or the first 8 paths below an unknown section, as text for ``got``."""
     if isinstance(node, Leaf):
         return f"`{key}`"

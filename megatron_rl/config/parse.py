@@ -23,7 +23,7 @@ from megatron_rl.config.field_types import (
     union_members,
     value_paths,
 )
-from megatron_rl.config.other_names import note_unknown
+from megatron_rl.config.other_names import record_unknown_name
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.config.setting import is_setting, key_path, setting_of
 from megatron_rl.config.source import (
@@ -51,12 +51,16 @@ class ParseState:
     broken: set[str] = field(default_factory=set)
     """Paths whose value is a placeholder or a default because of a mistake."""
 
-    def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake, and mark the value at ``path`` as broken: a default or placeholder is used."""
-        self.note(path, node, message, **fields)
+    def record_broken_value(
+        self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
+    ) -> None:
+        """Record a mistake, and mark the value at ``path`` as broken: it is replaced by a default."""
+        self.record_error(path, node, message, **fields)
         self.broken.add(path)
 
-    def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
+    def record_error(
+        self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
+    ) -> None:
         """Record a mistake that leaves every value as the user wrote it."""
         self.errors.append(UserError(message, where=self.location_text(path, node), **fields))
 
@@ -84,7 +88,7 @@ def parse_section(
     for key, node in section.children.items():
         if key not in settings:
             known_paths = [name for name in value_paths(cls) if name.partition(".")[0] in settings]
-            note_unknown(key, node, path, known_paths, state)
+            record_unknown_name(key, node, path, known_paths, state)
 
     # Fields that no configuration can set are copied from the defaults.
     values: dict[str, Any] = {}
@@ -103,17 +107,18 @@ def parse_section(
 
         is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
         if node is None and is_required and setting_of(item).instead not in section.children:
-            node = _missing_value(item, hint, key, path, state)
+            node = _record_missing_key(item, hint, key, path, state)
         values[name] = _typed_value(hint, node, default, key, state, setting_of(item).number_means)
     return cls(**values)
 
 
-def _missing_value(
+def _record_missing_key(
     item: dataclasses.Field, hint: Any, key: str, path: str, state: ParseState
 ) -> Section | None:
-    """Return an empty section if the missing key is a section, else None; record a missing value.
+    """Record the error for a required key that is missing; return the node to parse in its place.
 
-    ``item`` is the field of the key, ``hint`` its type, and ``path`` is that of the section around it.
+    The node is an empty section for the key of a section, else None. ``item`` is the field of the key,
+    ``hint`` its type, and ``path`` the path of the section around it.
     """
     if section_class(hint) is not None and key not in state.broken:
         # An empty section makes the errors name each of its required keys.
@@ -122,7 +127,7 @@ def _missing_value(
     # In an invalid section, a missing key would be a second error for one mistake.
     jobs = setting_of(item).jobs
     if path not in state.broken and (not jobs or state.job in jobs):
-        state.fail(
+        state.record_broken_value(
             key,
             None,
             f"`{key}` is missing",
@@ -148,7 +153,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
 
 
 def _collect_rest(settings: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Move names that are not keys of a section into its key that takes the rest; return the new section.
+    """Move names that are not keys of a section into the key that collects them; return the new section.
 
     ``settings`` maps the keys of the section to their fields. ``environment: {name: my_env.py:Calculator,
     digits: 3}`` thus gives ``digits`` to the user's class.
@@ -179,6 +184,7 @@ def _typed_value(
     """Return the value of type ``hint`` of the key at ``path``: a mapping of sections, a section or a value.
 
     ``node`` is None for a key that is not written. ``default`` is dataclasses.MISSING for a key without one.
+    ``number_means`` is that of the key's `Setting`, for the fix of a bare number.
     """
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
@@ -193,7 +199,7 @@ def _typed_value(
     if section is None:
         return _plain_value(hint, node, default, path, state, number_means)
     if node is None:
-        _note_defaults(default, path, state)
+        _record_default_origins(default, path, state)
         return default
 
     # Expand a section that is written as text, such as `policy_loss: gspo`.
@@ -207,34 +213,35 @@ def _typed_value(
             node = Section(origin=node.origin)
         else:
             # Use the defaults, so that later rules have a complete configuration.
-            _fail_single_value(section, node, path, state)
+            _record_single_value(section, node, path, state)
             node = Section()
     defaults = None if default is dataclasses.MISSING else default
     return parse_section(section, node, state, path, defaults)
 
 
-def _fail_single_value(section: type, node: Leaf, path: str, state: ParseState) -> None:
-    """Record the mistake of a single value in place of a section."""
-    names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
-    state.fail(
+def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) -> None:
+    """Record the mistake of a single value in place of a section, whose class is ``cls``."""
+    names = ", ".join(item.name for item in dataclasses.fields(cls) if is_setting(item))
+    state.record_broken_value(
         path,
         node,
         f"`{path}` is a section, not a single value",
         expected=f"a section with {names}",
         got=describe_value(node.value),
-        fix=_section_fix(section, node.value, path),
+        fix=_section_fix(cls, node.value, path),
     )
 
 
-def _section_fix(section: type, value: Any, path: str) -> str:
+def _section_fix(cls: type, value: Any, path: str) -> str:
     """Return the fix for a single value in place of a section: the value below the section's usual key.
 
-    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key accepts the value.
+    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key of the class ``cls``
+    accepts the value.
     """
-    key = getattr(section, "VALUE_KEY", None)
+    key = getattr(cls, "VALUE_KEY", None)
     if key is not None:
-        accepted, typed = convert_value(field_hints(section)[key], value)
-        item = next(item for item in dataclasses.fields(section) if item.name == key)
+        accepted, typed = convert_value(field_hints(cls)[key], value)
+        item = next(item for item in dataclasses.fields(cls) if item.name == key)
         if accepted and setting_of(item).value_error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
 
@@ -245,7 +252,7 @@ def _section_fix(section: type, value: Any, path: str) -> str:
 def _plain_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str
 ) -> Any:
-    """Return the typed value of a key that is not a section."""
+    """Return the typed value of a key that is not a section; the arguments are those of `_typed_value`."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         state.origins[path] = DEFAULT
@@ -264,7 +271,7 @@ def _plain_value(
     if isinstance(node, Section) and not accepts_mapping(hint):
         name = path.rpartition(".")[2]
         inner_names = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
-        state.fail(
+        state.record_broken_value(
             path,
             node,
             f"`{path}` is a single value, not a section",
@@ -273,7 +280,7 @@ def _plain_value(
             fix=f"write `{name}: VALUE` on one line",
         )
     else:
-        state.fail(
+        state.record_broken_value(
             path,
             node,
             f"`{path}` has a value of the wrong type",
@@ -304,13 +311,13 @@ def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
     return item.default
 
 
-def _note_defaults(value: Any, path: str, state: ParseState) -> None:
+def _record_default_origins(value: Any, path: str, state: ParseState) -> None:
     """Record the origin of every value of a section that is not written at all."""
     if not dataclasses.is_dataclass(value):
         state.origins[path] = DEFAULT
         return
     for item in dataclasses.fields(value):
-        _note_defaults(getattr(value, item.name), f"{path}.{item.name}", state)
+        _record_default_origins(getattr(value, item.name), f"{path}.{item.name}", state)
 
 
 def _placeholder(hint: Any) -> Any:

@@ -144,7 +144,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 
 
 def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> AcceleratedJob:
-    """Return the properties of a job on accelerators that its environment variables depend on."""
+    """Return the properties of a job that decide its environment variables on accelerators."""
     rollout = config.rollout
     arguments = rollout.vllm
     # vLLM's custom all-reduce (0.32) shares the buffers of CUDA graphs by IPC handles, which memory in
@@ -208,7 +208,7 @@ def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int)
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
-    """Return the bytes of weights that actor and rollout engine share, for each pair of their ranks.
+    """Return how many bytes of weights each pair of an actor rank and a rollout rank have in common.
 
     ``config`` must have the ranks of every role, as `with_ranks` sets them.
     """

@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from megatron_rl.durable import publish, write_text
+from megatron_rl.durable import publish_folder, write_text
 
 # Subfolder of a run folder with a folder for each stage, which has its own checkpoints.
 STAGES = "stages"
@@ -26,19 +26,23 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+        # The configuration, and the times and settings of the starts.
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
         self.starts = self.path / "starts.json"
 
+        # Metrics and samples.
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
 
+        # Checkpoints and Hugging Face models.
         self.checkpoints = self.path / "checkpoints"
         self.stages = self.path / STAGES
         self.reward_models = self.path / "reward_models"
         self.model = self.path / "hf"
 
+        # Logs, tokenized data, copies of the user's code, and the report.
         self.rank_logs = self.path / "rank_logs"
         self.flight_records = self.path / "flight_recorder"
         self.tokens = self.path / "tokens"
@@ -82,7 +86,7 @@ class RunFolder:
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories; existing ones are not changed."""
+        """Create the folder and its directories, where they do not exist yet; return this object."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self
@@ -109,7 +113,7 @@ class RunFolder:
         incomplete = self.model.with_name(self.model.name + ".incomplete")
         shutil.rmtree(incomplete, ignore_errors=True)
         shutil.copytree(model, incomplete, copy_function=link_or_copy)
-        publish(incomplete, self.model)
+        publish_folder(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
         """Return the time of the run's first start; None if the folder has no valid one."""
@@ -117,15 +121,15 @@ class RunFolder:
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None
 
-    def store_first_start(self, proposed: datetime) -> datetime:
-        """Store ``proposed`` as the time of the first start if none is stored, and return the stored time.
+    def store_first_start(self, proposed_time: datetime) -> datetime:
+        """Store ``proposed_time`` as the time of the first start if none is stored; return the stored time.
 
         All processes that see the folder get the same time.
         """
         temporary = self.first_start.with_name(
             f"{self.first_start.name}.{socket.gethostname()}.{os.getpid()}"
         )
-        temporary.write_text(proposed.isoformat(), encoding="utf-8")
+        temporary.write_text(proposed_time.isoformat(), encoding="utf-8")
 
         # Creating a hard link is atomic and fails if the name exists, so the first process decides.
         with suppress(OSError):  # the name is taken, or the file system has no links
@@ -133,7 +137,7 @@ class RunFolder:
         if self.read_first_start() is None:
             os.replace(temporary, self.first_start)
         temporary.unlink(missing_ok=True)
-        return self.read_first_start() or proposed
+        return self.read_first_start() or proposed_time
 
     def write_first_start(self, time: datetime) -> None:
         """Replace the stored time of the first start."""
@@ -154,7 +158,10 @@ def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path."""
+    """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path.
+
+    Returns None if there is nothing at ``path``, or nothing in it.
+    """
     if not path.exists():
         return None
     if path.is_dir():

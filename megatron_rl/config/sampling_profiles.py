@@ -63,7 +63,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         # Records may name a registered profile as their task even if there is no rollout section.
         tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
-    names_by_key = _profile_names(rollout)
+    names_by_key = _profile_name_leaves(rollout)
     if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):
         return
 
@@ -80,15 +80,15 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
     profiles = _add_registered_profiles(rollout)
     run_profile = rollout.children.pop("sampling_profile", None)
-    available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    available_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for name, node in profiles.children.items():
         key = f"rollout.sampling_profiles.{name}"
         if key in names_by_key:
             assert isinstance(node, Leaf)
-            profiles.children[name] = _find_profile(node, key, available, errors)
+            profiles.children[name] = _find_profile(node, key, available_profiles, errors)
 
     if isinstance(run_profile, Leaf) and _KEY in names_by_key:
-        profile = _find_profile(run_profile, _KEY, available, errors)
+        profile = _find_profile(run_profile, _KEY, available_profiles, errors)
         for setting, node in profile.children.items():
             # An override of the command line has precedence over the profile.
             existing = rollout.children.get(setting)
@@ -98,7 +98,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         rollout.children["sampling_profile"] = run_profile
 
 
-def _profile_names(rollout: Any) -> dict[str, Leaf]:
+def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
     """Return the leaves that name a profile, by their keys; none unless ``rollout`` is a section."""
     if not isinstance(rollout, Section):
         return {}
@@ -131,27 +131,28 @@ def _add_registered_profiles(rollout: Section) -> Section:
 def _find_profile(
     leaf: Leaf,
     key: str,
-    available: Mapping[str, Section],
+    available_profiles: Mapping[str, Section],
     errors: list[UserError],
 ) -> Section:
     """Return the profile that a leaf names; append an error and return an empty one if it is unknown."""
     location, _, name = leaf.value.rpartition(":")
-    if name in available:
-        return available[name]
+    if name in available_profiles:
+        return available_profiles[name]
 
     # A file that cannot be imported has an error already.
     if not any(error.where == key for error in errors):
-        similar_name = nearest(name, list(available))
+        similar_name = nearest(name, list(available_profiles))
         fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
         if location:
             fix = f"call megatron_rl.sampling_profile({name!r}, ...) in {location}"
         if similar_name:
             fix = f"did you mean {similar_name!r}?"
+        names = ", ".join(available_profiles) or "rollout.sampling_profiles, which has none"
         errors.append(
             UserError(
                 f"there is no sampling profile {name!r}",
                 where=key,
-                expected=f"one of {', '.join(available) or 'rollout.sampling_profiles, which has none'}",
+                expected=f"one of {names}",
                 got=leaf.value,
                 fix=fix,
             )

@@ -237,7 +237,7 @@ def required(meaning: str, **attributes: Any) -> Any:
 
 
 def setting_of(item: dataclasses.Field) -> Setting:
-    """Return the description of a dataclass field, an empty one for a field not written with `setting`."""
+    """Return the description of a dataclass field; an empty one if it was not declared with `setting`."""
     return item.metadata.get("setting") or Setting("")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.setting import key_path
-from megatron_rl.errors import UserError, missing_file, unreadable_file
+from megatron_rl.errors import UserError, missing_file_error, unreadable_file_error
 
 # Key with which a configuration file names its base. It is not a key of a run: merging removes it.
 BASE_KEY = "base"
@@ -176,7 +176,7 @@ class _Loader(yaml.SafeLoader):
         return count, levels
 
     def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        """Return the nodes directly inside a node: items of a list, names and values of a mapping.
+        """Return the child nodes of a YAML node: items of a list, or names and values of a mapping.
 
         Raises `_LimitError` for a name that is not text, and for text with characters that JSON and file
         systems cannot represent.
@@ -349,11 +349,11 @@ def read_file(path: Path, errors: list[UserError], location: str | None = None) 
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
         fix = _suggest_yaml_files(path)
-        errors.append(missing_file(path, where=location, expected="a YAML file", fix=fix))
+        errors.append(missing_file_error(path, where=location, expected="a YAML file", fix=fix))
     except (OSError, UnicodeDecodeError) as error:
         fix = "name a file that ends in .yaml, saved as UTF-8"
         noun = "the configuration file"
-        errors.append(unreadable_file(noun, path, error, expected="a YAML file in UTF-8", fix=fix))
+        errors.append(unreadable_file_error(noun, path, error, expected="a YAML file in UTF-8", fix=fix))
     else:
         return read_tree(text, str(path), errors)
     return Section()

@@ -18,7 +18,7 @@ from megatron_rl.config.sections.stages import StageConfig
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run.
+    """Stage before reinforcement learning: its settings, the role that it trains, the model that it writes.
 
     Example: ``StagePlan("sft", "sft", "actor", config.sft, Path("RUN_DIR/stages/sft/hf"))``.
     """
@@ -176,7 +176,7 @@ def starting_model(config: RunConfig) -> str:
     return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor"])
 
 
-def present_model(config: RunConfig) -> str:
+def current_model(config: RunConfig) -> str:
     """Return the model that the actor would start from now: the result of its last ended stage."""
     plans = [plan for plan in stage_plans(config) if plan.role == "actor"]
     return _last_model(config, [plan for plan in plans if plan.has_ended])

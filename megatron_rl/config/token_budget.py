@@ -31,7 +31,7 @@ _LARGEST_RISE = 2.0
 def estimate_tokens(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shapes: Mapping[str, ModelShape]
 ) -> tuple[int, str]:
-    """Return the most tokens per micro-batch whose estimated memory is within the target, and the reason.
+    """Return the largest number of tokens per micro-batch within the memory target, and the reason for it.
 
     ``config`` is resolved, with ``memory_target`` and ``gpu_memory_gib``; ``shapes`` as for `memory_plan`.
     """
@@ -44,10 +44,10 @@ def estimate_tokens(
     max_tokens = max(min_tokens, bounds.share)
 
     # Few kinds of ranks are distinct, and connections of a weight sync do not depend on micro-batches.
-    asleep = frozenset[int]()
+    ranks_asleep = frozenset[int]()
     batch = None
     if config.job == TRAIN:
-        asleep = sleeping_ranks(layouts)
+        ranks_asleep = sleeping_ranks(layouts)
         batch = batch_plan(config, layouts)
     plans = memory_plan(config, layouts, shapes, batch)
     connection_items = [item for plan in plans for item in plan.items if item.name == SYNC_CONNECTIONS][:1]
@@ -55,13 +55,15 @@ def estimate_tokens(
     def estimate_peak(tokens: int) -> float:
         """Return the largest peak in bytes of any rank with micro-batches of ``tokens``."""
         candidate = with_value(config, "batch.tokens_per_microbatch", tokens)
-        batch = None
+        candidate_batch = None
         if config.job == TRAIN:
-            batch = batch_plan(candidate, layouts)
+            candidate_batch = batch_plan(candidate, layouts)
 
         peaks: list[int] = []
         for plan in plans:
-            memory = rank_memory(candidate, layouts, shapes, batch, plan.rank, asleep, connection_items)
+            memory = rank_memory(
+                candidate, layouts, shapes, candidate_batch, plan.rank, ranks_asleep, connection_items
+            )
             peaks.extend(memory.phase_peak(phase) for phase in _PASSES)
         return max(peaks)
 
@@ -73,10 +75,10 @@ def estimate_tokens(
             f"{smallest_peak / _GIB:.1f} GiB, more than {target_text}"
         )
     if estimate_peak(max_tokens) <= allowed_bytes:
-        share = "a mini-batch"
+        share_text = "a mini-batch"
         if bounds.microbatches > 1:
-            share = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
-        return max_tokens, f"{share} is estimated within {target_text}"
+            share_text = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
+        return max_tokens, f"{share_text} is estimated within {target_text}"
 
     # The largest number within the target: ``low`` fits, ``high`` does not.
     low = min_tokens
@@ -113,7 +115,7 @@ class TokenBudget:
     def after_step(
         self, resident_bytes: float | None, bytes_per_token: float | None, split_tokens: float | None
     ) -> TokenBudget:
-        """Return the budget of the next step from the measurements of one, maxima over all ranks.
+        """Return the budget of the next step, from measurements of this one that are maxima over all ranks.
 
         Args:
             resident_bytes: Bytes on the device when a pass began; None if no pass was measured.
@@ -144,7 +146,7 @@ class TokenBudget:
         return asdict(self)
 
     def restore(self, saved: Mapping[str, Any] | None) -> TokenBudget:
-        """Return the budget that a checkpoint has saved, or this one if that is of a different job.
+        """Return the budget that a checkpoint has saved; this one if the saved one is of a different job.
 
         On other GPUs, in another layout or with another target, the estimate or the limit differs. ``saved``
         is the `state_dict` in the checkpoint; None if it has none.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, get_renderer
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -513,11 +514,11 @@ def listed_end_ids(model_folder: Path, added_ids: Collection[int]) -> list[int]:
 
 def _eos_token_ids(file: Path) -> list[int]:
     """Return the ids in a JSON file's ``eos_token_id``; no ids for an absent or malformed file."""
-    values: Any = None
-    with suppress(OSError, ValueError, RecursionError):
-        values = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        value = read_json_object(file).get("eos_token_id")
+    except (OSError, ValueError):
+        return []
 
-    value = values.get("eos_token_id") if isinstance(values, Mapping) else None
     items = value if isinstance(value, list) else [value]
     return [number for number in items if type(number) is int]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.durable import seal
+from megatron_rl.durable import seal_folder
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -193,7 +193,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
         model = Qwen2ForCausalLM(config).float()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    seal(Path(path))
+    seal_folder(Path(path))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

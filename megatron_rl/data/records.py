@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, describe_missing_path, join_names, unreadable_file
+from megatron_rl.errors import UserError, describe_missing_path, join_names, unreadable_file_error
 
 DataPath = str | Path | Sequence[str]
 """Type of a setting that names a data set: a path, a pattern, or a list of both."""
@@ -558,7 +558,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
         yield from _table_records(file.iter_batches(_TABLE_BATCH), path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise unreadable_file(
+        raise unreadable_file_error(
             "a Parquet file", path, error, expected="a complete Parquet file", fix="write the file again"
         ) from None
 
@@ -574,7 +574,7 @@ def _read_dataset(path: Path) -> Iterator[Record]:
         yield from _table_records(dataset.iter(_TABLE_BATCH), path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         expected = "a directory written by Dataset.save_to_disk"
-        raise unreadable_file(
+        raise unreadable_file_error(
             "a saved data set", path, error, expected=expected, fix="save the data set again"
         ) from None
 

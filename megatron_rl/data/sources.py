@@ -360,7 +360,7 @@ class PromptSource:
             return batch
 
         if temperature == 0:
-            sampling = [parameters.greedy() for parameters in batch.sampling]
+            sampling = [parameters.with_greedy_decoding() for parameters in batch.sampling]
         else:
             changes: dict[str, Any] = {"temperature": temperature, "temperature_tokens": 0}
             if top_p is not None:

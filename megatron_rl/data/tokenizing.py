@@ -46,7 +46,7 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     get_renderer,
 )
-from megatron_rl.errors import UserError, UserErrors, first_line, missing_file
+from megatron_rl.errors import UserError, UserErrors, first_line, missing_file_error
 from megatron_rl.progress import count_progress
 from megatron_rl.types import BANNED, SamplingParameters
 
@@ -69,7 +69,7 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
 
     # transformers would interpret an absent path as a name on the Hub.
     if not Path(path).is_dir():
-        raise missing_file(
+        raise missing_file_error(
             Path(path),
             where="model.path",
             expected="a directory with config.json, safetensors and tokenizer files",

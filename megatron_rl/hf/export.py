@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
-from megatron_rl.durable import seal, sync_folder
+from megatron_rl.durable import seal_folder, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
     CheckpointFiles,
@@ -511,7 +511,7 @@ def _publish_folder(
     ``digests`` are those of the tensor files, by file name.
     """
     write_other_files(temporary_folder)
-    seal(temporary_folder, digests)
+    seal_folder(temporary_folder, digests)
 
     # The folder is empty, since `_create_temporary_folder` refuses any other folder.
     if path.is_dir():

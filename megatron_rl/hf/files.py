@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_regular_file
-from megatron_rl.errors import UserError, unreadable_file
+from megatron_rl.errors import UserError, unreadable_file_error
 from megatron_rl.hf.quantized import dequantize, dequantize_blocks, unpack_numbers
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE
@@ -182,7 +182,7 @@ class CheckpointFiles:
             require_regular_file(file)
             self._open_files[file] = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise unreadable_file(
+            raise unreadable_file_error(
                 "a file of the checkpoint",
                 file,
                 error,

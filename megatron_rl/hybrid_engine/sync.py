@@ -24,7 +24,7 @@ from megatron_rl.distributed.exchange import (
     rank_in_world_or_span,
     sum_over_ranks,
 )
-from megatron_rl.errors import UserError, unknown_choice
+from megatron_rl.errors import UserError, unknown_choice_error
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
 from megatron_rl.hybrid_engine.rollout_policy import RolloutPolicy
@@ -194,7 +194,7 @@ class HybridEngine:
     ) -> None:
         separate_adapters = separate_adapters or apart
         if verify not in VERIFY:
-            raise unknown_choice("hybrid_engine.verify", verify, VERIFY)
+            raise unknown_choice_error("hybrid_engine.verify", verify, VERIFY)
 
         self.version = 0
         self.rollout_policy = RolloutPolicy(model, every)

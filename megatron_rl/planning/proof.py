@@ -30,7 +30,7 @@ from megatron_rl.data import quickstart
 from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
-from megatron_rl.launcher import exit_with_launcher, process_rank
+from megatron_rl.launcher import process_rank, watch_launcher
 from megatron_rl.megatron.log_probs import kernels_work, measure_kernel_errors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
@@ -387,7 +387,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     test ends after a job with an error. Collective over the world.
     """
     # Measure first: the communicators are destroyed before the small jobs start.
-    exit_with_launcher()
+    watch_launcher()
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
     pairs = {kind: probe_pairs(ranks) for kind, ranks in neighbour_pairs(links.hosts).items()}

@@ -25,8 +25,8 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.config.adapters import (
     adapters_of,
     is_initial_actor,
-    own_base_reason,
     separate_adapters,
+    separate_base_reason,
 )
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.hub import model_source
@@ -53,7 +53,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.stage_plan import (
     StagePlan,
-    present_model,
+    current_model,
     stage_plans,
     starting_model,
 )
@@ -359,7 +359,7 @@ def build_model_role(
     base_owner: ModelRole | None = None
     if is_initial_actor(config, path):
         initial_of = actor
-    if spec.shares == ADAPTED and own_base_reason(config, path) is None:
+    if spec.shares == ADAPTED and separate_base_reason(config, path) is None:
         base_owner = actor
 
     if initial_of is not None:
@@ -443,7 +443,7 @@ def _find_starting_model(
     The path is None if the role's section sets none.
     """
     if spec is ACTOR:
-        return present_model(config), True
+        return current_model(config), True
     if spec is not REWARD_MODELS:
         return section.path, spec.trains
 
@@ -461,7 +461,7 @@ def _adapter_settings(config: RunConfig, spec: RoleSpec, section: Any) -> LoraCo
     gets new adapters, which start from zero.
     """
     lora = getattr(section, "lora", None)
-    if lora is not None and spec is ACTOR and present_model(config) != config.model.path:
+    if lora is not None and spec is ACTOR and current_model(config) != config.model.path:
         return replace(lora, path=None)
     return lora
 
@@ -491,12 +491,12 @@ def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | N
 
     Collective over the world.
     """
-    model = build_pretrained(config, layout, path=path or present_model(config), trainable=False)
+    model = build_pretrained(config, layout, path=path or current_model(config), trainable=False)
 
     # A checkpoint of a run with adapters is loaded into a model with adapters.
     if path is None and model is not None:
         lora = _adapter_settings(config, ACTOR, config.actor)
-        _attach_adapters(config, model, lora, present_model(config), trainable=False)
+        _attach_adapters(config, model, lora, current_model(config), trainable=False)
     return model
 
 

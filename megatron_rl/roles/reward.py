@@ -153,7 +153,7 @@ class RewardRole:
         try:
             if filters is not None and filters.names:
                 self._filters = ResponseFilters(filters, config)
-            for name, weight in config.scorers.items():
+            for name, weight in config.scorer_weights.items():
                 self._scorers[name] = (
                     weight,
                     _make_scorer(name, config, key),

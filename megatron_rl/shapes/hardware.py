@@ -15,7 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.errors import UserError, missing_file, nearest, unknown_choice, unreadable_file
+from megatron_rl.errors import (
+    UserError,
+    missing_file_error,
+    nearest,
+    unknown_choice_error,
+    unreadable_file_error,
+)
 from megatron_rl.shapes.pretrained import read_json_object
 
 GB = 1e9
@@ -124,7 +130,7 @@ class Constants:
 
         if key is None:
             fix = 'add a GPU with --constants FILE under "gpus" with the fields of constants.json'
-            raise unknown_choice("gpu", name, list(self.gpus), fallback_fix=fix)
+            raise unknown_choice_error("gpu", name, list(self.gpus), fallback_fix=fix)
         return self.gpus[key]
 
     def cluster(
@@ -320,12 +326,12 @@ def load_constants(override: str | None = None) -> Constants:
         path = Path(override)
         if not path.is_file():
             expected = "a JSON file, as plan --calibrate RUN_DIR --out FILE writes one"
-            raise missing_file(path, where="--constants", expected=expected, fix="correct the path")
+            raise missing_file_error(path, where="--constants", expected=expected, fix="correct the path")
         try:
             data = merge_constants(data, read_json_object(path))
         except (OSError, ValueError) as error:
             noun = "the constants file"
             fix = "correct the file"
-            raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
+            raise unreadable_file_error(noun, path, error, expected="a JSON object", fix=fix) from error
 
     return build_constants(data)

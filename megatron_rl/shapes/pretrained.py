@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, nearest, raise_errors, unreadable_file
+from megatron_rl.errors import UserError, nearest, raise_errors, unreadable_file_error
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
@@ -249,7 +249,7 @@ def read_index(folder: Path) -> dict[str, str]:
         expected = 'a JSON object with "weight_map": tensor -> file name'
         fix = "copy the file again from the checkpoint"
         noun = "the model's list of weight files"
-        raise unreadable_file(noun, file, error, expected=expected, fix=fix) from error
+        raise unreadable_file_error(noun, file, error, expected=expected, fix=fix) from error
 
 
 def separate_head_error(
@@ -412,11 +412,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         fix = "copy the file again from the checkpoint"
         noun = f"the model's {path.name}"
-        raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
+        raise unreadable_file_error(noun, path, error, expected="a JSON object", fix=fix) from error
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
+    # A pipe would block and a device may never end.
+    if file.exists() and not file.is_file():
+        raise ValueError("a folder, a pipe or a device")
     return parse_json_object(file.read_text(encoding="utf-8"))
 
 

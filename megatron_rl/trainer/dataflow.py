@@ -36,7 +36,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError, UserErrors, numbered_lines
-from megatron_rl.launcher import current_launch, exit_with_launcher, process_rank
+from megatron_rl.launcher import current_launch, process_rank, watch_launcher
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.rollout.limits import length_metrics
@@ -80,7 +80,7 @@ class Run:
     """
 
     def __init__(self, config: str | Path, overrides: Iterable[str] = ()) -> None:
-        exit_with_launcher()
+        watch_launcher()
         world_size = current_launch(joins_group=True).world_size
         report = check_file(config, list(overrides), world_size, training=True)
         if report.warnings and process_rank() == 0:

@@ -48,8 +48,8 @@ from megatron_rl.trainer.starts import Start, describe_current_start, write_star
 from megatron_rl.trainer.trackers import Trackers, describe_host
 from megatron_rl.user_code import (
     activate_copies,
-    read_code,
     read_copy,
+    read_user_code,
     write_copy,
 )
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
@@ -557,7 +557,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
             return files
         job.say(f"warning: {folder / used_copy} was changed or is not complete; the code is copied again")
 
-    files = read_code(contained_functions(job.config))
+    files = read_user_code(contained_functions(job.config))
     if not files:
         return files
 

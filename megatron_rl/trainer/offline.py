@@ -23,7 +23,7 @@ from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
-from megatron_rl.config.stage_plan import existing_models, present_model
+from megatron_rl.config.stage_plan import current_model, existing_models
 from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
@@ -267,7 +267,7 @@ def export_checkpoint(
             save_megatron(out, model, arguments, first_iteration + int(meta["step"]))
         elif model is not None and checkpoint_format == "peft":
             lora = config.actor.lora or LoraConfig()
-            export_adapters(model, out, present_model(config), dropout=lora.dropout)
+            export_adapters(model, out, current_model(config), dropout=lora.dropout)
         elif model is not None:
             export_model(model, out, config.model.path)
         watch.leave_job()

@@ -494,10 +494,10 @@ def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | No
     Otherwise returns None.
     """
     is_rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
-    if not is_rewarded or not all(is_rewarded) or not reward.scorers:
+    if not is_rewarded or not all(is_rewarded) or not reward.scorer_weights:
         return None
 
-    names = ", ".join(f"reward.{name}" for name in reward.scorers)
+    names = ", ".join(f"reward.{name}" for name in reward.scorer_weights)
     return f"warning: the environment rewards every episode of this step, so {names} is never called"
 
 

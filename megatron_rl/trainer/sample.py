@@ -556,5 +556,5 @@ def with_greedy_sampling(prompts: PromptBatch) -> PromptBatch:
     """Return the prompts with sampling parameters for greedy decoding."""
     return replace(
         prompts,
-        sampling=tuple(sampling.greedy() for sampling in prompts.sampling),
+        sampling=tuple(sampling.with_greedy_decoding() for sampling in prompts.sampling),
     )

@@ -153,10 +153,10 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
         held_out = load_source(settings.held_out, "held_out")
 
     # The length of a stage is configured in steps or in epochs.
-    records = (settings.steps or 0) * settings.per_step
+    records = (settings.steps or 0) * settings.records_per_step
     if settings.epochs is not None:
         records = max(1, round(settings.epochs * len(train)))
-    return StageData(train, held_out, settings.per_step, records)
+    return StageData(train, held_out, settings.records_per_step, records)
 
 
 def make_stage(

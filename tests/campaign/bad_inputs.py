@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -66,6 +67,16 @@ KEYS = list(keys())
 _MAPPINGS = {key.path for key in KEYS if accepts_mapping(key.hint)}
 
 
+def _is_set_in_base(path: str) -> bool:
+    """Return whether `BASE` has a value for the key."""
+    node = yaml.safe_load(BASE)
+    for name in path.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return False
+        node = node[name]
+    return True
+
+
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
     """Return invalid values of a key: of another type, outside its bounds, or not among its choices."""
     types = union_members(key.hint)
@@ -75,7 +86,8 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
 
     if not any(isinstance(option, type) is False for option in types):  # neither a list nor a mapping
         values += [[[1], 2], [None, {}]]
-    if not accepts_none(key.hint):
+    # In place of a value of the file, null restores the default.
+    if not accepts_none(key.hint) and not _is_set_in_base(key.path):
         values.append(None)
     if is_number or bool in types:
         values += ["many", "", "0x", "1,000", "½", "x" * 10_000]

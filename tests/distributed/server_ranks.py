@@ -33,7 +33,7 @@ import psutil
 from vllm.entrypoints.launchers.api_server.entry import main as serve
 
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
-from megatron_rl.check.engine.servers import server_commands
+from megatron_rl.check.engine.servers import server_command_lines
 from megatron_rl.cli.common import load_and_check
 from megatron_rl.cli.main import main, parse_command_line
 from megatron_rl.config.schema import RunConfig
@@ -53,7 +53,7 @@ class Servers:
     """Servers started by a helper process, forked before this one has threads, that ends with this one."""
 
     def __init__(self, config: RunConfig) -> None:
-        *lines, _, host = server_commands(config)
+        *lines, _, host = server_command_lines(config)
         command = " ".join(line.removesuffix("\\") for line in lines)
         self._command = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
         self._command += ["--host", "127.0.0.1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.rewards import check_enforcement, check_limits
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained import confinement
@@ -15,7 +15,7 @@ WHERE = "reward.limits"
 
 
 def test_what_limits_name_is_there_and_is_not_everything(tmp_path: Path) -> None:
-    files = Files()
+    files = FileFindings()
     limits = LimitsConfig(
         read=(str(tmp_path), "/", str(tmp_path / "absent")), environment=("MINE", "A=b", "")
     )

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from megatron_rl.check import data as data_rules
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.model.tokenizer import folder_renderer
+from megatron_rl.check.model.tokenizer import build_template_renderer
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import fields_of
@@ -189,7 +189,7 @@ def test_templates_are_rendered_as_transformers_does(workspace: Path, text: str)
     tokenizer: Any = AutoTokenizer.from_pretrained("model")
     messages = [{"role": "user", "content": "<ä>"}, {"role": "assistant", "content": "b"}]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    renderer = folder_renderer(Path("model"))
+    renderer = build_template_renderer(Path("model"))
     assert renderer is not None
     for given in (None, tools):
         expected = tokenizer.apply_chat_template(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.rewards.function import FunctionReward
-from megatron_rl.user_code import activate_copies, digest_of, read_code, read_copy, write_copy
+from megatron_rl.user_code import activate_copies, compute_copy_digest, read_copy, read_user_code, write_copy
 
 SAMPLE = {"prompt": "p", "response": "end", "ground_truth": "t", "metadata": {}}
 
@@ -42,7 +42,7 @@ def code(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_an_edit_in_the_middle_of_a_run_changes_nothing(code: Path) -> None:
-    activate_copies(read_code([f"{code}:reward"]))
+    activate_copies(read_user_code([f"{code}:reward"]))
     with FunctionReward(RewardConfig(f"{code}:reward", timeout=60.0)) as reward:
         assert reward.compute_answers([{**SAMPLE, "response": "x"}])[0].reward == 111
         for file in (code, code.parent / "sibling_of_it.py", code.parent / "weights_of_it/inner.py"):
@@ -57,11 +57,11 @@ def test_an_edit_in_the_middle_of_a_run_changes_nothing(code: Path) -> None:
 
 
 def test_a_copy_has_a_digest_and_can_be_run_again(code: Path, tmp_path: Path) -> None:
-    files = read_code([f"{code}:reward", "megatron_rl.rewards.arithmetic:exact_match", "json:loads"])
+    files = read_user_code([f"{code}:reward", "megatron_rl.rewards.arithmetic:exact_match", "json:loads"])
     names = {"judges.py", "sibling_of_it.py", "__init__.py", "inner.py"}
     assert {Path(name).name for name in files} == names
     target = write_copy(tmp_path / "code", files)
-    assert digest_of(files).startswith(target.name)
+    assert compute_copy_digest(files).startswith(target.name)
     assert read_copy(target) == files
     assert write_copy(tmp_path / "code", {**files, str(code): b""}) != target
     next(target.rglob("sibling_of_it.py")).write_text("VALUE = 11\n")
@@ -70,7 +70,7 @@ def test_a_copy_has_a_digest_and_can_be_run_again(code: Path, tmp_path: Path) ->
 
 def test_modules_of_the_search_path_are_copied(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(code.parent))
-    activate_copies(read_code(["weights_of_it.inner:WEIGHT", "judges:reward"]))
+    activate_copies(read_user_code(["weights_of_it.inner:WEIGHT", "judges:reward"]))
     (code.parent / "weights_of_it/inner.py").write_text("WEIGHT = 5\n")
     code.write_text("")
     with FunctionReward(RewardConfig("judges:reward", timeout=60.0)) as reward:

@@ -11,7 +11,7 @@ from config_workspace import write_workspace
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.main import main as command
 from megatron_rl.config.load import dump, load, load_text
-from megatron_rl.config.stage_plan import pending_stages, present_model, stage_plans, starting_model
+from megatron_rl.config.stage_plan import current_model, pending_stages, stage_plans, starting_model
 
 ALONE = "model: {path: model, dtype: float32}\ndata: {max_prompt_tokens: 8}\nrun_dir: alone\n"
 SECTIONS = {
@@ -172,9 +172,9 @@ def test_a_stage_has_ended_when_its_model_is_there(workspace: Path) -> None:
     sft, dpo, judge = stage_plans(config)
     assert [plan.name for plan in (sft, dpo, judge)] == ["sft", "dpo", "reward_judge"]
     assert starting_model(config) == str(dpo.model)
-    assert pending_stages(config) == (sft, dpo, judge) and present_model(config) == config.model.path
+    assert pending_stages(config) == (sft, dpo, judge) and current_model(config) == config.model.path
     sft.model.mkdir(parents=True)
-    assert pending_stages(config) == (dpo, judge) and present_model(config) == str(sft.model)
+    assert pending_stages(config) == (dpo, judge) and current_model(config) == str(sft.model)
     judge.model.mkdir(parents=True)
     assert pending_stages(config) == (dpo,)
     dpo.model.mkdir(parents=True)

@@ -300,6 +300,12 @@ def test_end_tokens_include_those_of_the_generation_config(tokenizer: Any, tmp_p
         load_tokenizer(tmp_path / "none")
 
 
+@pytest.mark.timeout(60)
+def test_end_tokens_are_not_read_from_a_pipe_that_nobody_writes(tokenizer: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "generation_config.json")
+    assert end_token_ids(tokenizer, tmp_path) == (1,)
+
+
 def test_a_prompt_without_tokens_is_an_error(tokenizer: Any) -> None:
     plain = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     plain.backend_tokenizer.post_processor = None

@@ -107,13 +107,13 @@ def test_a_folder_replaces_another_of_its_name(tmp_path: Path) -> None:
     folder_with(tmp_path / "step_1")
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside/new").touch()
-    durable.publish(tmp_path / "aside", tmp_path / "step_1")
+    durable.publish_folder(tmp_path / "aside", tmp_path / "step_1")
     assert os.listdir(tmp_path) == ["step_1"] and os.listdir(tmp_path / "step_1") == ["new"]
     for make in (Path.touch, lambda path: path.symlink_to("nowhere")):
         shutil.rmtree(tmp_path / "step_1")
         make(tmp_path / "step_1")
         (tmp_path / "aside").mkdir()
-        durable.publish(tmp_path / "aside", tmp_path / "step_1")
+        durable.publish_folder(tmp_path / "aside", tmp_path / "step_1")
         assert os.listdir(tmp_path) == ["step_1"] and (tmp_path / "step_1").is_dir()
 
 
@@ -131,7 +131,7 @@ def count(event, arguments):
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(count)
-durable.publish(Path(sys.argv[1]), Path(sys.argv[2]))
+durable.publish_folder(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
@@ -157,7 +157,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(tmp
 def test_a_replacement_keeps_the_only_complete_copy_until_it_has_the_name(tmp_path: Path) -> None:
     folder_with(tmp_path / "step_4.old")
     with pytest.raises(FileNotFoundError):
-        durable.publish(tmp_path / "missing", tmp_path / "step_4")
+        durable.publish_folder(tmp_path / "missing", tmp_path / "step_4")
     assert durable.recover_replaced(tmp_path) == [tmp_path / "step_4"] and damages(tmp_path / "step_4") == []
 
 

@@ -192,7 +192,7 @@ def test_temperatures_begin_anew_with_each_turn_of_packed_rows():
 
 @pytest.mark.parametrize("sampling", ROWS)
 def test_a_greedy_response_has_no_schedule(sampling: SamplingParameters):
-    greedy = sampling.greedy()
+    greedy = sampling.with_greedy_decoding()
     assert not greedy.changes_over_tokens and sampling_at(greedy, 3) == greedy and not truncates(greedy)
 
 

@@ -28,7 +28,7 @@ def test_a_run_is_served_with_the_model_of_its_end(tmp_path: Path) -> None:
     model = RunFolder(tmp_path).model
     model.mkdir()
     (model / "config.json").write_text("{}")
-    assert serve.model_folder(tmp_path) == serve.model_folder(model) == model
+    assert serve.find_or_export_model(tmp_path) == serve.find_or_export_model(model) == model
 
 
 def test_what_holds_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

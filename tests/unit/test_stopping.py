@@ -222,6 +222,6 @@ def test_texts_of_one_token_are_stop_tokens_and_impossible_texts_are_refused(tok
     assert default.stop_token_ids == (0, tokenizer.convert_tokens_to_ids(one))
     assert default.stop_texts == (several,)
     assert by_task["free"].stop_texts == () and by_task["free"].stop_token_ids == (0,)
-    assert default.greedy().stop_texts == (several,)
+    assert default.with_greedy_decoding().stop_texts == (several,)
     with pytest.raises(UserError, match="never part of a response"):
         sampling_by_task(RolloutConfig(stop=("",)), tokenizer, (0,))

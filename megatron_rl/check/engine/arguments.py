@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, read_dict_keys
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.errors import UserError, join_names, single_errors, unknown_choice
+from megatron_rl.errors import UserError, join_names, single_errors, unknown_choice_error
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.shapes.quantized import quantization_keys
@@ -106,7 +106,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors for ``rollout.vllm``: names and types are compared with the installed vLLM's."""
+    """Return the errors for the fields of ``rollout.vllm``, compared with those of the installed vLLM."""
     installed_fields = class_fields(ENGINE_ARGUMENTS) if values else None
 
     errors: list[UserError] = []
@@ -161,11 +161,11 @@ def check_tool_parser(name: str | None) -> list[UserError]:
 
     fix = "name the one that vLLM's documentation has for the model"
     parsers = sorted(available_parsers)
-    return [unknown_choice("rollout.environment.tool_parser", name, parsers, fallback_fix=fix)]
+    return [unknown_choice_error("rollout.environment.tool_parser", name, parsers, fallback_fix=fix)]
 
 
 def check_user_engine(object_path: str) -> list[UserError]:
-    """Return the errors for a user-defined engine, ``file.py:Name``, whose module is imported here."""
+    """Import the user's own rollout engine, ``file.py:Name``; return the errors if it cannot be used."""
     if ":" not in object_path:
         return []
     try:
@@ -213,7 +213,10 @@ def sampling_arguments(
 
 
 def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
-    """Return the additional engine arguments for vLLM on a host without an accelerator."""
+    """Return the additional engine arguments for vLLM on a host without an accelerator.
+
+    ``max_model_len`` is in tokens, ``tensor`` is the tensor-parallel size.
+    """
     return {
         "enforce_eager": True,
         # vLLM resets a seeded request's generator after each chunk of its prompt, and a generator of torch on
@@ -260,7 +263,7 @@ def has_host_build() -> bool:
 def host_engine_errors(
     config: RunConfig, shape: ModelShape | None, *, for_this_machine: bool
 ) -> Iterator[UserError]:
-    """Yield the errors for a rollout by vLLM's CPU build: chunked prefill, and models without a kernel.
+    """Yield the errors for sampling with vLLM's CPU build: chunked prefill, and models without a kernel.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
@@ -274,18 +277,18 @@ def host_engine_errors(
     if shape is None:
         return
 
-    row_multiple = capabilities.host_expert_rows
+    width_divisor = capabilities.host_expert_rows
     widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
-    if shape.expert_bias and row_multiple and any(width % row_multiple for width in widths):
+    if shape.expert_bias and width_divisor and any(width % width_divisor for width in widths):
         yield UserError(
             "vLLM has no kernel for these experts on a machine without an accelerator",
             where="rollout.tensor",
-            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {row_multiple}",
+            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {width_divisor}",
             got=f"{widths[0]} and {widths[1]}",
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
-    # Mixers that differ in other sizes have one kernel, and one error.
+    # Report each missing kernel once: mixers that differ only in other sizes share it.
     mixer_by_kernel = {(mixer.name, mixer.kernel_size(shape)): mixer for mixer in shape.mixers}
     for (name, kernel_size), mixer in mixer_by_kernel.items():
         supported_sizes = capabilities.host_kernels.get(name, ())

@@ -16,16 +16,16 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 
 
-def check_asynchrony(
+def check_sampling_order(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors for servers, and for the order in which a run samples and trains."""
+    """Return the errors for rollout servers, and for the order in which a run samples and trains."""
     return [
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
         *_kept_cache_errors(config),
-        *_prompt_errors(config),
-        *_rank_errors(config, layouts),
+        *_uniform_share_errors(config),
+        *_rollout_rank_errors(config, layouts),
         *_staleness_errors(config),
         *_partial_errors(config),
         *_oversample_errors(config, algorithm),
@@ -40,7 +40,6 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.order == CLOSED:
         return
 
-    # In the open order, responses of later steps are in flight while the learner trains on the current one.
     requirements = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
@@ -98,8 +97,8 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
         yield replace(error, got=got, fix=fix)
 
 
-def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``data.uniform_share`` with sampling ahead: these ranks do not get the rewards."""
+def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error for ``data.uniform_share`` with sampling ahead, whose ranks do not get rewards."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -111,7 +110,7 @@ def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
+def _rollout_rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
     """Yield the errors for a rollout that samples ahead on the ranks of other roles, or on rank 0."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:
@@ -144,26 +143,26 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
-    # A response is as many policy versions old as the steps that it was sampled ahead.
+    # A response is one policy version older for each step that it was sampled ahead.
     max_staleness = config.asynchrony.max_staleness
-    least_staleness = config.asynchrony.steps_ahead
+    min_staleness = config.asynchrony.steps_ahead
     reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
-        least_staleness += 1
+        min_staleness += 1
         reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
-        least_staleness += versions_between_syncs(config)
+        min_staleness += versions_between_syncs(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")
-    expected = f"at least {least_staleness}: {', and '.join(reasons)}"
+    expected = f"at least {min_staleness}: {', and '.join(reasons)}"
 
-    if max_staleness is not None and max_staleness < least_staleness:
+    if max_staleness is not None and max_staleness < min_staleness:
         yield UserError(
             "every response would be older than allowed",
             where="asynchrony.max_staleness",
             expected=expected,
             got=str(max_staleness),
-            fix=f"set asynchrony.max_staleness={least_staleness} or more, or remove it",
+            fix=f"set asynchrony.max_staleness={min_staleness} or more, or remove it",
         )
 
 

@@ -38,27 +38,28 @@ _FILE_SETTINGS = (
 """Keys of config.json that describe the checkpoint's files and do not affect the model's outputs."""
 
 
-def comparable_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def comparable_settings(settings: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return the settings of a config.json that a server with the same model must report unchanged.
 
-    These are the values that are not mappings, and the numbers of rotary positions, flattened to keys such as
-    ``rope_scaling.factor``; vLLM renames some of the others. ``section`` is the prefix of flattened keys.
+    These are the top-level values, and the numbers in the sections of rotary positions under keys such as
+    ``rope_scaling.factor``. vLLM renames entries of other sections. ``key_prefix`` is the prefix of the
+    returned keys.
     """
     comparable: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
             # Rotary positions are the only nested setting that affects the model's outputs.
-            if section or name.startswith("rope"):
-                comparable |= comparable_settings(value, f"{section}{name}.")
+            if key_prefix or name.startswith("rope"):
+                comparable |= comparable_settings(value, f"{key_prefix}{name}.")
             continue
         is_number = isinstance(value, int | float)
-        if (section and is_number) or (not section and name not in _FILE_SETTINGS):
+        if (key_prefix and is_number) or (not key_prefix and name not in _FILE_SETTINGS):
             # Convert through JSON, as a server's response is: tuples become lists, other objects text.
-            comparable[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
+            comparable[f"{key_prefix}{name}"] = json.loads(json.dumps(value, default=str))
     return comparable
 
 
-def server_commands(config: RunConfig) -> list[str]:
+def server_command_lines(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts a server for this run.
 
     The last two lines have the additional environment and flags for a host without an accelerator.
@@ -132,7 +133,7 @@ class _CapabilityRule(NamedTuple):
     expected: str
     """Valid value of the setting with this engine."""
     engines: str
-    """Setting of an engine that has the capability."""
+    """Setting of an engine that has the capability, such as ``rollout.engine=vllm``."""
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:

@@ -38,13 +38,13 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 class AppliedDefault:
     """Default of an accelerator in a checked configuration.
 
-    Example: ``AppliedDefault(("actor", "reference"), row)``.
+    Example: ``attention_backend: fused`` of the roles actor and reference, which the user has not set.
     """
 
     roles: tuple[str, ...]
     """Roles to which the default applies; empty for an environment variable, which applies to the job."""
     row: AcceleratorDefault
-    """Row in the table of defaults."""
+    """Field with its value, the condition of the default, and the reason."""
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
@@ -91,7 +91,7 @@ def accelerated_roles(
 
         # Frozen roles have no section of a learner, and no gradients to reduce.
         learner = learner_sections(config).get(section_of(role))
-        reduces = learner is not None and learner.ddp.get("overlap_grad_reduce", True)
+        reduces_in_backward = learner is not None and learner.ddp.get("overlap_grad_reduce", True)
         roles[role] = AcceleratedRole(
             shape,
             layout,
@@ -100,7 +100,7 @@ def accelerated_roles(
             capability=capability_of(gpu),
             deterministic=config.deterministic,
             has_flash_attention=not elsewhere and find_spec("flash_attn") is not None,
-            distributed=learner is not None and learner.optimizer.distributed and reduces,
+            distributed=learner is not None and learner.optimizer.distributed and reduces_in_backward,
             replays_routing=config.actor.routing_replay != "none",
             adapted=bool(adapters_of(config)),
         )

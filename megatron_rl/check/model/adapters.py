@@ -17,7 +17,7 @@ from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.errors import UserError, requirement_error, unknown_choice
+from megatron_rl.errors import UserError, requirement_error, unknown_choice_error
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,
@@ -67,7 +67,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
     for name in lora.targets or ():
         if name not in TARGETS:
             layer = CHECKPOINT_LAYERS.get(name) or " or ".join(TARGETS)
-            yield unknown_choice(path, name, TARGETS, fallback_fix=f"write {layer}")
+            yield unknown_choice_error(path, name, TARGETS, fallback_fix=f"write {layer}")
 
     targets = lora.targets
     if targets is not None and (not targets or len(set(targets)) < len(targets)):
@@ -141,9 +141,9 @@ def check_adapted_model(
     # Targets that the model does not have, and settings that exclude adapters of experts.
     targets = Lora.for_model(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
-    stores_keys_twice = any(copies > 1 for _, copies in model.shape.key_value_parameters)
-    if lora.sync == "adapter" and stores_keys_twice and "linear_qkv" in targets:
-        # vLLM 0.32 adds the adapter of the keys' projection to keys, not to the values that equal them.
+    uses_keys_as_values = any(copies > 1 for _, copies in model.shape.key_value_parameters)
+    if lora.sync == "adapter" and uses_keys_as_values and "linear_qkv" in targets:
+        # vLLM 0.32 adds the adapter of the key projection to keys only, not to values equal to the keys.
         errors.append(
             UserError(
                 "some layers of this model use keys as values, and vLLM would adapt the keys alone",
@@ -154,7 +154,7 @@ def check_adapted_model(
             )
         )
     if adapts_experts(model.shape, targets):
-        errors += _expert_errors(lora, model.shape, key, settings or {})
+        errors += _expert_adapter_errors(lora, model.shape, key, settings or {})
     yield from errors
     if errors or lora.path is None:
         return
@@ -202,7 +202,7 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
         )
 
 
-def _expert_errors(
+def _expert_adapter_errors(
     lora: LoraConfig,
     shape: ModelShape,
     key: str,
@@ -240,7 +240,7 @@ def _peft_config_errors(
     peft_config: Mapping[str, Any],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the differences between the configured adapters and ``peft_config``, PEFT's settings of them."""
+    """Yield the errors for configured adapters that differ from ``peft_config``, PEFT's saved settings."""
     # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
     configured_and_saved = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks import MIXERS
@@ -43,7 +43,7 @@ _LONGEST_VALUE = 200
 """Number of characters to which an error truncates a value."""
 
 
-def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
+def check_model_config(file: Path, files: FileFindings) -> PretrainedModel | None:
     """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
     try:
         full_config = read_config(file)
@@ -157,7 +157,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
 
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
-    """Return the fix of a config.json whose ``model_type`` does not belong to its architecture."""
+    """Return the fix for a config.json whose ``model_type`` does not belong to its architecture."""
     if model_type is None or model_type in FAMILIES:
         return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (
@@ -170,16 +170,16 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
     heads = _positive_integer(config, "num_attention_heads")
-    groups = _positive_integer(config, "num_key_value_heads")
+    key_value_heads = _positive_integer(config, "num_key_value_heads")
     hidden_size = _positive_integer(config, "hidden_size")
     head_size = _positive_integer(config, "head_dim")
     if heads is None:
         return  # reported when the model's shape is read
 
     # Each key-value head serves the same number of query heads.
-    if groups is not None and heads % groups:
+    if key_value_heads is not None and heads % key_value_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
-        yield _config_error(file, "num_key_value_heads", expected, groups)
+        yield _config_error(file, "num_key_value_heads", expected, key_value_heads)
     if config.get("kv_lora_rank"):
         return  # multi-head latent attention has separate head sizes
 

@@ -24,7 +24,7 @@ from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.errors import UserError, join_names, requirement_error, unknown_choice
+from megatron_rl.errors import UserError, join_names, requirement_error, unknown_choice_error
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -305,7 +305,7 @@ def _is_installed(module: str) -> bool:
 
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a section that cannot be tried on this machine, with their requirements."""
+    """Return the fields of a section that cannot be tried on this machine: field -> missing requirement."""
     need_by_field: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)
@@ -324,7 +324,7 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
     return need_by_field
 
 
-def _select_testable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
+def _select_testable_settings(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
     """Return the settings that Megatron can validate on this machine; at the start of a run, all of them."""
     if training:
         return dict(values)
@@ -390,12 +390,15 @@ def check_model_settings(
 
     backend = values.get("attention_backend")
     if backend is not None and backend not in ATTENTION_BACKENDS:
-        errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
+        errors.append(unknown_choice_error(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
     return errors
 
 
 def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserError]:
-    """Yield the errors for the routers' auxiliary losses; the types of ``values`` are valid."""
+    """Yield the errors for the routers' auxiliary losses in the Megatron settings ``values`` at ``path``.
+
+    The types of ``values`` must be valid.
+    """
     coefficients = {name: values[name] for name in ROUTER_LOSSES if not is_off(values.get(name))}
     for name, value in coefficients.items():
         if path != "actor.megatron":
@@ -427,7 +430,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
 
-    # Both settings choose experts in code to which Megatron does not attach the losses.
+    # With either setting, experts are chosen in code to which Megatron does not attach the losses.
     for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
         if coefficients and values.get(name) == excluded:
             yield UserError(
@@ -573,7 +576,9 @@ def _pass_through_errors(
     key_by_field: Mapping[str, str],
     reason_by_field: Mapping[str, str],
 ) -> list[UserError]:
-    """Return the errors for fields at the key ``path`` that the run sets, or that ``classes`` do not have.
+    """Return the errors for pass-through fields: set by the run itself, unknown, or of the wrong type.
+
+    ``values`` are the fields at the key ``path``.
 
     ``classes`` are (module, name), the last one the most derived. ``key_by_field`` has the keys of ours that
     set fields, ``reason_by_field`` the reasons why the run sets fields.
@@ -651,7 +656,7 @@ class TrialRole:
         optimizer = None
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
-            optimizer["megatron"] = _select_testable(self.optimizer.megatron, training)
+            optimizer["megatron"] = _select_testable_settings(self.optimizer.megatron, training)
 
         return {
             "role": self.role,
@@ -661,13 +666,16 @@ class TrialRole:
             "recompute": self.recompute,
             "fused": self.fused,
             "dtype": dtype,
-            "overrides": _select_testable(self.settings, training),
+            "overrides": _select_testable_settings(self.settings, training),
             "optimizer": optimizer,
-            "ddp": _select_testable(self.ddp, training),
+            "ddp": _select_testable_settings(self.ddp, training),
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the errors for this role's refused settings; ``refusals`` is the trial's answer."""
+        """Yield the errors for this role's refused settings.
+
+        ``refusals`` is the trial's answer: name of a role, or of a part of it -> Megatron's message.
+        """
         # Keys of `refusals`: the role's name for its model, the name and a suffix for its other parts.
         message = refusals.get(self.role)
         if message is not None:

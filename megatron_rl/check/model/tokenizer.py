@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.config.sections.rollout import (
     RolloutConfig,
+    biased_token_texts,
     explicit_token_id,
     rule_id_error,
-    rule_texts,
     rule_token_error,
     stop_engine_error,
     stop_strings,
@@ -24,7 +24,7 @@ from megatron_rl.config.sections.rollout import (
 )
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
-from megatron_rl.errors import UserError, unreadable_file
+from megatron_rl.errors import UserError, unreadable_file_error
 from megatron_rl.shapes.pretrained import read_json_object
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -36,7 +36,7 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 """Exceptions of reading token ids from valid JSON that is not a tokenizer."""
 
 
-def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | None) -> None:
+def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: int | None) -> None:
     """Check the tokenizer of the model at ``path``, which ``key`` names.
 
     ``vocabulary_size`` is the number of rows of the model's embedding, or None if not available.
@@ -51,8 +51,8 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | N
         )
 
     # Report each file that cannot be read, and apply the rules on ids to the others.
-    settings = _read_or_report(path / "tokenizer_config.json", files) or {}
-    generation = _read_or_report(path / "generation_config.json", files) or {}
+    settings = _read_json_or_report(path / "tokenizer_config.json", files) or {}
+    generation = _read_json_or_report(path / "generation_config.json", files) or {}
     code_reference = settings.get("auto_map")
     if code_reference:
         files.warnings.append(
@@ -64,7 +64,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | N
                 fix="remove auto_map if tokenizer.json has the same tokens",
             )
         )
-    tokenizer = _read_or_report(path / "tokenizer.json", files)
+    tokenizer = _read_json_or_report(path / "tokenizer.json", files)
     if tokenizer is not None:
         try:
             _load_tokenizer(path)
@@ -72,7 +72,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary_size: int | N
             files.errors.append(_unreadable_error(path / "tokenizer.json", error))
             return
 
-    vocab_json = _read_or_report(path / "vocab.json", files)
+    vocab_json = _read_json_or_report(path / "vocab.json", files)
     try:
         ids, special_texts = _collect_token_ids(tokenizer or {}, vocab_json, settings)
     except _MALFORMED_VOCABULARY as error:
@@ -115,8 +115,8 @@ class _EncodedText(NamedTuple):
 def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
     """Yield the setting, text and tokens of each stop text, or nothing if no tokenizer can be read."""
     # Without stop texts the tokenizer need not be loaded.
-    stops = stop_strings(rollout)
-    if not any(stops.values()):
+    texts_by_setting = stop_strings(rollout)
+    if not any(texts_by_setting.values()):
         return
 
     tokenizer = read_tokenizer(path)
@@ -125,7 +125,7 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 
     # Unknown characters would become the unknown token, which also encodes other text.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
-    for setting, texts in stops.items():
+    for setting, texts in texts_by_setting.items():
         for text in texts:
             encoding = tokenizer.encode(text, add_special_tokens=False)
             decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
@@ -135,8 +135,8 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors for tokens that rules on logits name and the tokenizer at ``path`` does not have."""
     # Without rules the tokenizer need not be loaded.
-    rules = rule_texts(rollout)
-    if not any(rules.values()):
+    texts_by_setting = biased_token_texts(rollout)
+    if not any(texts_by_setting.values()):
         return
 
     tokenizer = read_tokenizer(path)
@@ -145,7 +145,7 @@ def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]
 
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     vocabulary_size = tokenizer.get_vocab_size()
-    for setting, texts in rules.items():
+    for setting, texts in texts_by_setting.items():
         for text in texts:
             # A text such as ``token_id:17`` names the id itself.
             token_id = explicit_token_id(text)
@@ -166,12 +166,12 @@ def read_tokenizer(path: Path) -> Any:
         return None
 
 
-def token_ids(path: Path) -> dict[str, int]:
+def read_token_ids(path: Path) -> dict[str, int]:
     """Return token text -> id for all tokens in a tokenizer's files; empty if the files contain no tokens."""
-    files = Files()
-    tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
-    settings = _read_or_report(path / "tokenizer_config.json", files) or {}
-    vocab_json = _read_or_report(path / "vocab.json", files)
+    files = FileFindings()
+    tokenizer = _read_json_or_report(path / "tokenizer.json", files) or {}
+    settings = _read_json_or_report(path / "tokenizer_config.json", files) or {}
+    vocab_json = _read_json_or_report(path / "vocab.json", files)
     try:
         ids, _ = _collect_token_ids(tokenizer, vocab_json, settings)
     except _MALFORMED_VOCABULARY:
@@ -181,7 +181,7 @@ def token_ids(path: Path) -> dict[str, int]:
 
 def read_vocabulary_size(path: Path) -> int | None:
     """Return the number of token ids in a tokenizer's files, or None if the files contain no ids."""
-    ids = token_ids(path)
+    ids = read_token_ids(path)
     if not ids:
         return None
     return 1 + max(ids.values())
@@ -199,8 +199,11 @@ def _load_tokenizer(path: Path) -> Any:
     return Tokenizer.from_file(str(file))
 
 
-def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
-    """Read a JSON object from a file. Return None if it is missing or unreadable; the latter is an error."""
+def _read_json_or_report(file: Path, files: FileFindings) -> dict[str, Any] | None:
+    """Read a JSON object from a file; return None if the file is missing or unreadable.
+
+    The error for an unreadable file is added to ``files``.
+    """
     if not file.is_file():
         # transformers would block on a pipe, or fail on a folder.
         if os.path.lexists(file):
@@ -216,8 +219,8 @@ def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
 
 
 def _unreadable_error(file: Path, error: Exception) -> UserError:
-    """Return the error for a JSON file of the model that exists and cannot be read because of ``error``."""
-    return unreadable_file(
+    """Return the error for an existing JSON file of the model that cannot be read because of ``error``."""
+    return unreadable_file_error(
         f"the model's {file.name}",
         file,
         error,
@@ -355,18 +358,18 @@ def _is_token_id(value: Any, vocabulary_size: int | None) -> bool:
 
 def has_chat_template(path: Path) -> bool:
     """Return whether a checkpoint's folder contains a chat template."""
-    return bool(chat_templates(path))
+    return bool(read_chat_templates(path))
 
 
-def folder_renderer(path: Path) -> TemplateRenderer | None:
+def build_template_renderer(path: Path) -> TemplateRenderer | None:
     """Return the renderer of a checkpoint's chat templates, or None if it has no template."""
-    templates = chat_templates(path)
+    templates = read_chat_templates(path)
     if not templates or not can_render():
         return None
-    return TemplateRenderer(templates, special_token_texts(path))
+    return TemplateRenderer(templates, read_special_tokens(path))
 
 
-def chat_templates(path: Path) -> dict[str, str]:
+def read_chat_templates(path: Path) -> dict[str, str]:
     """Return a checkpoint's chat templates by name, from the files in which transformers looks for them."""
     # Files have precedence over the tokenizer's settings.
     templates: dict[str, str] = {}
@@ -394,7 +397,7 @@ def chat_templates(path: Path) -> dict[str, str]:
     return templates
 
 
-def special_token_texts(path: Path) -> dict[str, str]:
+def read_special_tokens(path: Path) -> dict[str, str]:
     """Return role -> text for a checkpoint's special tokens; a role is a name such as ``eos_token``."""
     # tokenizer_config.json has precedence.
     settings = dict(_read_object_or_empty(path / "special_tokens_map.json"))
@@ -415,8 +418,8 @@ def _token_text(token: Any) -> Any:
     return token
 
 
-def added_token_ids(tokenizer: Any) -> dict[int, str]:
-    """Return the added tokens of a `tokenizers.Tokenizer`: id -> text."""
+def added_token_texts(tokenizer: Any) -> dict[int, str]:
+    """Return the tokens that are added to the vocabulary of a `tokenizers.Tokenizer`: id -> text."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
@@ -424,12 +427,12 @@ def added_token_ids(tokenizer: Any) -> dict[int, str]:
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
     """Return the tokens that a checkpoint's files list as ends of responses: id -> text."""
     token_ids: list[int] = []
-    eos_text = special_token_texts(path).get("eos_token")
+    eos_text = read_special_tokens(path).get("eos_token")
     if eos_text is not None:
         eos_id = tokenizer.token_to_id(eos_text)
         if eos_id is not None:
             token_ids.append(eos_id)
-    token_ids += listed_end_ids(path, added_token_ids(tokenizer))
+    token_ids += listed_end_ids(path, added_token_texts(tokenizer))
 
     # Files may list ids that the tokenizer does not have.
     texts: dict[int, str] = {}

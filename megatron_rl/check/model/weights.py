@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import FileFindings
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, locate_tensors
@@ -84,7 +84,7 @@ class StoredTensor:
     """Number of bytes of the tensor."""
 
 
-def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
+def check_weights(path: Path, key: str, files: FileFindings, model: PretrainedModel | None) -> None:
     """Check that every weight file is complete and, where ``model`` is available, that its tensors match.
 
     ``path`` is the checkpoint's folder, and ``key`` the key that names it.
@@ -170,12 +170,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def _count_findings(files: Files) -> tuple[int, int, int]:
+def _count_findings(files: FileFindings) -> tuple[int, int, int]:
     """Return the numbers of findings of each kind, to detect whether a rule has added any."""
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
-def _read_index(path: Path, files: Files) -> dict[str, str] | None:
+def _read_index(path: Path, files: FileFindings) -> dict[str, str] | None:
     """Return tensor name -> file name from the checkpoint's index; report a broken index and return None."""
     try:
         return read_index(path)
@@ -184,7 +184,7 @@ def _read_index(path: Path, files: Files) -> dict[str, str] | None:
         return None
 
 
-def _report_no_weights(path: Path, key: str, files: Files) -> None:
+def _report_no_weights(path: Path, key: str, files: FileFindings) -> None:
     """Record the error of a checkpoint that has no safetensors file."""
     fix = "copy the weight files into the directory"
 
@@ -195,7 +195,7 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
     files.record_missing(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
 
-def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
+def _read_shard(path: Path, files: FileFindings) -> dict[str, StoredTensor]:
     """Return the tensors of a weight file by name; report a broken file and return an empty dict."""
     try:
         return read_header(path)
@@ -237,14 +237,14 @@ def _tensor_errors(
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
-    errors = _block_errors(tensors, model.quantization)
+    errors = _mxfp4_errors(tensors, model.quantization)
     if errors:
         return errors
     tensors = _model_tensors(tensors, model)
 
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
-        tensors, errors = _apply_scales(tensors, model.quantization)
+        tensors, errors = _dequantised_tensors(tensors, model.quantization)
         if errors:
             return errors
 
@@ -286,7 +286,8 @@ def _model_tensors(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of the model that a run reads from the stored ones.
 
-    They have the names of a text-only checkpoint with one tensor per expert. Tensors in mxfp4 are float32.
+    They have the names of a text-only checkpoint with one tensor per expert. A tensor in mxfp4 has the dtype
+    float32, to which the run dequantises it.
     """
     stored_names = {name: name for name in stored_tensors}
     if model.is_multimodal:
@@ -308,11 +309,11 @@ def _model_tensors(
     return model_tensors
 
 
-def _block_errors(
+def _mxfp4_errors(
     stored_tensors: Mapping[str, StoredTensor],
     quantization: Quantization | None,
 ) -> list[UserError]:
-    """Return the error for the first matrix in mxfp4 whose blocks and scales do not fit together, if any."""
+    """Return the error for the first mxfp4 matrix whose blocks and scales do not fit together, if any."""
     for name, tensor in stored_tensors.items():
         if not name.endswith(BLOCKS):
             continue
@@ -326,13 +327,14 @@ def _block_errors(
     return []
 
 
-def _apply_scales(
+def _dequantised_tensors(
     stored_tensors: Mapping[str, StoredTensor],
     quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
-    A weight of 8 or 4 bits with scales is float32 in the result, and its scales are left out.
+    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. Only
+    headers are read.
     """
     scales_name_by_weight = scales_by_weight(stored_tensors)
     tensor_scale_by_weight: dict[str, str] = {}
@@ -389,7 +391,7 @@ def _have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
-    """Return the error for the tensors ``names``: ``dtype`` is neither a float nor 8-bit with scales."""
+    """Return the error for tensors in a ``dtype`` that is neither a float nor an 8-bit type with scales."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),

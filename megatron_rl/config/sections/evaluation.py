@@ -25,7 +25,7 @@ DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 
 @dataclass(frozen=True)
 class EvaluationSetConfig:
-    """One evaluation set; ``NAME: path/to/data.jsonl`` is short for a set with nothing but data.
+    """Evaluation set; ``NAME: path/to/data.jsonl`` is short for a set with nothing but data.
 
     Its metrics are ``eval/NAME/accuracy`` and ``reward``, and with several samples ``pass_at_K`` and
     ``majority_at_K`` for 2, 4, 8 ... and all samples. Each of these but the reward has a 95% interval over

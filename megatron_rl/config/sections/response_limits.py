@@ -57,7 +57,9 @@ class AutoLimitConfig:
 
 
 def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
-    """Return the valid rows of a table, sorted: (largest number of prompt tokens, limit); None for `MORE`.
+    """Return the valid rows of a table of response limits, sorted by prompt length.
+
+    A row is (largest number of prompt tokens, limit); the number is None for `MORE`.
 
     Example:
         >>> table_rows({"more": 1024, "64": 32, "512": 256})

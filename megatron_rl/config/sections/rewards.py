@@ -38,7 +38,7 @@ FUNCTION = "function"
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """One reward model, whose reward of a row is its output at the last token."""
+    """Reward model: the reward of a row is the model's output at the last token."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
@@ -79,7 +79,7 @@ class RewardLimitsConfig(LimitsConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Server that computes something for each sample, and the limits of requests to it.
+    """Server that computes rewards or log-probs of samples, and the limits of requests to it.
 
     One rank of the job sends all requests, so that the limits apply to the complete job.
     """
@@ -336,7 +336,7 @@ class RewardConfig:
     )
 
     def with_function(self, function: str) -> RewardConfig:
-        """Return the settings with which another function is called, with this one's workers and limits."""
+        """Return the settings for calls of another function, with the workers and limits of this one."""
         return RewardConfig(
             function,
             timeout=self.timeout,
@@ -346,7 +346,7 @@ class RewardConfig:
         )
 
     @property
-    def scorers(self) -> dict[str, float]:
+    def scorer_weights(self) -> dict[str, float]:
         """Return the weight of each reward except reward models, by the name of its setting."""
         weights: dict[str, float] = {}
 

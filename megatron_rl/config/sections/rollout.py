@@ -510,7 +510,7 @@ class RolloutConfig:
         return engine_capabilities(self.engine)
 
     @property
-    def most_in_flight(self) -> int | None:
+    def in_flight_limit(self) -> int | None:
         """Return the largest number of episodes that a replica samples at once; None if unbounded."""
         # The engine schedules no more sequences than its own limit.
         limits = [self.max_in_flight, self.vllm.get("max_num_seqs")]
@@ -699,7 +699,10 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits and for temperatures, all of which must have valid types."""
+    """Yield the errors for rules on logits (biases, bans, penalties), and for temperatures and top-p.
+
+    The types of these settings must be valid.
+    """
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
@@ -778,7 +781,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 )
 
 
-def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
+def biased_token_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
     """Return the texts of the tokens with a logit bias or a ban, by the path of their setting."""
     texts: dict[str, Sequence[str]] = {}
     for path, settings in task_settings(rollout):
@@ -814,15 +817,15 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
     )
 
 
-def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error for a ``token_id:N`` that is not below ``vocabulary``, the tokenizer's size.
+def rule_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
+    """Return the error for ``text``, a ``token_id:N`` whose N is not below the tokenizer's size.
 
-    ``setting`` is the path of the setting with it.
+    ``setting`` is the path of the setting that has the text.
     """
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
-        expected=f"an id from 0 to {vocabulary - 1}",
+        expected=f"an id from 0 to {vocabulary_size - 1}",
         got=text,
         fix="correct the id",
     )

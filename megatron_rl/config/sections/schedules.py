@@ -94,7 +94,7 @@ def schedule_errors(
 ) -> Iterator[UserError]:
     """Yield the errors of a schedule, which is the section ``value`` at ``path``.
 
-    ``description`` is that of the key, with its bounds. ``lowest_number`` is the smallest number of a
+    ``description`` describes the key, with its bounds. ``lowest_number`` is the smallest start or end of a
     schedule over tokens.
     """
     if not changes_over_tokens(value):

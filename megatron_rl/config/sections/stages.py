@@ -94,13 +94,13 @@ class StageConfig:
     )
 
     @property
-    def per_step(self) -> int:
-        """Return the number of records of a step."""
+    def records_per_step(self) -> int:
+        """Return the number of records, rows or pairs, of an optimizer step."""
         return getattr(self, f"{self.UNIT}s_per_step")
 
     @property
     def every_turn(self) -> bool:
-        """Return whether every assistant turn of a conversation is trained on, or only the last one."""
+        """Return whether the stage trains on every assistant turn of a conversation, not only the last."""
         return False
 
 
@@ -122,7 +122,7 @@ class SftConfig(StageConfig):
 
     @property
     def every_turn(self) -> bool:
-        """Return whether every assistant turn of a conversation is trained on, or only the last one."""
+        """Return whether the stage trains on every assistant turn of a conversation, not only the last."""
         return self.turns == "every"
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.errors import UserError, missing_file, unreadable_file
+from megatron_rl.errors import UserError, missing_file_error, unreadable_file_error
 
 COMMON = "common.pt"
 """File of the values that are common to all ranks."""
@@ -464,5 +464,5 @@ def _damaged_file_error(path: Path, error: Exception) -> UserError:
     expected = "what Megatron-LM writes with --ckpt-format torch_dist"
     fix = "copy the whole folder again, or name another iteration"
     if isinstance(error, FileNotFoundError) and not path.exists():
-        return missing_file(path, where=str(path), expected=expected, fix=fix)
-    return unreadable_file("a file of the Megatron checkpoint", path, error, expected=expected, fix=fix)
+        return missing_file_error(path, where=str(path), expected=expected, fix=fix)
+    return unreadable_file_error("a file of the Megatron checkpoint", path, error, expected=expected, fix=fix)

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.config.load import load
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.errors import UserError, UserErrors, missing_file
+from megatron_rl.errors import UserError, UserErrors, missing_file_error
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants
@@ -59,7 +59,7 @@ def _require_file(path: Path, option: str) -> Path:
     """Return ``path``, a file in a run folder; raise UserError about ``option`` if it does not exist."""
     if path.is_file():
         return path
-    raise missing_file(path, where=option, expected=str(path), fix="give a run folder")
+    raise missing_file_error(path, where=option, expected=str(path), fix="give a run folder")
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:

@@ -365,7 +365,7 @@ def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
         tensor=layout.tensor,
         expert=expert,
         replicas=max(1, layout.data),
-        max_sequences=config.rollout.most_in_flight,
+        max_sequences=config.rollout.in_flight_limit,
         memory_fraction=config.rollout.memory_fraction,
     )
 
