@@ -430,8 +430,11 @@ def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserE
     folder = chain[-1].parent
     origin = str(node.origin)
     value = node.plain()
-    names = value if isinstance(value, list) else [value]
-    if not names or not all(isinstance(name, str) and name for name in names):
+    values: list[Any] = [value]
+    if isinstance(value, list):
+        values = value
+    names = [name for name in values if isinstance(name, str) and name]
+    if not names or len(names) < len(values):
         errors.append(
             UserError(
                 f"`{BASE_KEY}` is not the name of a file, or a list of names",
