@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -42,6 +43,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
+# Recipes name models and data on the Hub: tests see a machine without a network and with an empty cache,
+# whatever this one has. Workers of xdist and processes of tests inherit the variables.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.mkdtemp(prefix="megatron_rl_hub_")
+    atexit.register(shutil.rmtree, _cache, True)
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_CACHE=_cache)
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """Variables of ranks that execute Megatron's fused functions without compiling them.
 
@@ -87,7 +94,6 @@ def launch_environment(*packages: Path) -> dict[str, str]:
     environment |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([*map(str, (*packages, ROOT)), *([path] if path else [])]),
-        "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     return environment

@@ -21,6 +21,8 @@ class Hub(ThreadingHTTPServer):
     requests: list[str]
     stall_at: str | None
     """End of the path of a file of which only the first half is sent; the connection then stays open."""
+    gated: str | None
+    """ORG/NAME of a repository whose files are only for those who accepted its terms."""
     stalled: threading.Event
     """Set when a client waits for the second half."""
     released: threading.Event
@@ -73,6 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
         target = self.server.root / repository[1:] / file.partition("/")[2]
         if not target.is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+        if self.server.gated is not None and repository.endswith(f"/{self.server.gated}"):
+            return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
         headers = {"ETag": f'"{_digest(target)}"', "X-Repo-Commit": COMMIT}
         body = target.read_bytes()
         requested = self.headers.get("Range", "")
@@ -113,6 +117,7 @@ def hub(root: Path) -> Iterator[Hub]:
     server.root = root
     server.requests = []
     server.stall_at = None
+    server.gated = None
     server.stalled = threading.Event()
     server.released = threading.Event()
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -53,7 +53,7 @@ class FileFindings:
         if preparation is not None:
             directory, command = preparation
             if directory in self.hub or not Path(directory).exists():
-                self.to_be_made.setdefault(preparation, []).append(f"{path} ({key})")
+                self.to_be_made.setdefault(preparation, []).append(f"{self._source_name(path)} ({key})")
                 return
             fix = f"make it with: {command}"
 
@@ -77,15 +77,22 @@ class FileFindings:
             message = f"{directory} does not exist yet"
             key = "prepare"
             got = f"no directory {directory}"
+            fix = f"run: {command}"
             copy = self.hub.get(directory)
             if copy is not None:
                 message = f"{copy.name} is not downloaded yet"
                 key = "Hugging Face Hub"
                 got = copy.reason
-            findings.append(
-                UserError(message, where=key, expected="\n".join(paths), got=got, fix=f"run: {command}")
-            )
+                fix = f"`train` downloads it where the Hub can be reached; or run: {command}"
+            findings.append(UserError(message, where=key, expected="\n".join(paths), got=got, fix=fix))
         return findings
+
+    def _source_name(self, path: Path) -> str:
+        """Return a missing file as the configuration names it: by its name on the Hub if it has one."""
+        for directory, copy in self.hub.items():
+            if path.is_relative_to(directory):
+                return f"{copy.name}/{path.relative_to(directory)}".removesuffix("/.")
+        return str(path)
 
     def _find_preparation(self, path: Path) -> tuple[str, str] | None:
         """Return the directory at or above ``path`` that a preparation command creates, and the command.

@@ -28,6 +28,7 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import BatchPlan, versions_between_syncs
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.health import VALUE, health_rules
+from megatron_rl.config.hub import model_source
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
@@ -157,7 +158,7 @@ def summary_lines(report: CheckReport, name: str) -> list[str]:
 def _run_line(report: CheckReport) -> str:
     """Describe the model and the job (its stages, or algorithm, steps, prompts and samples) as one line."""
     config = report.config
-    model = Path(config.model.path).name
+    model = Path(model_source(config.model.path)).name
     if report.shape is not None:
         model += f", {_parameter_text(report.shape)}"
 

@@ -36,7 +36,7 @@ from megatron_rl.planning.predict.plan_file import (
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.published import load_shape
+from megatron_rl.shapes.published import load_shape, published_repo
 
 _MODEL_OPTIONS = {
     "algorithm": "grpo",
@@ -135,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--best", type=int, default=3, help="plans to print (default 3)")
     result.add_argument("--out", metavar="FILE", help="write the best plan as a configuration")
     result.add_argument(
-        "--model-path", help="model.path in that configuration (default: MODEL or models/MODEL)"
+        "--model-path",
+        help="model.path in that configuration (default: MODEL; a preset on the Hub)",
     )
     result.add_argument("--data", help="data.train in that configuration")
     result.add_argument("--reward", help="reward.function in that configuration")
@@ -331,9 +332,13 @@ def _plan_configuration(args: argparse.Namespace) -> int:
 
 
 def _model_path(model: str) -> str:
-    """Return the folder of a model on the command line; for a preset, the folder it is downloaded to."""
+    """Return the folder of a model on the command line; for a preset, its name on the Hub.
+
+    A preset without a model on the Hub has the folder in which the user has to put it.
+    """
     if not Path(model).exists():
-        return f"models/{model.rsplit('/', 1)[-1]}"
+        repo = published_repo(model)
+        return f"hf://{repo}" if repo else f"models/{model}"
     if model.endswith("config.json"):
         return str(Path(model).parent)
     return model

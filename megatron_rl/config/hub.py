@@ -102,6 +102,23 @@ def parse_hub_name(name: str) -> HubCopy | None:
     return HubCopy(match["repo"], kind, match["revision"], match["path"])
 
 
+def model_source(path: str) -> str:
+    """Return the path of a model as a configuration names it: a copy in the Hub's cache by its name there.
+
+    Example:
+        >>> model_source("/cache/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218")
+        'hf://Qwen/Qwen3-8B'
+        >>> model_source("runs/quickstart/hf")
+        'runs/quickstart/hf'
+    """
+    folder = Path(path)
+    repository = folder.parent.parent.name
+    # The folder of a revision has its commit as name, which tells a reader nothing.
+    if folder.parent.name != "snapshots" or not repository.startswith("models--"):
+        return path
+    return PREFIX + repository.removeprefix("models--").replace("--", "/", 1)
+
+
 def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
@@ -159,6 +176,7 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
     ``incomplete``, which maps its directory to the copy with the reason.
     """
     from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
@@ -167,7 +185,10 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
         # Each copy has its own folder. The last part is the model's name, by which a config.json that the
         # package ships is found.
         snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
-        incomplete[str(snapshot)] = replace(copy, reason=first_line(error))
+        reason = first_line(error)
+        if isinstance(error, GatedRepoError):
+            reason = f"accept the terms on the page of {copy.repo}, then run: hf auth login"
+        incomplete[str(snapshot)] = replace(copy, reason=reason)
         return copy.path(snapshot)
 
     if copy.kind == "model" and not has_weights(snapshot):

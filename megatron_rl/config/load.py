@@ -51,7 +51,7 @@ class LoadedConfig:
     broken: frozenset[str] = frozenset()
     """Paths whose value is a placeholder or a default because of a mistake."""
     files: tuple[Path, ...] = ()
-    """Files that were read: the loaded file, its base, the base of its base, and so on."""
+    """Files that were read: the loaded file, each of its bases, each followed by its own bases."""
     tree: Section = field(default_factory=Section)
     """Explicit values as written, overrides included."""
     hub: Mapping[str, HubCopy] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class LoadedConfig:
 def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = False) -> LoadedConfig:
     """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
 
-    With ``base: other.yaml`` in it, the file overrides the values of another file; see `read_with_base`. The
-    files of models that are named on the Hugging Face Hub are downloaded, their weights only with
-    ``with_weights``.
+    With ``base: other.yaml`` in it, the file overrides the values of another file, or of a list of files, of
+    which later ones override earlier ones; see `read_with_base`. The files of models that are named on the
+    Hugging Face Hub are downloaded, their weights only with ``with_weights``.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)

@@ -37,6 +37,8 @@ RENAMED: Mapping[str, str] = {
 
 # Reason why there is no counterpart, as an error prints it -> names of other projects.
 _NO_COUNTERPART: Mapping[str, str] = {
+    # Files.
+    "base starts from another file, or from a list of files of which later ones win": "defaults",
     # Sampling.
     "rollout.no_repeat_ngram_size also bans n-grams of the prompt": "encoder_no_repeat_ngram_size",
     "it is for beam search, and responses are sampled": "length_penalty",

@@ -360,38 +360,50 @@ def read_file(path: Path, errors: list[UserError], location: str | None = None) 
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
-    """Read a configuration file and merge it over the chain of its base files.
+    """Read a configuration file and merge it over its base files, and these over theirs.
 
-    ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
-    value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of
-    the file that wrote it. Return the tree and the files that were read, ``path`` first; the tree is None if
-    a file cannot be read. Mistakes are appended to ``errors``.
+    ``base`` is one name or a list of names, relative to the folder of the file that has it; a later file of a
+    list is merged over the earlier ones. Sections are merged name by name; any other value, also a list,
+    replaces the base's, and null restores the default. Every value keeps the origin of the file that wrote
+    it. Return the tree and the files that were read, ``path`` first; the tree is None if a file cannot be
+    read. Mistakes are appended to ``errors``.
     """
-    files = [path]
-    trees: list[Section] = []
-    location = None
-    while True:
-        error_count = len(errors)
-        tree = read_file(files[-1], errors, location)
-        # Errors without a tree mean that the file could not be read at all.
-        if len(errors) > error_count and not tree.children:
-            return None, tuple(files)
+    files: list[Path] = []
+    tree = _read_over_bases([path], None, files, errors)
+    return tree, tuple(files)
 
-        trees.append(tree)
-        node = tree.children.pop(BASE_KEY, None)
-        if node is None:
-            break
-        base = _find_base_file(node, files, errors)
-        if base is None:
-            return None, tuple(files)
-        files.append(base)
-        location = str(node.origin)
 
-    # Merge from the end of the chain, so that each file overrides its base.
-    merged = trees.pop()
-    while trees:
-        _merge_into_base(merged, trees.pop())
-    return merged, tuple(files)
+def _read_over_bases(
+    chain: list[Path], location: str | None, files: list[Path], errors: list[UserError]
+) -> Section | None:
+    """Read the last file of ``chain`` merged over its bases; return None if a file cannot be read.
+
+    ``chain`` has the files that lead to it, each a base of the one before; ``location`` is the place of its
+    name. It and its bases are appended to ``files``.
+    """
+    files.append(chain[-1])
+    error_count = len(errors)
+    tree = read_file(chain[-1], errors, location)
+    # Errors without a tree mean that the file could not be read at all.
+    if len(errors) > error_count and not tree.children:
+        return None
+
+    node = tree.children.pop(BASE_KEY, None)
+    if node is None:
+        return tree
+    bases = _find_base_files(node, chain, errors)
+    if not bases:
+        return None
+
+    # The bases first, in their order, since each replaces values of those before it.
+    merged = Section()
+    for base in bases:
+        base_tree = _read_over_bases([*chain, base], str(node.origin), files, errors)
+        if base_tree is None:
+            return None
+        _merge_into_base(merged, base_tree)
+    _merge_into_base(merged, tree)
+    return merged
 
 
 def refuse_base(tree: Section, errors: list[UserError]) -> None:
@@ -410,38 +422,47 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
     )
 
 
-def _find_base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
-    """Return the file that ``base`` names; append an error and return None if it names no further file."""
-    folder = files[-1].parent
+def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserError]) -> list[Path]:
+    """Return the files that ``base`` names in the last file of ``chain``.
+
+    Append an error and return no files if it names none, or one of the chain.
+    """
+    folder = chain[-1].parent
     origin = str(node.origin)
     value = node.plain()
-    if not isinstance(value, str) or not value:
+    values: list[Any] = [value]
+    if isinstance(value, list):
+        values = value
+    names = [name for name in values if isinstance(name, str) and name]
+    if not names or len(names) < len(values):
         errors.append(
             UserError(
-                f"`{BASE_KEY}` is not the name of one file",
+                f"`{BASE_KEY}` is not the name of a file, or a list of names",
                 where=origin,
-                expected=f"a YAML file, relative to {folder}",
+                expected=f"YAML files, relative to {folder}",
                 got=describe_value(value),
-                fix=f"write {BASE_KEY}: followed by one name, such as ../quickstart.yaml",
+                fix=f"write {BASE_KEY}: followed by one name, such as ../quickstart.yaml, or [ONE, OTHER]",
             )
         )
-        return None
+        return []
 
-    base = Path(os.path.normpath(folder / value))
-
-    # Compare resolved paths, so that a link or `../` cannot hide a cycle.
-    if base.resolve() in [file.resolve() for file in files]:
-        errors.append(
-            UserError(
-                f"`{BASE_KEY}` leads back to a file that was already read",
-                where=origin,
-                expected="a chain of files that ends",
-                got=" -> ".join(str(file) for file in [*files, base]),
-                fix=f"remove `{BASE_KEY}` from one of them",
+    bases: list[Path] = []
+    for name in names:
+        base = Path(os.path.normpath(folder / name))
+        bases.append(base)
+        # Compare resolved paths, so that a link or `../` cannot hide a cycle.
+        if base.resolve() in [file.resolve() for file in chain]:
+            errors.append(
+                UserError(
+                    f"`{BASE_KEY}` leads back to a file that was already read",
+                    where=origin,
+                    expected="a chain of files that ends",
+                    got=" -> ".join(str(file) for file in [*chain, base]),
+                    fix=f"remove `{BASE_KEY}` from one of them",
+                )
             )
-        )
-        return None
-    return base
+            return []
+    return bases
 
 
 def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:

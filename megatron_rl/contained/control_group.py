@@ -25,6 +25,9 @@ _REMOVAL_SECONDS = 2.0
 _RETRY_SECONDS = 0.01
 _OOM_COUNTERS = ("memory.events", "memory.oom_control")
 """Files with the number of processes that were killed for memory, in version 2 and 1 of control groups."""
+_FAILURE_COUNTER = "memory.failcnt"
+"""File with the number of allocations that the group's limit refused, in version 1; version 2 has it in
+`memory.events`."""
 
 
 class ControlGroup:
@@ -66,14 +69,18 @@ class ControlGroup:
         """Return whether the kernel has killed a process because the group's memory was used up."""
         if "memory" not in self._folders:
             return False
+        counters: dict[str, int] = {}
         for counter_file in _OOM_COUNTERS:
             with contextlib.suppress(OSError, ValueError):
                 for line in (self._folders["memory"] / counter_file).read_text().splitlines():
-                    name, _, kill_count = line.partition(" ")
-                    if name == "oom_kill" and int(kill_count):
-                        return True
+                    name, _, count = line.partition(" ")
+                    counters[name] = int(count)
+        with contextlib.suppress(OSError, ValueError):
+            counters["oom"] = int((self._folders["memory"] / _FAILURE_COUNTER).read_text())
 
-        return False
+        # A machine without free memory kills contained code first, and `oom_kill` counts that, too. It is the
+        # group's own limit only if an allocation reached that.
+        return counters.get("oom_kill", 0) > 0 and counters.get("oom", 0) > 0
 
     def remove(self) -> None:
         """Remove the group after its processes have ended; retry while the kernel still releases them."""

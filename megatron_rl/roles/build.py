@@ -29,6 +29,7 @@ from megatron_rl.config.adapters import (
     separate_base_reason,
 )
 from megatron_rl.config.derive import longest_row
+from megatron_rl.config.hub import model_source
 from megatron_rl.config.placement import (
     megatron_settings,
     role_layout,
@@ -184,7 +185,7 @@ def build_roles(
     show_part(f"engine {config.rollout.engine}")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
     if actor is None:
-        show_part(f"actor from {config.model.path}")
+        show_part(f"actor from {model_source(config.model.path)}")
         actor = build_actor(config, updates=_update_count(config))
     actor.squared_probs = algorithm.needs_squared_probs
     show_part("other roles")

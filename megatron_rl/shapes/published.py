@@ -7,6 +7,7 @@ models share, which is enough to count its parameters, FLOPs and memory.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -52,6 +53,8 @@ _KEYS_READ_ELSEWHERE = frozenset(
     )
 )  # fmt: skip
 """Keys of config.json that change no size of a model, or are read only next to others."""
+_PRESET_SOURCE = re.compile(r"Hugging Face config\.json of ([\w.-]+/[\w-]+(?:\.[\w-]+)*)")
+"""Beginning of a preset's `source` that names its repository on the Hub."""
 _LISTED_KEYS = 12
 """Maximum number of keys that an error lists; further ones are abbreviated."""
 
@@ -106,6 +109,20 @@ def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
         got=reference,
         fix=f"{suggestion}presets: {', '.join(sorted(load_presets()))}",
     )
+
+
+def published_repo(reference: str) -> str | None:
+    """Return the Hugging Face Hub repository of a preset, ORG/NAME; None for one that has no weights there.
+
+    ``reference`` is the name of a preset, in which an organisation is kept.
+    """
+    if "/" in reference:
+        return reference
+    name, _ = find_named_config(reference)
+    match = _PRESET_SOURCE.match(str(load_presets()[name]["source"]))
+    if match is None:
+        return None
+    return match[1]
 
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:

@@ -121,19 +121,25 @@ def compare(folders: Sequence[Path]) -> Comparison:
     groups, notes = _group_runs(runs, keys)
     explicit_keys = frozenset[str]().union(*(run.explicit_keys for run in runs))
     rows = _settings_rows(groups, keys)
-    settings = [row for row in rows if _is_explicit(row[0], explicit_keys)]
-    derived = [row for row in rows if not _is_explicit(row[0], explicit_keys)]
+    # A key without a value of its own is a mapping. A removed section, such as `sft: null`, has one: the keys
+    # that another run's section derives below it are not set by that.
+    explicit_mappings = {key for run in runs for key in run.explicit if key not in run.settings}
+    settings = [row for row in rows if _is_explicit(row[0], explicit_keys, explicit_mappings)]
+    derived = [row for row in rows if row not in settings]
     return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
 
 
-def _is_explicit(key: str, explicit_keys: Collection[str]) -> bool:
+def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Collection[str]) -> bool:
     """Return whether a user has set a configuration key, itself or as a part of a mapping.
 
-    ``explicit_keys``: keys that users have set, such as ``reward`` or ``reward.function``.
+    ``explicit_keys``: keys that users have set, such as ``reward.function``. ``explicit_mappings``: those of
+    them that are mappings, such as ``reward.arguments``.
     """
+    if key in explicit_keys:
+        return True
     parts = key.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return any(prefix in explicit_keys for prefix in prefixes)
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return any(prefix in explicit_mappings for prefix in prefixes)
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:

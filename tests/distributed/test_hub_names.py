@@ -99,8 +99,11 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
         found = check(fork, config)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "READY: " in found.stdout
+        # The model has its name on the Hub, not that of the folder of its commit.
+        assert "run          tiny, " in found.stdout
         resumed = fork("megatron_rl", 2, "train", config, "steps=2", module=True)
     assert "resum" in resumed.stdout + resumed.stderr
+    assert "actor from hf://Org/tiny " in resumed.stdout + resumed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_2").exists() or "step 2" in resumed.stdout
 
 

@@ -14,7 +14,7 @@ import pytest
 from config_workspace import write_workspace
 
 from megatron_rl.cli.main import COMMANDS, main
-from megatron_rl.config.load import flatten, load_config
+from megatron_rl.config.load import flatten, load, load_config
 from megatron_rl.launcher import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -57,7 +57,7 @@ def test_check_begins_with_five_lines(
     shown = capsys.readouterr().out
     verdict, size, memory, sync, step, blank, *findings = shown.splitlines()
 
-    assert verdict.startswith("READY once the missing files exist: no errors, 2 warnings (configs/")
+    assert verdict.startswith("READY once the missing files exist: no errors, 3 warnings (configs/")
     assert size.split("  ")[-1] == (
         "Qwen2.5-7B-Instruct, 7.62B parameters; grpo for 200 steps of 128 prompts x 16 samples"
     )
@@ -68,7 +68,7 @@ def test_check_begins_with_five_lines(
     assert f"{seconds['total']:.3g} s predicted on H100-80GB (assumed)" in step
     assert all(f"{phase} {seconds[phase]:.3g}" in step for phase in ("generate", "score", "learn"))
     assert not blank and findings[0].startswith("warning 1: ")
-    assert sum(line.startswith("warning ") for line in findings) == 2
+    assert sum(line.startswith("warning ") for line in findings) == 3
     assert "MEMORY" not in shown and "--verbose" in findings[-1]
 
 
@@ -280,8 +280,10 @@ def test_check_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) ->
     assert done.stdout.rstrip().endswith("HEAVY []")
 
 
-CHECKED_ELSEWHERE = ("translated", "bench")
-"""Folders of configurations that other tests check: test_docs.py, and test_plan_throughput.py with more."""
+CHECKED_ELSEWHERE = ("translated", "bench", "parts")
+"""Folders of configurations that other tests check: test_docs.py, and test_plan_throughput.py with more.
+
+Those of `parts` are bases beside others, and no runs alone."""
 SHIPPED = sorted(
     path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name not in CHECKED_ELSEWHERE
 )
@@ -317,6 +319,13 @@ def test_each_recipe_of_a_published_model_fits_its_gpus(
     assert percent is not None and int(percent[1]) <= 95, text
     page = (ROOT / "docs/run.md").read_text(encoding="utf-8")
     assert f"| `{kind}.yaml` |" in page
+
+    # Short, and nothing to download first: `train` takes model and data from the Hub.
+    lines = (ROOT / recipe).read_text(encoding="utf-8").splitlines()
+    assert len([line for line in lines if not line.startswith("#")]) <= 14
+    loaded = load(ROOT / recipe)
+    assert not loaded.valid().prepare
+    assert len(loaded.hub) >= 3 and "hf://datasets/openai/gsm8k/main/train" in text
 
 
 @pytest.mark.parametrize(

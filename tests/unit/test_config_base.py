@@ -129,10 +129,44 @@ def test_a_circle_of_bases(folder: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("value", ["[base.yaml]", "3", "{a: b}", "''", "null"])
+def test_the_later_of_several_bases_wins_and_the_file_over_all(folder: Path) -> None:
+    write(
+        "part.yaml", "steps: 5\nbatch: {prompts_per_step: 2}\nrollout: {stop: [a]}\ndata: {shuffle: null}\n"
+    )
+    write("first.yaml", "base: base.yaml\nsteps: 7\ndata: {shuffle: false}\nactor: {recompute: full}\n")
+    loaded = load(write("recipes/a.yaml", "base: [../first.yaml, ../part.yaml]\nrollout: {stop: [b]}\n"))
+    config = loaded.valid()
+    assert (config.steps, config.rollout.stop, config.actor.recompute) == (5, ("b",), "full")
+    # A null of the later base restores the default, and the other base's other values stay.
+    assert config.data.shuffle and (config.batch.prompts_per_step, config.batch.samples_per_prompt) == (2, 4)
+    origins = loaded.origins
+    assert [str(origins[key]) for key in ("steps", "actor.recompute", "rollout.stop")] == [
+        "part.yaml:1",
+        "first.yaml:4",
+        "recipes/a.yaml:2",
+    ]
+    assert [str(file) for file in loaded.files] == ["recipes/a.yaml", "first.yaml", "base.yaml", "part.yaml"]
+    # A base of a later one wins over an earlier one, too.
+    config = load_config(write("b.yaml", "base: [part.yaml, first.yaml]\n"))
+    assert (config.steps, config.data.shuffle, config.batch.prompts_per_step) == (7, False, 16)
+
+
+def test_several_bases_may_share_one_and_may_not_lead_back(folder: Path) -> None:
+    write("one.yaml", "base: base.yaml\nsteps: 7\n")
+    write("two.yaml", "base: base.yaml\nseed: 9\n")
+    config = load_config(write("a.yaml", "base: [one.yaml, two.yaml]\n"))
+    assert (config.seed, config.steps) == (9, load_config("base.yaml").steps)
+    error = one_error(write("two.yaml", "base: [base.yaml, a.yaml]\n"))
+    assert error["got"] == "two.yaml -> a.yaml -> two.yaml" and error["where"] == "a.yaml:1"
+    error = one_error(write("c.yaml", "base: [base.yaml, gone.yaml]\n"))
+    assert (error["message"], error["where"]) == ("gone.yaml does not exist", "c.yaml:1")
+
+
+@pytest.mark.parametrize("value", ["[]", "[base.yaml, 3]", "3", "{a: b}", "''", "null"])
 def test_a_base_that_is_no_name(folder: Path, value: str) -> None:
     error = one_error(write("recipes/a.yaml", f"base: {value}\nsteps: 3\n"))
-    assert error["message"] == "`base` is not the name of one file" and error["where"] == "recipes/a.yaml:1"
+    assert error["message"] == "`base` is not the name of a file, or a list of names"
+    assert error["where"] == "recipes/a.yaml:1"
 
 
 def test_a_base_that_is_a_folder_or_no_yaml(folder: Path) -> None:

@@ -18,6 +18,7 @@ from tests.hub_server import Hub, hub
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     return tmp_path / "cache"
 
 
@@ -82,6 +83,19 @@ def test_a_hub_that_goes_away_within_a_file_is_a_copy_that_is_not_complete(
         (copy,) = resolved.result(60).values()
     assert (copy.repo, copy.kind) == ("a/sums", "dataset") and copy.reason
     assert not list(cache.glob("*/snapshots/*/train.jsonl"))
+
+
+def test_a_repository_with_terms_says_how_to_get_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "repositories/models/meta/llama"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    with hub(tmp_path / "repositories") as server:
+        use(server, monkeypatch)
+        server.gated = "meta/llama"
+        (copy,) = resolve_hub_names(tree_of("hf://meta/llama"), [], with_weights=True).values()
+    assert "accept the terms" in copy.reason and "hf auth login" in copy.reason
 
 
 def test_each_copy_that_is_not_downloaded_has_a_folder_of_its_own(

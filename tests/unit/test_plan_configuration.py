@@ -55,6 +55,7 @@ def test_every_layout_is_what_check_predicts_of_its_overrides(
         assert set(plan["overrides"]) <= set(printed)
         if "weight sync" in plan["network"]:
             assert plan["network"]["weight sync"] == record["weight_sync"]["received_most"]
+    assert shown.startswith(f"{CONFIG}: Qwen2.5-7B-Instruct, 7.62 B parameters, grpo on 16 x h100 ")
     compared = r"1\. colocated: .*(as fast as|er than) the given layout"
     assert re.search(compared, shown)
 

@@ -222,6 +222,10 @@ def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
     plan("qwen3-8b", "--gpus", "16", "--out", str(out), *words)
     config = yaml.safe_load(out.read_text())
     assert config["algorithm"] == {"name": "ppo", "kl": "reward"}
+    # A run downloads what is named on the Hub; the reward model is the user's.
+    assert config["model"]["path"] == "hf://Qwen/Qwen3-8B" and list(config["prepare"]) == ["models/judge"]
+    assert config["data"]["train"].startswith("hf://datasets/openai/gsm8k/")
+    assert "mathematics example: replace them" in out.read_text()
     assert config["reward"]["models"]["preference"]["path"] == "models/judge"
     assert config["reward"]["function"] == "rewards.py:score"
     assert {"critic", "reference"} <= set(config) and config["critic"]["recompute"] in ("none", "full")

@@ -667,6 +667,15 @@ def test_a_comparison_begins_with_results_and_has_the_settings_that_were_set(tmp
     markdown = (tmp_path / "compare.md").read_text()
     assert markdown.startswith("# Comparison of runs\n\n## Results") and "10000" not in markdown
 
+    # A section that one run removes makes no default of the other one's section a setting that was set.
+    for name, section, key in (("with", "{data: x, turns: every}", "sft.data"), ("without", "null", "sft")):
+        folder = run(tmp_path / name, steps=4)
+        folder.write_config(f"seed: 1\nrun_dir: {name}\nsft: {section}\n")
+        write_start(folder, Start("", "", explicit=(key,)), resumed=False)
+    compared = compare([tmp_path / "with", tmp_path / "without"])
+    assert [row[0] for row in compared.settings] == ["sft.data", "sft"]
+    assert [row[0] for row in compared.derived] == ["sft.turns"]
+
     # Of a run without a record of its start every setting counts as set.
     assert [row[0] for row in compare([tmp_path / "b", tmp_path / "old"]).settings][:2] == [
         "actor.optimizer.learning_rate", "batch.tokens_per_microbatch",

@@ -20,6 +20,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
 from megatron_rl.config.setting import iter_settings
 from megatron_rl.contained import process
 from megatron_rl.contained.confinement import OTHER_TASKS
+from megatron_rl.contained.control_group import ControlGroup
 from megatron_rl.errors import UserError
 from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret, redact
 from megatron_rl.rewards.function import FunctionReward, RewardResult
@@ -277,3 +278,19 @@ def test_a_run_writes_no_secret_down_and_takes_no_hidden_one(file: str) -> None:
     assert not [path for path in names if is_secret(path.rpartition(".")[2])], "a key of ours would be hidden"
     (error,) = check_reward(RewardConfig(file, {"api_key": HIDDEN}))
     assert "hidden" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("version", "refused", "exceeded"), [("1", 0, False), ("1", 3, True), ("2", 0, False), ("2", 3, True)]
+)
+def test_a_machine_without_memory_is_not_the_limit_of_the_code(
+    version: str, refused: int, exceeded: bool, tmp_path: Path
+) -> None:
+    if version == "1":
+        (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+        (tmp_path / "memory.failcnt").write_text(f"{refused}\n")
+    else:
+        (tmp_path / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom {refused}\noom_kill 1\n")
+    group = ControlGroup.__new__(ControlGroup)
+    group._folders = {"memory": tmp_path}
+    assert group.has_exceeded_memory() is exceeded

@@ -38,7 +38,7 @@ class ModelConfig:
         "Directory with config.json, safetensors and tokenizer files, or a name on the Hugging Face Hub such "
         "as hf://Qwen/Qwen2.5-7B-Instruct. With `megatron` the run writes it, "
         "with only config.json and tokenizer; the default is then a folder in run_dir.",
-        example="models/Qwen2.5-7B-Instruct",
+        example="hf://Qwen/Qwen2.5-7B-Instruct",
         also_called={
             "NeMo-RL": "model_name, tokenizer.name",
             "TRL": "model_name_or_path",

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.check.configuration import CheckReport, check_file
+from megatron_rl.config.hub import model_source
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import REWARD_MODELS, ROLLOUT, spec_of
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -301,13 +302,15 @@ def configured_plans_text(name: str, plans: ConfiguredPlans, best: Sequence[Conf
     shape = given.report.shape
     assert shape is not None
 
+    model = Path(model_source(config.model.path)).name
     gpu = str(config.gpu)
     if plans.is_gpu_assumed:
         gpu += " (assumed)"
+    optimizer_steps = _count_text(batch.optimizer_steps, "optimizer step")
     lines = [
-        f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
+        f"{name}: {model}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
         f"{given.report.world_size} x {gpu}",
-        f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
+        f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt_length:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
         f"{batch.lengths.limit:.0f} at most",
         "",
@@ -342,11 +345,19 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
         f"     network     {network or 'nothing'} across nodes, from or to the busiest rank in a step",
     ]
     for role, layout in (plan.report.layouts or {}).items():
-        text = f"{len(layout.ranks)} GPUs, {layout.short_text()}"
+        text = layout.short_text()
         if role == ROLLOUT.name:
-            text = f"{len(layout.ranks)} GPUs, TP{layout.tensor} x {layout.data} replicas"
+            text = f"TP{layout.tensor} x {_count_text(layout.data, 'replica')}"
+        text = f"{_count_text(len(layout.ranks), 'GPU')}, {text}"
         lines.append(f"     {role:<11} {text}")
     return lines
+
+
+def _count_text(number: int, noun: str) -> str:
+    """Format a number with its noun, which gets an s unless the number is 1."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
 
 
 def _override_lines(overrides: Sequence[str]) -> list[str]:

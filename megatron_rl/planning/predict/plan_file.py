@@ -15,6 +15,7 @@ import yaml
 
 from megatron_rl.config.budget import PHASES, RankMemory, memory_plan
 from megatron_rl.config.derive import batch_plan, resolve
+from megatron_rl.config.hub import PREFIX
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import HALF_PRESETS, role_layouts, shared_weights
 from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, ROLLOUT, spec_of
@@ -29,7 +30,7 @@ from megatron_rl.shapes.pretrained import download_command
 from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 
 _GIB = 2**30
-_TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
+_TRAIN_DATA = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD_FUNCTION = "megatron_rl.rewards.math_answer:marked_number"
 _REWARD_MODEL = "models/reward-model"
 _REWARD_MODEL_NAME = "preference"
@@ -119,20 +120,19 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _download_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models and data that this machine lacks, by path."""
+    """Return the commands that download the models that this machine lacks, by path."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
 
     commands: dict[str, str] = {}
     for path in models:
-        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded.
-        if not path or path.startswith(("/", ".")):
+        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded; a run
+        # downloads a model that is named on the Hub itself.
+        if not path or path.startswith(("/", ".", PREFIX)):
             continue
         if not Path(path).exists():
             commands[path] = download_command(path)
-    if paths.data is None:
-        commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
     return commands
 
 
@@ -325,7 +325,9 @@ def make_planned_run(problem: PlacementProblem, plan: PlacementPlan, paths: Path
 
     # Predict from the resolved configuration, as `check` does, rather than from the plan's own estimates.
     actor = problem.models[ACTOR.name]
-    loaded_config = load_text(yaml.safe_dump(written_config), name=plan.name).valid()
+    # No file is needed for that: with a path in place of each name on the Hub nothing is downloaded.
+    config_text = yaml.safe_dump(written_config).replace(PREFIX, "hub/")
+    loaded_config = load_text(config_text, name=plan.name).valid()
     config = resolve(loaded_config, plan.gpus, shape=actor).config
     layouts = role_layouts(config, plan.gpus)
     shapes = {role: problem.models.get(spec_of(role).name, actor) for role in layouts}
@@ -466,11 +468,14 @@ def plans_text(problem: PlacementProblem, runs: Sequence[PlannedRun], layouts: i
     """Format the best plans of a search as text, with the numbers of layouts and settings that it tried."""
     model = problem.models[ACTOR.name]
     batch = problem.batch
+    optimizer_steps = f"{batch.optimizer_steps} optimizer steps"
+    if batch.optimizer_steps == 1:
+        optimizer_steps = "1 optimizer step"
     lines = [
         f"{model.name}: {model.parameters / GB:.2f} B parameters, "
         f"{model.active_parameters / GB:.2f} B active; "
         f"{problem.algorithm} on {problem.gpus} x {problem.machine.gpu.name}",
-        f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
+        f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt_length:.0f}, "
         f"response {batch.lengths.mean:.0f} on average, {batch.lengths.limit:.0f} at most",
         f"{layouts} layouts, {evaluated} ways to run them",
@@ -491,7 +496,7 @@ def config_text(problem: PlacementProblem, run: PlannedRun) -> str:
         f"# Predicted: {run.prediction.total:.1f} s a step: {_seconds_text(run)}.",
         f"# GiB on the fullest rank of each phase: {_memory_text(run)}.",
     ]
-    if "data/gsm8k" in run.config.prepare:
+    if run.written_config["data"]["train"] == _TRAIN_DATA:
         comments.append("# Data and reward are the grade-school mathematics example: replace them by yours.")
     body = yaml.safe_dump(dict(run.written_config), sort_keys=False, default_flow_style=None, width=100)
     return "\n".join(comments) + "\n" + body
