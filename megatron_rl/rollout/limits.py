@@ -54,7 +54,8 @@ class AutoLimits:
         """Return a waiting group with its limit of response tokens, if its task has the limit `AUTO`."""
         prompt = group.prompt
         (task,) = prompt.tasks
-        if self._rollout.limit_setting(task) != AUTO:
+        (profile,) = prompt.profiles or prompt.tasks
+        if self._rollout.limit_setting(profile) != AUTO:
             return group
 
         (sampling,) = prompt.sampling
@@ -66,6 +67,7 @@ class AutoLimits:
         """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
+        profiles = prompts.profiles or prompts.tasks
         rows = zip(
             rollouts.group.tolist(),
             rollouts.finish_reason.tolist(),
@@ -75,7 +77,7 @@ class AutoLimits:
 
         for group, reason, length in rows:
             task = prompts.tasks[group]
-            if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
+            if reason == FINISH_FAILED or self._rollout.limit_setting(profiles[group]) != AUTO:
                 continue
 
             # Retain only the latest lengths: the policy's lengths change during a run.
@@ -124,11 +126,17 @@ def length_metrics(
     for group, reason, limit in zip(rollouts.group.tolist(), reasons, limits, strict=True):
         responses[prompts.tasks[group]].append((reason == FINISH_LENGTH, limit))
 
+    # Tasks of which some prompts have no fixed limit.
+    varying_tasks: set[str] = set()
+    for task, profile in zip(prompts.tasks, prompts.profiles or prompts.tasks, strict=True):
+        if not isinstance(rollout.limit_setting(profile), int):
+            varying_tasks.add(task)
+
     metrics = Metrics()
     for task in tasks:
         truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
         metrics += Metrics.mean(f"response/truncated_fraction/{task}", truncated, len(responses[task]))
-        if not isinstance(rollout.limit_setting(task), int):
+        if task in varying_tasks:
             total = float(sum(limit for _, limit in responses[task]))
             metrics += Metrics.mean(f"response/limit/{task}", total, len(responses[task]))
     return metrics
