@@ -319,10 +319,20 @@ class PromptBatch(_Rows):
     """P mappings: the remaining fields of each record."""
     sampling: tuple[SamplingParameters, ...]
     """Sampling parameters of each of the P prompts."""
+    profiles: tuple[str, ...] | None = None
+    """Name of the sampling profile of each of the P prompts, the rollout's settings for a name without one;
+    None: the tasks are the names."""
+    sources: tuple[str, ...] | None = None
+    """Name in `data.sources` of the source of each of the P prompts; None for other prompts."""
+    template_kwargs: tuple[Mapping[str, Any], ...] | None = None
+    """Arguments with which the chat template renders each of the P prompts; None for no arguments."""
 
     TOKEN_FIELDS = ("tokens",)
     ROW_FIELDS = ("lengths", "prompt_ids")
-    TUPLE_FIELDS = ("tasks", "prompts", "ground_truths", "metadata", "sampling")
+    TUPLE_FIELDS = (
+        "tasks", "prompts", "ground_truths", "metadata", "sampling",
+        "profiles", "sources", "template_kwargs",
+    )  # fmt: skip
 
     def with_offset(self, offset: int) -> PromptBatch:
         """Return the prompts with ``offset`` added to each of ``prompt_ids``."""

@@ -268,7 +268,7 @@ def main() -> int:
                     capability=capability,
                     deterministic=deterministic,
                 )
-                if (role.kernel == "fused") != (not reason):
+                if (role.attention_kernel == "fused") != (not reason):
                     differences.append(
                         f"{name}, {capability}, deterministic {deterministic}: {reason or 'fused'}"
                     )

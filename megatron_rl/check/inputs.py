@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -61,7 +61,7 @@ from megatron_rl.config.roles import (
 )
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.data import fields_of
+from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
@@ -170,7 +170,8 @@ def check_inputs(inputs: Inputs) -> None:
 
     if config.job == TRAIN and inputs.is_valid("callbacks"):
         inputs.errors.extend(callback_errors(config.callbacks))
-    if config.job == TRAIN and inputs.is_valid("reward"):
+    source_rewards = [f"data.sources.{name}.reward" for name in config.data.sources]
+    if config.job == TRAIN and inputs.is_valid("reward", *source_rewards):
         _check_reward(inputs)
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_loading_errors(config))
@@ -230,11 +231,13 @@ def _check_data(inputs: Inputs) -> None:
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, max_prompt_tokens))
 
-    # Sources, whose fields default to those of `data`.
+    # Sources, whose fields default to those of `data`. Records can be read without a valid reward or profile.
+    read_settings = [item.name for item in fields(SourceConfig) if item.name not in ("reward", "profile")]
     for name, source in config.data.sources.items():
         key = f"data.sources.{name}"
-        if inputs.is_valid(*field_keys, key):
+        if inputs.is_valid(*field_keys, *(f"{key}.{setting}" for setting in read_settings)):
             data = fields_of(config.data, source, key)
+            consumers = prompt_consumers(config, source=name)
             reader = RecordReader(data, f"{key}.path", consumers=consumers, template=inputs.template)
             _check_data_set(inputs, DataSet(source.path, reader, max_prompt_tokens))
     inputs.errors.extend(_source_template_errors(inputs))
@@ -261,7 +264,7 @@ def _check_data(inputs: Inputs) -> None:
 def _check_reward(inputs: Inputs) -> None:
     """Check the reward functions and servers, and before a run also whether the servers answer."""
     reward = inputs.config.reward
-    errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
+    errors = [*check_reward(inputs.config), *check_servers(reward), *filter_errors(inputs.config)]
     if inputs.config.teacher_server is not None:
         errors += check_teacher_server(inputs.config.teacher_server)
 
@@ -532,6 +535,20 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
                 expected=f"a list in the field `{data.tools_field}` where a record has tools",
                 got=f"fields {', '.join(first_record)}",
                 fix=f"correct {tools_key}, if no record has them",
+            )
+        )
+
+    kwargs_key = data.setting_of("chat_template_kwargs_field")
+    kwargs_field = data.chat_template_kwargs_field
+    has_other_field = kwargs_field not in (None, DataConfig.chat_template_kwargs_field)
+    if has_other_field and kwargs_field not in first_record:
+        inputs.warnings.append(
+            UserError(
+                f"the first record of {data_set.key} has no arguments of the chat template",
+                where=kwargs_key,
+                expected=f"a mapping in the field `{kwargs_field}` where a record has arguments",
+                got=f"fields {', '.join(first_record)}",
+                fix=f"correct {kwargs_key}, if no record has them",
             )
         )
 

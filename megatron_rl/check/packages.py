@@ -107,7 +107,7 @@ def _required_packages(config: RunConfig) -> Iterator[_Requirement]:
             yield _Requirement("logging.trackers", tracker, TRACKERS[tracker], tracker)
 
     # Functions of this package that import an optional one.
-    functions: dict[str, str | None] = {"reward.function": config.reward.function}
+    functions: dict[str, str | None] = {**config.reward_functions}
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():

@@ -85,16 +85,16 @@ class FunctionRef(NamedTuple):
         return "reward function" if self.key == "reward.function" else self.key
 
 
-def check_reward(reward: RewardConfig) -> list[UserError]:
-    """Return the errors for the reward function, and for the parser and template of an LLM judge."""
+def check_reward(config: RunConfig) -> list[UserError]:
+    """Return the errors for the reward functions, and for the parser and template of an LLM judge."""
+    reward = config.reward
+    functions = config.reward_functions
     errors: list[UserError] = []
-    if reward.function is not None:
+    if functions:
         errors += _argument_errors(reward)
-        if not errors:
-            function = FunctionRef(
-                reward.function, "reward.function", extra_arguments=tuple(reward.arguments)
-            )
-            errors += check_function(function)
+    if not errors:
+        for key, spec in functions.items():
+            errors += check_function(FunctionRef(spec, key, extra_arguments=tuple(reward.arguments)))
 
     # An LLM judge: the parser of its answers, and the function that writes its prompts.
     if reward.judge is not None:
@@ -367,7 +367,7 @@ def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_na
     if refuses_arguments:
         return "add **kwargs for the arguments that it does not use"
     fixes = ["give them a default"]
-    if function.key == "reward.function":
+    if function.key == "reward.function" or function.key.startswith("data.sources."):
         fixes.insert(0, "set them in reward.arguments")
     if not function.passes_all:
         hints = parameter_hints(unsupplied_names)
@@ -426,8 +426,8 @@ def function_loading_errors(config: RunConfig) -> list[UserError]:
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
     """Yield the functions that run in contained processes: of reward, filters, evaluation and judge."""
     reward = replace(config.reward, workers=1)
-    if reward.function is not None:
-        yield _ContainedFunction(reward, "reward.function")
+    for key, function in config.reward_functions.items():
+        yield _ContainedFunction(replace(reward, function=function), key)
     filters = config.rollout.filters
     if filters.function is not None:
         yield _ContainedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
@@ -779,7 +779,8 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
     # Functions of evaluation sets run under the limits of the reward function.
     reward = config.reward
     sections: dict[str, LimitsConfig] = {}
-    if reward.function is not None or config.evaluation.sets or config.rollout.filters.function is not None:
+    runs_functions = config.reward_functions or config.evaluation.sets
+    if runs_functions or config.rollout.filters.function is not None:
         sections["reward.limits"] = reward.limits
     if reward.code is not None:
         sections["reward.code.limits"] = reward.code.limits

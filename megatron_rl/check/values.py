@@ -14,7 +14,7 @@ from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.health import RULE_OF
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.data import SourceConfig, fields_of
+from megatron_rl.config.sections.data import RESERVED_TEMPLATE_KWARGS, SourceConfig, fields_of
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
@@ -193,7 +193,8 @@ def _no_model_error(path: str, expected: str, fix: str) -> UserError:
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield the error for a run without any reward whose algorithm learns from rewards."""
     # An environment can return rewards without any scorer.
-    has_reward = bool(config.reward.scorer_weights or config.reward.models or config.rollout.environment)
+    has_scorer = bool(config.reward.scorer_weights or config.data.source_rewards)
+    has_reward = bool(has_scorer or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and algorithm.needs_rewards and not has_reward:
         yield UserError(
             "no reward is configured",
@@ -358,6 +359,35 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
         sections[f"evaluation.sets.{name}"] = evaluation_set
     for path, section in sections.items():
         yield from _template_argument_errors(config, path, section)
+    yield from _source_reward_errors(config)
+
+
+def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors for rows without a reward function in a run whose sources have their own."""
+    rewards = config.data.source_rewards
+    if config.job != TRAIN or not rewards or config.reward.function is not None:
+        return
+
+    lacking_sources = [name for name in config.data.sources if name not in rewards]
+    if lacking_sources:
+        yield UserError(
+            f"sources without a reward function: {', '.join(lacking_sources)}",
+            where=f"data.sources.{lacking_sources[0]}.reward",
+            expected="a reward of every source, or reward.function for the sources without one",
+            got=f"only {', '.join(f'data.sources.{name}.reward' for name in rewards)}",
+            fix=f"set data.sources.{lacking_sources[0]}.reward, or reward.function",
+        )
+
+    # Evaluation sets belong to no source.
+    lacking_sets = [name for name, settings in config.evaluation.sets.items() if settings.reward is None]
+    if lacking_sets:
+        yield UserError(
+            f"evaluation sets without a reward function: {', '.join(lacking_sets)}",
+            where=f"evaluation.sets.{lacking_sets[0]}.reward",
+            expected="a reward of every set, or reward.function: rewards of sources are of their rows alone",
+            got="neither",
+            fix=f"set evaluation.sets.{lacking_sets[0]}.reward, or reward.function",
+        )
 
 
 def _source_weight_errors(
@@ -417,16 +447,9 @@ def _template_argument_errors(
             fix = f"set {path}.chat_template=true, or remove {path}.{name}"
             got = "chat_template=false"
             yield requirement_error(f"{path}.{name}", value, "the chat template", got=got, fix=fix)
-        # Later turns are rendered without the arguments, and would not continue the prompt.
-        if name == "chat_template_kwargs" and config.rollout.environment is not None:
-            fix = f"remove {path}.{name}, or write the value into the chat template of model.path"
-            got = "rollout.environment"
-            yield requirement_error(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
 
     # The renderer passes values of these names itself; they would silently replace the user's arguments.
-    reserved_names = sorted(
-        {"messages", "tools", "documents", "add_generation_prompt"} & set(section.chat_template_kwargs)
-    )
+    reserved_names = [name for name in RESERVED_TEMPLATE_KWARGS if name in section.chat_template_kwargs]
     if reserved_names:
         yield UserError(
             "arguments of the chat template that the prompts themselves set",

@@ -277,7 +277,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
     seconds_by_key: dict[str, float] = {}
 
     # Longest wait for each function and server, in seconds.
-    if reward.function is not None:
+    if config.reward_functions:
         seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
         seconds_by_key["reward.code.timeout"] = reward.code.timeout

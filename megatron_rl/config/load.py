@@ -206,7 +206,9 @@ def describe_changes(saved_text: str, config: RunConfig) -> list[str]:
         if name.startswith("algorithm.") and saved_value is None:
             continue
         line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
-        if name.startswith(_PROMPT_ORDER):
+        # The reward and the profile of a source change neither its prompts nor their order.
+        is_of_responses = name.startswith("data.sources.") and name.endswith((".reward", ".profile"))
+        if name.startswith(_PROMPT_ORDER) and not is_of_responses:
             line += ": the order of the prompts changes"
         lines.append(line)
     return lines

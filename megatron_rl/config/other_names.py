@@ -55,7 +55,10 @@ _NO_COUNTERPART: Mapping[str, str] = {
         ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
-    "data.sources.NAME.chat_template_kwargs sets the template's arguments for one source of prompts": """
+    (
+        "data.sources.NAME.chat_template_kwargs sets the template's arguments for one source of prompts, and "
+        "a field chat_template_kwargs for one record"
+    ): """
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
     "data.sources.NAME.system_prompt sets it for one source of prompts": "system_prompt",
     "the tokenizer's own chat template is used": """

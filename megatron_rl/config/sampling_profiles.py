@@ -24,9 +24,9 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     """Register a sampling profile under a name, and return its settings.
 
     ``settings`` are those of a profile in `rollout.sampling_profiles`. Configurations that are loaded
-    afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles` and as the
-    task of a record. A profile of the same name in the configuration replaces it. Raises UserErrors for
-    settings that a profile does not have.
+    afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles`, as the
+    `profile` of a source in `data.sources`, and as the task of a record. A profile of the same name in the
+    configuration replaces it. Raises UserErrors for settings that a profile does not have.
 
     Example:
         >>> sampling_profile("careful", temperature=0.7, top_p=0.95)
@@ -58,12 +58,14 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
     `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
     for overrides of the command line. Registered profiles become profiles of the tasks with their names.
+    `data.sources.NAME.profile` remains the name of a profile in `rollout.sampling_profiles`.
     """
-    if _registered_profiles:
-        # Records may name a registered profile as their task even if there is no rollout section.
+    source_profiles = _source_profiles(tree)
+    if _registered_profiles or source_profiles:
+        # Records and sources may name a registered profile even if there is no rollout section.
         tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
-    names_by_key = _profile_name_leaves(rollout)
+    names_by_key = _profile_name_leaves(rollout) | source_profiles
     if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):
         return
 
@@ -86,6 +88,12 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         if key in names_by_key:
             assert isinstance(node, Leaf)
             profiles.children[name] = _find_profile(node, key, available_profiles, errors)
+
+    # Sources: several of them, and tasks, may share one profile.
+    available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    for key, leaf in source_profiles.items():
+        _find_profile(leaf, key, available, errors)
+        _, _, leaf.value = leaf.value.rpartition(":")
 
     if isinstance(run_profile, Leaf) and _KEY in names_by_key:
         profile = _find_profile(run_profile, _KEY, available_profiles, errors)
@@ -112,6 +120,22 @@ def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
     return {
         key: node for key, node in nodes.items() if isinstance(node, Leaf) and isinstance(node.value, str)
     }
+
+
+def _source_profiles(tree: Section) -> dict[str, Leaf]:
+    """Return the leaves of sources that name a profile, by their keys."""
+    data = tree.children.get("data")
+    sources = data.children.get("sources") if isinstance(data, Section) else None
+    if not isinstance(sources, Section):
+        return {}
+
+    leaves: dict[str, Leaf] = {}
+    for name, source in sources.children.items():
+        leaf = source.children.get("profile") if isinstance(source, Section) else None
+        # An empty text is an error of its own.
+        if isinstance(leaf, Leaf) and isinstance(leaf.value, str) and leaf.value:
+            leaves[f"data.sources.{name}.profile"] = leaf
+    return leaves
 
 
 def _add_registered_profiles(rollout: Section) -> Section:

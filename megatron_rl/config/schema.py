@@ -462,3 +462,13 @@ class RunConfig:
         "Commands that create directories which the run needs: directory -> command. A missing file in such "
         "a directory is a warning of `check` until the directory exists, and an error of `train`.",
     )
+
+    @property
+    def reward_functions(self) -> dict[str, str]:
+        """Return the functions that reward training samples by key: the run's, and those of sources."""
+        functions: dict[str, str] = {}
+        if self.reward.function is not None:
+            functions["reward.function"] = self.reward.function
+        for source, function in self.data.source_rewards.items():
+            functions[f"data.sources.{source}.reward"] = function
+        return functions

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, get_renderer
@@ -146,15 +147,33 @@ class TrainedConversation:
 class ConversationText:
     """Texts of conversations under a chat template.
 
-    ``end_texts`` are the texts of the tokens that end responses. Methods raise UserError if the template
-    raises an error for messages or omits their content.
+    ``end_texts`` are the texts of the tokens that end responses, and ``kwargs`` the template's arguments in
+    all renderings. Methods raise UserError if the template raises an error for messages or omits their
+    content.
     """
 
-    def __init__(self, renderer: TemplateRenderer, end_texts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        renderer: TemplateRenderer,
+        end_texts: Sequence[str] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._renderer = renderer
+        self._kwargs = kwargs
         self._has_steady_tails = False
+        # Arguments as JSON -> texts with these arguments, which cache what they rendered.
+        self._by_kwargs: dict[str, ConversationText] = {}
         # Longest first, since one end token may be a prefix of another.
         self.end_texts = sorted(end_texts, key=len, reverse=True)
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
+        """Return the texts of conversations with other arguments of the template."""
+        if kwargs == self._kwargs:
+            return self
+        key = template_kwargs_key(kwargs)
+        if key not in self._by_kwargs:
+            self._by_kwargs[key] = ConversationText(self._renderer, self.end_texts, kwargs)
+        return self._by_kwargs[key]
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages as text, followed by the opening of the assistant's turn."""
@@ -383,7 +402,8 @@ class ConversationText:
     def _render(self, *renderings: Rendering) -> list[str]:
         """Return the text of each rendering; raises UserError for messages that the template rejects."""
         cleaned_renderings = [
-            rendering._replace(messages=template_messages(rendering.messages)) for rendering in renderings
+            rendering._replace(messages=template_messages(rendering.messages), kwargs=self._kwargs)
+            for rendering in renderings
         ]
         texts = []
         for text in self._renderer.render_all(cleaned_renderings):
@@ -391,6 +411,11 @@ class ConversationText:
                 raise _template_error("it refuses the messages", [str(text)])
             texts.append(text)
         return texts
+
+
+def template_kwargs_key(kwargs: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal arguments of a template."""
+    return json.dumps(kwargs, sort_keys=True, default=str)
 
 
 def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
@@ -663,20 +688,22 @@ class PlainText:
 
 
 class ChatTemplate(PlainText):
-    """Chat format of the tokenizer's chat template.
+    """Chat format of the tokenizer's chat template, with the arguments ``kwargs`` of the template.
 
     The constructor raises UserError for a tokenizer without a template, and for a template whose tails depend
     on earlier messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         super().__init__(tokenizer)
         renderer = get_renderer(tokenizer)
         if renderer is None:
             raise _template_error(
                 "the tokenizer has no chat template", ["a tokenizer without a chat template"]
             )
-        self._conversation_text = ConversationText(renderer)
+        self._conversation_text = ConversationText(renderer, kwargs=kwargs)
         self._conversation_text.require_steady_tails()
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
@@ -709,15 +736,38 @@ class ChatFormats:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
-        self.prompts: ChatFormat = ChatTemplate(tokenizer) if templated else PlainText(tokenizer)
         self.tokenizer = tokenizer
+        self._templated = templated
+        self.text = PlainText(tokenizer)
+        """Format without a template, which also decodes responses."""
+        # Arguments of the template as JSON -> format with these arguments.
+        self._formats: dict[str, ChatTemplate] = {}
 
-    @cached_property
-    def environment_format(self) -> ChatFormat:
-        """Format of conversations that an environment opens: the chat template if there is one, else text.
+        # A template that cannot continue conversations is an error at the start of the run.
+        self.prompt_format({})
+
+    def prompt_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
+        """Return the format of conversations that begin with a prompt of the data.
+
+        ``kwargs`` are the template's arguments of the prompt. Raises UserError as `ChatTemplate` does.
+        """
+        if self._templated:
+            return self._template_format(kwargs)
+        return self.text
+
+    def environment_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
+        """Return the format of conversations that an environment opens: the chat template if there is one.
 
         The template is used even if the prompts of the data are text, since an environment supplies messages.
+        ``kwargs`` are the template's arguments of the record. Raises UserError as `ChatTemplate` does.
         """
         if getattr(self.tokenizer, "chat_template", None):
-            return ChatTemplate(self.tokenizer)
-        return PlainText(self.tokenizer)
+            return self._template_format(kwargs)
+        return self.text
+
+    def _template_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
+        """Return the format of the chat template with the given arguments, which is created once."""
+        key = template_kwargs_key(kwargs)
+        if key not in self._formats:
+            self._formats[key] = ChatTemplate(self.tokenizer, kwargs)
+        return self._formats[key]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.data import RESERVED_TEMPLATE_KWARGS, DataConfig
 from megatron_rl.config.sections.rewards import JudgeConfig
 from megatron_rl.data.messages import (
     require_fields,
@@ -103,20 +103,25 @@ REWARDED = Consumers("reward", "reward")
 """Consumers of a run with a reward that may read the ground truth and every further field."""
 
 
-def prompt_consumers(config: RunConfig, evaluation_set: str | None = None) -> Consumers:
-    """Find the settings whose code reads the records of ``data.train``, or of the named evaluation set.
+def prompt_consumers(
+    config: RunConfig, evaluation_set: str | None = None, source: str | None = None
+) -> Consumers:
+    """Find the settings whose code reads the records of ``data.train``, or of the named set or source.
 
     A ground truth is required if any code may read it. No code is imported to find out: a file that does not
     contain the text ``ground_truth`` counts as not reading it.
     """
-    readers = dict(_find_field_readers(config, evaluation_set))
+    readers = dict(_find_field_readers(config, evaluation_set, source))
     return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
 
 
-def _find_field_readers(config: RunConfig, evaluation_set: str | None) -> Iterator[tuple[str, str]]:
+def _find_field_readers(
+    config: RunConfig, evaluation_set: str | None, source: str | None
+) -> Iterator[tuple[str, str]]:
     """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
 
     ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
+    ``source`` is the name of the source that has them, or None.
     """
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
@@ -125,15 +130,21 @@ def _find_field_readers(config: RunConfig, evaluation_set: str | None) -> Iterat
 
     # An evaluation set without a separate reward uses the run's.
     if set_config is None or set_config.reward is None:
-        yield from _fields_read_by_rewards(config)
+        yield from _fields_read_by_rewards(config, source)
     if config.rollout.environment is not None:
         yield from _fields_read_by_code(config.rollout.environment.name, "rollout.environment.name")
 
 
-def _fields_read_by_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield which fields of a record each reward of the run reads: pairs (field, setting)."""
+def _fields_read_by_rewards(config: RunConfig, source: str | None) -> Iterator[tuple[str, str]]:
+    """Yield which fields of a record each reward of the run reads: pairs (field, setting).
+
+    ``source`` is the name of the source that has the record, or None.
+    """
     reward = config.reward
-    if reward.function is not None:
+    source_function = config.data.source_rewards.get(source or "")
+    if source_function is not None:
+        yield from _fields_read_by_code(source_function, f"data.sources.{source}.reward")
+    elif reward.function is not None:
         yield from _fields_read_by_code(reward.function, "reward.function")
     if reward.code is not None:
         yield _GROUND_TRUTH, "reward.code"
@@ -204,6 +215,13 @@ class RecordReader:
     """Key of messages that the template does not contain -> location of the first record with it."""
     _null_arguments: dict[str, str] = field(default_factory=dict[str, str], init=False)
     """Argument of a call that is null -> location of the first record with it."""
+    _unused_kwargs: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    """Argument of the template that the template does not contain -> location where it is first set."""
+
+    def __post_init__(self) -> None:
+        self._note_unused_kwargs(
+            self.data.prompt_template.kwargs, self.data.setting_of("chat_template_kwargs")
+        )
 
     def read(self, original: Record) -> Record:
         """Convert a record to the normal form; raises UserError for a record that cannot be converted."""
@@ -219,6 +237,9 @@ class RecordReader:
                 values[name] = self._read_text_or_messages(values[name], name, record)
         if data.tools_field is not None and values.get(data.tools_field) is not None:
             values[data.tools_field] = self._read_tools(values[data.tools_field], record)
+        kwargs_field = data.chat_template_kwargs_field
+        if kwargs_field is not None and values.get(kwargs_field) is not None:
+            values[kwargs_field] = self._read_template_kwargs(values[kwargs_field], record)
         record = replace(record, values=values)
 
         # Split before the rules: splitting may create the field of a response from the prompt's messages.
@@ -242,6 +263,7 @@ class RecordReader:
         """Yield the warnings about the records that were read so far."""
         if self._unread_fields:
             yield self._unread_fields_warning()
+
         if self._unread_keys:
             yield self._names_warning(
                 "keys of messages that nothing reads",
@@ -249,12 +271,26 @@ class RecordReader:
                 expected="role and content, and keys that the chat template names",
                 fix="remove the keys if they are not needed, or give the model a chat template that has them",
             )
+
         if self._null_arguments:
             yield self._names_warning(
                 "arguments of calls that are null, which the model reads and learns",
                 self._null_arguments,
                 expected="arguments that the call has",
                 fix="leave them out, if a table was exported to JSON and filled them in",
+            )
+
+        if self._unused_kwargs:
+            template_names = re.findall(r"\b[a-z_]\w+\b", self.template or "")
+            suggestions = [nearest(name, template_names) for name in self._unused_kwargs]
+            fix = "correct their names, or remove them"
+            if any(suggestions):
+                fix = f"did you mean {', '.join(filter(None, suggestions))}? Otherwise remove them"
+            yield self._names_warning(
+                "arguments of the chat template that it does not use",
+                self._unused_kwargs,
+                expected="arguments that the template of model.path names",
+                fix=fix,
             )
 
     def remark_lines(self) -> tuple[str, ...]:
@@ -283,7 +319,7 @@ class RecordReader:
     def _require_fields(self, record: Record) -> None:
         """Raise UserError for a record without prompt, response, or a ground truth that some code reads."""
         data = self.data
-        other_fields = [data.tools_field, data.task_field]
+        other_fields = [data.tools_field, data.task_field, data.chat_template_kwargs_field]
         if not self.responses:
             other_fields.append(data.ground_truth_field)
         require_last_answer(record, data.prompt_field, self.responses, self.setting)
@@ -498,7 +534,50 @@ class RecordReader:
             cleaned_schemas.append(remove_schema_nulls(schema, from_arrow=from_arrow))
         return cleaned_schemas or None
 
+    def _read_template_kwargs(self, value: Any, record: Record) -> dict[str, Any] | None:
+        """Return the chat template's arguments of a record, or None without arguments.
+
+        A table has null for an argument that only other rows have. Raises UserError for a value other than
+        a mapping or JSON text of one, and for an argument that the renderer passes itself.
+        """
+        if isinstance(value, str) and value.strip() in ("", "null"):
+            return None
+
+        kwargs = _parse_json(value)
+        key = self.data.setting_of("chat_template_kwargs_field")
+        if not isinstance(kwargs, Mapping):
+            raise UserError(
+                "the chat template's arguments of a record are not a mapping",
+                where=f"{record.where} ({self.setting})",
+                expected="names and values, such as {enable_thinking: false}, or JSON text of them",
+                got=_excerpt(value),
+                fix=f"correct `{self.data.chat_template_kwargs_field}` of the record, or set {key}",
+            )
+        reserved_names = [name for name in RESERVED_TEMPLATE_KWARGS if name in kwargs]
+        if reserved_names:
+            raise UserError(
+                "arguments of the chat template that the prompt itself sets",
+                where=f"{record.where} ({self.setting})",
+                expected="arguments of the template's own, such as enable_thinking",
+                got=", ".join(reserved_names),
+                fix=f"remove {reserved_names[0]} from `{self.data.chat_template_kwargs_field}` of the record",
+            )
+
+        # Nulls in JSON text were written by its author; nulls in a table come from Arrow.
+        if record.from_table and not isinstance(value, str):
+            kwargs = remove_nulls(kwargs)
+        self._note_unused_kwargs(kwargs, record.where)
+        return dict(kwargs) or None
+
     # Fields and keys that nothing reads
+
+    def _note_unused_kwargs(self, kwargs: Mapping[str, Any], location: str) -> None:
+        """Record the arguments that the chat template does not contain, for a warning about the data set."""
+        if self.template is None:
+            return
+        for name in kwargs:
+            if not re.search(rf"\b{re.escape(name)}\b", self.template):
+                self._unused_kwargs.setdefault(name, location)
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
         """Record the names of a record's fields that nothing reads, for a warning about the data set."""
@@ -527,6 +606,8 @@ class RecordReader:
             hints.append(f"set {self.data.setting_of('tools_field')}=tools")
         if "system" in names:
             hints.append("put `system` in front of the messages, as one of the role system")
+        if "enable_thinking" in names:
+            hints.append("put `enable_thinking` into a mapping in the field `chat_template_kwargs`")
         if not names.isdisjoint(_MEDIA_FIELDS):
             hints.append("leave out records with images or sounds: prompts are only text")
         if not self.responses and self.consumers.metadata is None:
@@ -534,7 +615,7 @@ class RecordReader:
 
         # List the names of the fields that are read, so that the user can spot a typo.
         data = self.data
-        read_names = [data.prompt_field, *self.responses, data.tools_field]
+        read_names = [data.prompt_field, *self.responses, data.tools_field, data.chat_template_kwargs_field]
         if not self.responses:
             read_names += [data.ground_truth_field, data.task_field]
         return self._names_warning(

@@ -175,6 +175,17 @@ def get_tools(record: Record, data: DataConfig) -> list[Any] | None:
     return record.values.get(data.tools_field)
 
 
+def get_template_kwargs(record: Record, data: DataConfig) -> dict[str, Any]:
+    """Return the chat template's arguments of a record: the data set's, replaced by the record's own.
+
+    `RecordReader` has read the record.
+    """
+    kwargs = dict(data.prompt_template.kwargs)
+    if data.chat_template_kwargs_field is not None:
+        kwargs.update(record.values.get(data.chat_template_kwargs_field) or {})
+    return kwargs
+
+
 def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
     """Return the messages of a record's prompt, which goes through the chat template."""
     prompt = record.values[data.prompt_field]
@@ -242,6 +253,15 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             expected=f"a list of messages, or {template}=true",
             got=f"text, and tools in {data.tools_field!r}",
             fix=f"set {template}=true, or remove {data.setting_of('tools_field')}",
+        )
+    kwargs = get_template_kwargs(record, data)
+    if kwargs and not uses_chat_template(record, data):
+        raise UserError(
+            "a record has arguments of the chat template, and its prompt does not go through it",
+            where=location,
+            expected=f"a list of messages, or {template}=true",
+            got=f"text, and {', '.join(kwargs)} in {data.chat_template_kwargs_field!r}",
+            fix=f"set {template}=true, or data.chat_template_kwargs_field=null to leave the field unread",
         )
 
 
@@ -497,7 +517,11 @@ def unclosed_thoughts_warning(
 
     Returns None if all responses to prompts of the chat template have the tag.
     """
-    candidates = [record for record in records if uses_chat_template(record, data)]
+    # Arguments such as enable_thinking: false may close the thoughts in the prompt.
+    candidates: list[Record] = []
+    for record in records:
+        if uses_chat_template(record, data) and not get_template_kwargs(record, data):
+            candidates.append(record)
     unclosed_locations: list[str] = []
     for record in candidates:
         if not all(_closes_thoughts(record.values[field], closing_tag) for field in response_fields):

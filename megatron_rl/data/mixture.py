@@ -7,12 +7,10 @@ So the order is a function of the weights, and its state is one count per source
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.messages import mixed_templates_error
@@ -151,11 +149,6 @@ class MixedPrompts:
                 fractions[f"/{name}"] = shares
         return fractions
 
-    def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
-        """Return the name of the source that each prompt came from, by the prompts' ids."""
-        names = list(self.sources)
-        return [names[bisect_right(self._id_ends, prompt_id)] for prompt_id in prompt_ids.tolist()]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the sources' states, the weights, and the number of prompts per source at these weights."""
         return {
@@ -214,10 +207,3 @@ def load_training_prompts(
     weights = {name: source.weight for name, source in config.data.sources.items()}
     schedule = {int(steps): step_weights for steps, step_weights in config.data.weights.items()}
     return MixedPrompts(sources, weights, schedule), data_sets
-
-
-def source_names(prompts: TrainingPrompts, prompt_ids: Sequence[int] | torch.Tensor) -> Sequence[str]:
-    """Return the name of each prompt's source, or an empty sequence for prompts of `data.train`."""
-    if isinstance(prompts, PromptSource):
-        return ()
-    return prompts.sources_of(torch.as_tensor(prompt_ids))

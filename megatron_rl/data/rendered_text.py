@@ -11,7 +11,13 @@ from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText, cut_at_end, template_messages
-from megatron_rl.data.messages import get_tools, message_texts, prompt_messages, uses_chat_template
+from megatron_rl.data.messages import (
+    get_template_kwargs,
+    get_tools,
+    message_texts,
+    prompt_messages,
+    uses_chat_template,
+)
 from megatron_rl.data.records import Record
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer
 from megatron_rl.errors import UserError
@@ -51,7 +57,7 @@ def render_prompts(
         Rendering(
             template_messages(prompt_messages(records[row], data)),
             get_tools(records[row], data),
-            kwargs=data.prompt_template.kwargs,
+            kwargs=get_template_kwargs(records[row], data),
         )
         for row in rows
     ]
@@ -96,6 +102,7 @@ def response_pieces(
         text = str(response)
         return [cut_at_end(text, end_texts) or text]
 
+    chat = chat.with_kwargs(get_template_kwargs(record, data))
     try:
         if isinstance(response, str):
             return [chat.format_response(response)]
@@ -233,6 +240,7 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
     conversations = [response for response in responses if not isinstance(response, str)]
     tools = get_tools(record, data)
     prompt = prompt_messages(record, data)
+    chat = chat.with_kwargs(get_template_kwargs(record, data))
     try:
         return not all(chat.split_turns(prompt, messages, tools).as_written for messages in conversations)
     except UserError:

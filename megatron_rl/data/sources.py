@@ -28,6 +28,7 @@ from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
     closing_thought_tag,
+    get_template_kwargs,
     is_trained_turn,
     is_uninformative,
     unclosed_thoughts_warning,
@@ -207,8 +208,11 @@ class PromptSource:
 
     ``encoded`` is the result of `encode_prompts`. Prompts over ``data.max_prompt_tokens`` are dropped and
     counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
-    (``data.task_field``, else ``default_task``) selects its sampling profile. All fields other than
-    prompt and ground truth become metadata. ``prompt_ids`` are indices of records.
+    (``data.task_field``, else ``source``) selects its sampling profile. All fields other than prompt and
+    ground truth become metadata. ``prompt_ids`` are indices of records.
+
+    ``source`` is the name of the source in `data.sources`, or None. ``profile`` is the sampling profile of
+    records without a task of their own that has one; None for the profile of their task.
     """
 
     def __init__(
@@ -221,9 +225,12 @@ class PromptSource:
         seed: int,
         model_path: str | None = None,
         setting: str = "data.train",
-        default_task: str = DEFAULT_TASK,
+        source: str | None = None,
+        profile: str | None = None,
     ) -> None:
-        self._default_task = default_task
+        self._source = source
+        self._profile = profile
+        self._has_template_kwargs = bool(data.prompt_template.kwargs)
         self._encoded = encoded
         self._records = encoded.records
         self._texts = encoded.texts
@@ -317,9 +324,9 @@ class PromptSource:
             return batch
 
         sampling = []
-        for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
-            temperature = self._rollout.task_setting(task, "temperature")
-            top_p = self._rollout.task_setting(task, "top_p")
+        for profile, parameters in zip(batch.profiles or batch.tasks, batch.sampling, strict=True):
+            temperature = self._rollout.task_setting(profile, "temperature")
+            top_p = self._rollout.task_setting(profile, "top_p")
             sampling.append(apply_schedules(parameters, temperature, top_p, self._step))
         return replace(batch, sampling=tuple(sampling))
 
@@ -416,28 +423,54 @@ class PromptSource:
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
 
-        # A record without a task gets the default task.
+        # A record without a task has its source as its task.
         data = self._data
-        tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
+        tasks: list[str] = []
+        profiles: list[str] = []
+        for record in records:
+            task = record.values.get(data.task_field)
+            tasks.append(str(task or self._source or DEFAULT_TASK))
+            # A profile of the record's own task is more specific than that of its source.
+            has_own_profile = bool(task) and str(task) in self._rollout.sampling_profiles
+            if self._profile is None or has_own_profile:
+                profiles.append(tasks[-1])
+            else:
+                profiles.append(self._profile)
+
         sampling: list[SamplingParameters] = []
-        for task, row in zip(tasks, tokens, strict=True):
-            sampling.append(self._sampling_parameters(task, len(row)))
+        for profile, row in zip(profiles, tokens, strict=True):
+            sampling.append(self._sampling_parameters(profile, len(row)))
+        sources = None
+        if self._source is not None:
+            sources = (self._source,) * len(ids)
+
+        # Most data sets have no arguments of the template.
+        template_kwargs = None
+        kwargs_field = data.chat_template_kwargs_field
+        has_own_kwargs = kwargs_field is not None and any(
+            record.values.get(kwargs_field) for record in records
+        )
+        if self._has_template_kwargs or has_own_kwargs:
+            template_kwargs = tuple(get_template_kwargs(record, data) for record in records)
 
         return PromptBatch(
             tokens=concatenate_rows(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
             prompt_ids=torch.tensor(ids, dtype=torch.long),
-            tasks=tasks,
+            tasks=tuple(tasks),
             prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
             sampling=tuple(sampling),
+            profiles=tuple(profiles),
+            sources=sources,
+            template_kwargs=template_kwargs,
         )
 
-    def _sampling_parameters(self, task: str, prompt_tokens: int) -> SamplingParameters:
+    def _sampling_parameters(self, profile: str, prompt_tokens: int) -> SamplingParameters:
         """Return the sampling parameters of a prompt, with the length limit of its responses."""
-        sampling = self._sampling_by_task.get(task, self._default_sampling)
-        limit = self._rollout.limit_of(task, prompt_tokens)
+        sampling = self._sampling_by_task.get(profile, self._default_sampling)
+        limit = self._rollout.limit_of(profile, prompt_tokens)
         # Most prompts have the largest limit, so they share one object.
         if limit == sampling.max_response_tokens:
             return sampling
@@ -478,17 +511,20 @@ def load_prompts(
     """
     data = config.data
     evaluation_set = None
-    default_task = DEFAULT_TASK
+    source = None
+    profile = None
     section = setting.rpartition(".")[0]
     if section.startswith("data.sources."):
-        default_task = section.removeprefix("data.sources.")
-        data = fields_of(data, config.data.sources[default_task], section)
+        source = section.removeprefix("data.sources.")
+        source_config = config.data.sources[source]
+        profile = source_config.profile
+        data = fields_of(data, source_config, section)
     elif section != "data":
         evaluation_set = section.removeprefix("evaluation.sets.")
         data = fields_of(data, config.evaluation.sets[evaluation_set], section)
 
     # Every setting that changes the encoded records must be in `inputs`: they identify the file of tokens.
-    consumers = prompt_consumers(config, evaluation_set)
+    consumers = prompt_consumers(config, evaluation_set, source)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
     inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
     if data.prompt_template != PromptTemplate():
@@ -501,7 +537,8 @@ def load_prompts(
         seed=config.seed,
         model_path=config.model.path,
         setting=setting,
-        default_task=default_task,
+        source=source,
+        profile=profile,
     )
 
 

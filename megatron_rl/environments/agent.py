@@ -138,6 +138,11 @@ def _require_supported(request: Mapping[str, Any]) -> None:
                 400, "unsupported", f"{name} is not supported: a request gets one complete response"
             )
 
+    # The arguments of the record hold for all turns: others would not continue its prompt.
+    if request.get("chat_template_kwargs"):
+        message = "chat_template_kwargs is not supported: those of the episode's record apply"
+        raise Refused(400, "unsupported", message)
+
     model = request.get("model", MODEL)
     if model != MODEL:
         raise Refused(404, "model_not_found", f"the only model is {MODEL!r}, got {model!r:.80}")

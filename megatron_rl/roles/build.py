@@ -175,6 +175,7 @@ def build_roles(
     reward = RewardRole(
         config.reward,
         tokenizer,
+        source_functions=config.data.source_rewards,
         filters=config.rollout.filters,
         learns_from_rewards=algorithm.needs_rewards,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.data.chat_format import VisibleText
 from megatron_rl.distributed.exchange import ReplicaGroup, RowShard
 from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.by_source import SOURCE, SourceRewards
 from megatron_rl.rewards.filters import FILTERED, FILTERS, NOTHING_FILTERED, FilteredRows, ResponseFilters
 from megatron_rl.rewards.function import (
     Failure,
@@ -60,10 +62,14 @@ EarlyRewards = Mapping[str, Mapping[int, Answer]]
 reward or the reason of a failure."""
 
 
+FunctionScorer = FunctionReward | SourceRewards
+"""Scorer that runs in this rank's worker processes."""
+
+
 class Scorer(Protocol):
     """Source of rewards outside the training process: a function's worker processes, or a server.
 
-    ``takes``: optional fields of `Sample` that the scorer reads, such as `TURNS`.
+    ``takes``: optional fields of `Sample` that the scorer reads, such as `TURNS` or `SOURCE`.
     ``missing``: descriptions of the limits of the scorer's processes that this machine cannot enforce.
     """
 
@@ -128,6 +134,8 @@ class RewardRole:
 
     ``key``: configuration key of the function, if that is not `reward.function`, such as an evaluator's. Such
         a function also rewards rows that an environment has already rewarded.
+    ``source_functions``: source in `data.sources` -> function that rewards its rows in place of
+        `reward.function`.
     ``filters``: filters of training samples, see `run_filters`; None for no filters.
     ``learns_from_rewards``: whether the algorithm needs rewards. If it does and there is no scorer, rows
         without a reward from an environment are invalid.
@@ -138,6 +146,7 @@ class RewardRole:
         config: RewardConfig,
         tokenizer: Any,
         key: str = "",
+        source_functions: Mapping[str, str] = MappingProxyType({}),
         filters: FiltersConfig | None = None,
         learns_from_rewards: bool = True,
     ) -> None:
@@ -153,11 +162,12 @@ class RewardRole:
         try:
             if filters is not None and filters.names:
                 self._filters = ResponseFilters(filters, config)
+            if source_functions:
+                # All functions of sources together are one scorer: each row has one of them.
+                self._scorers[FUNCTION] = (config.weight, SourceRewards(config, source_functions))
             for name, weight in config.scorer_weights.items():
-                self._scorers[name] = (
-                    weight,
-                    _make_scorer(name, config, key),
-                )
+                if name not in self._scorers:
+                    self._scorers[name] = (weight, _make_scorer(name, config, key))
         except BaseException:
             # Scorers that were created before the error have started processes.
             self.close()
@@ -186,11 +196,11 @@ class RewardRole:
         return bool(self._functions)
 
     @property
-    def _functions(self) -> dict[str, FunctionReward]:
+    def _functions(self) -> dict[str, FunctionScorer]:
         """Return the scorers that run in this rank's worker processes, by name; servers are excluded."""
-        functions: dict[str, FunctionReward] = {}
+        functions: dict[str, FunctionScorer] = {}
         for name, (_, scorer) in self._scorers.items():
-            if isinstance(scorer, FunctionReward):
+            if isinstance(scorer, FunctionScorer):
                 functions[name] = scorer
         return functions
 
@@ -391,6 +401,9 @@ class RewardRole:
             fields[TOKENS] = collect_token_fields(selected)
         if GROUP in optional_fields:
             fields[GROUP] = selected.group.tolist()
+        if SOURCE in optional_fields:
+            sources = prompts.sources or (None,) * len(prompts)
+            fields[SOURCE] = [sources[row] for row in rows]
 
         # Transpose: from a list per field to a mapping per sample.
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
@@ -565,7 +578,7 @@ def _filter_rows(
 
 def _score_rows(
     name: str,
-    scorer: FunctionReward,
+    scorer: FunctionScorer,
     samples: Mapping[int, Sample],
     verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:

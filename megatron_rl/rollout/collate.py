@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import abc
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy
@@ -29,11 +30,16 @@ def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     if not len(prompts):
         return []
 
+    # Each row of a tuple field is a tuple of one item; optional fields that are None stay None.
+    tuple_rows: list[Iterable[Any]] = []
+    for name in PromptBatch.TUPLE_FIELDS:
+        values = getattr(prompts, name)
+        tuple_rows.append([None] * len(prompts) if values is None else zip(values, strict=True))
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
         prompts.prompt_ids.split(1),
-        *(zip(getattr(prompts, name), strict=True) for name in PromptBatch.TUPLE_FIELDS),
+        *tuple_rows,
         strict=True,
     )
 

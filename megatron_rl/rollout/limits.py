@@ -58,7 +58,8 @@ class AutoLimits:
         """Return a waiting group with its limit of response tokens, if the limit of its task is `AUTO`."""
         prompt = group.prompt
         (task,) = prompt.tasks
-        if self._rollout.limit_setting(task) != AUTO:
+        (profile,) = prompt.profiles or prompt.tasks
+        if self._rollout.limit_setting(profile) != AUTO:
             return group
 
         (sampling,) = prompt.sampling
@@ -70,6 +71,7 @@ class AutoLimits:
         """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
+        profiles = prompts.profiles or prompts.tasks
         rows = zip(
             rollouts.group.tolist(),
             rollouts.finish_reason.tolist(),
@@ -79,7 +81,7 @@ class AutoLimits:
 
         for group, finish_reason, length in rows:
             task = prompts.tasks[group]
-            if finish_reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
+            if finish_reason == FINISH_FAILED or self._rollout.limit_setting(profiles[group]) != AUTO:
                 continue
 
             # Retain only the latest lengths: the policy's lengths change during a run.
@@ -129,13 +131,19 @@ def compute_length_metrics(
         task = prompts.tasks[group]
         responses[task].append((finish_reason == FINISH_LENGTH, limit))
 
+    # Tasks of which some prompts have no fixed limit.
+    varying_tasks: set[str] = set()
+    for task, profile in zip(prompts.tasks, prompts.profiles or prompts.tasks, strict=True):
+        if not isinstance(rollout.limit_setting(profile), int):
+            varying_tasks.add(task)
+
     metrics = Metrics()
     for task in tasks:
         count = len(responses[task])
         num_truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
         metrics += Metrics.mean(f"response/truncated_fraction/{task}", num_truncated, count)
 
-        if not isinstance(rollout.limit_setting(task), int):
+        if task in varying_tasks:
             sum_of_limits = float(sum(limit for _, limit in responses[task]))
             metrics += Metrics.mean(f"response/limit/{task}", sum_of_limits, count)
     return metrics

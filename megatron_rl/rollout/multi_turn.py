@@ -86,6 +86,9 @@ class _Conversation:
     turn_tokens_left: int | None = None
     """Maximum number of tokens that this turn may still sample, or None for no limit."""
 
+    template_kwargs: abc.Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments with which the chat template renders the conversation."""
+
     tools: list[dict[str, Any]] | None = None
     """Tools that the environment offers, in OpenAI's format; None without tools."""
 
@@ -208,6 +211,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         # Create a conversation for each new sequence, even if it has failed for lack of room.
         for number in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[number]
+            template_kwargs = self.queue.round.groups[admitted.group].prompt.template_kwargs or ({},)
             conversation = _Conversation(
                 admitted.sequence,
                 number,
@@ -215,6 +219,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 self.engine.max_model_len,
                 self._stops,
                 round_tokens_left=self._token_round,
+                template_kwargs=template_kwargs[0] or {},
             )
             self._conversations.append(conversation)
             self._by_episode[conversation.episode] = conversation
@@ -298,7 +303,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.ends_with_stop(end)
         context_tokens = len(sequence.prompt) + start
-        text = self._chat.prompts.decode(turn)
+        text = self._chat.text.decode(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse_tool_calls is not None and conversation.tools:
@@ -306,7 +311,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
-            full_text = self._chat.prompts.decode(parsed_tokens, with_special_tokens=True)
+            full_text = self._chat.text.decode(parsed_tokens, with_special_tokens=True)
             content, parsed_calls = self._parse_tool_calls(full_text, conversation.tools)
             if parsed_calls:
                 # Deterministic ids, not random ones: a replay must send the same turn.
@@ -382,7 +387,15 @@ class MultiTurnScheduler(ReplicaScheduler):
         stop_token = None
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
-        chat = self._chat.environment_format if conversation.has_own_prompt else self._chat.prompts
+        get_format = self._chat.prompt_format
+        if conversation.has_own_prompt:
+            get_format = self._chat.environment_format
+        try:
+            chat = get_format(conversation.template_kwargs)
+        except UserError as error:
+            # The arguments are those of a record: other records may have valid ones.
+            self._fail_episode(conversation, PROMPT, str(error))
+            return False
         observed_tokens = chat.encode_between_turns(stop_token, event.messages)
         if not observed_tokens:
             self._fail_episode(conversation, WRONG_TYPE, "the observation has no tokens")
@@ -414,7 +427,8 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Replace the prompt by the environment's opening messages; return False if the episode fails."""
         sequence = conversation.sequence
         try:
-            tokens = self._chat.environment_format.encode_prompt(*opening)
+            chat = self._chat.environment_format(conversation.template_kwargs)
+            tokens = chat.encode_prompt(*opening)
         except UserError as error:
             self._fail_episode(conversation, PROMPT, str(error))
             return False

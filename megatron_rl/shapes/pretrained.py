@@ -252,6 +252,12 @@ def read_index(folder: Path) -> dict[str, str]:
         raise unreadable_file_error(noun, file, error, expected=expected, fix=fix) from error
 
 
+def index_has_metadata(folder: Path) -> bool:
+    """Return whether the index of a checkpoint's folder has metadata; true for a folder without an index."""
+    file = folder / INDEX
+    return not file.is_file() or isinstance(read_json_object(file).get("metadata"), dict)
+
+
 def separate_head_error(
     path: Path,
     shapes: Mapping[str, Sequence[int]],

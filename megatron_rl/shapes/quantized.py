@@ -264,13 +264,20 @@ def has_one_element(shape: Shape | None) -> bool:
     return shape is not None and all(size == 1 for size in shape)
 
 
-def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) -> Quantization:
-    """Return the quantisation of ``quant_method: modelopt``, or of `MODELOPT_FILE` beside ``file``."""
+def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) -> Quantization | None:
+    """Return the quantisation of ``quant_method: modelopt``, or of `MODELOPT_FILE` beside ``file``.
+
+    Returns None for ``quant_algo: null``, with which ModelOpt exports a model that is not quantised.
+    """
     # The file nests the values that config.json has at the top.
     nested = settings.get("quantization")
     if isinstance(nested, Mapping):
         path = f"{Path(file).with_name(MODELOPT_FILE)}: quantization"
         settings = nested
+
+    has_cache_scales = bool(settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"))
+    if "quant_algo" in settings and settings["quant_algo"] is None and not has_cache_scales:
+        return None
 
     algorithm = str(settings.get("quant_algo")).upper()
     if algorithm not in _MODELOPT_ALGORITHMS:

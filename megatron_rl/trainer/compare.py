@@ -123,7 +123,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
     rows = _settings_rows(groups, keys)
     # A key without a value of its own is a mapping. A removed section, such as `sft: null`, has one: the keys
     # that another run's section derives below it are not set by that.
-    explicit_mappings = {key for run in runs for key in run.explicit if key not in run.settings}
+    explicit_mappings = {key for run in runs for key in run.explicit_keys if key not in run.settings}
     settings = [row for row in rows if _is_explicit(row[0], explicit_keys, explicit_mappings)]
     derived = [row for row in rows if row not in settings]
     return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)

@@ -528,6 +528,7 @@ def contained_functions(config: RunConfig) -> Iterator[str]:
     reward = config.reward
     if reward.function is not None:
         yield reward.function
+    yield from config.data.source_rewards.values()
     if reward.judge is not None:
         yield reward.judge.parser
         if is_function_path(reward.judge.template):

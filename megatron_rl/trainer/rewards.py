@@ -8,7 +8,7 @@ rows or none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +23,7 @@ from megatron_rl.algorithms.rewards import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.data.mixture import TrainingPrompts, source_names
+from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
@@ -298,7 +298,7 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
     if batch is None or isinstance(prompts, PromptSource):
         return metrics
 
-    names = source_names(prompts, batch.prompts.prompt_ids)
+    names = batch.prompts.sources or (None,) * len(batch.prompts)
     for name, source in prompts.sources.items():
         is_of_source = torch.tensor([row_name == name for row_name in names], dtype=torch.bool)
         groups = batch.rollouts.group[is_of_source].unique()
@@ -488,16 +488,22 @@ def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
     return list(first_failures.values())[:MAX_SHOWN_FAILURES]
 
 
-def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
+def unused_scorers_warning(
+    reward: RewardConfig,
+    outcomes: Sequence[Outcome | None] | None,
+    source_rewards: Collection[str] = (),
+) -> str | None:
     """Return a warning if environments rewarded every row, so that configured scorers were not called.
 
-    Otherwise returns None.
+    ``source_rewards`` are the sources with their own reward function. Otherwise returns None.
     """
     is_rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
-    if not is_rewarded or not all(is_rewarded) or not reward.scorer_weights:
+    keys = [f"reward.{name}" for name in reward.scorer_weights]
+    keys += [f"data.sources.{name}.reward" for name in source_rewards]
+    if not is_rewarded or not all(is_rewarded) or not keys:
         return None
 
-    names = ", ".join(f"reward.{name}" for name in reward.scorer_weights)
+    names = ", ".join(keys)
     return f"warning: the environment rewards every episode of this step, so {names} is never called"
 
 

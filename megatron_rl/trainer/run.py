@@ -174,7 +174,7 @@ class Training:
 
         # Sources of a step's batches, and components that process its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
-        self.samples = SampleWriter(job, self.roles, self.prompts, self.callbacks)
+        self.samples = SampleWriter(job, self.roles, self.callbacks)
         self.failures = FailureWatch(config.reward)
         self.health = HealthMonitor(health_rules(config), job.say)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next_batch)

@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_rl.callbacks import Callbacks
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge_metrics
@@ -37,13 +36,11 @@ class SampleWriter:
         self,
         job: Job,
         roles: Roles,
-        prompts: TrainingPrompts,
         callbacks: Callbacks,
     ) -> None:
         self.job = job
         self._callbacks = callbacks
         self.roles = roles
-        self.prompts = prompts
         self._warned_of_unused_scorers = False
 
     def store_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
@@ -88,7 +85,8 @@ class SampleWriter:
         self._print_failures(step, reasons, examples)
 
         # Warn once per run: later steps would repeat the warning.
-        warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
+        config = self.job.config
+        warning = unused_scorers_warning(config.reward, batch.rollouts.outcomes, config.data.source_rewards)
         if warning and not self._warned_of_unused_scorers:
             self.job.say(f"step {step}: {warning}")
             self._warned_of_unused_scorers = True
@@ -96,9 +94,8 @@ class SampleWriter:
         # Store a table with one row per response.
         columns = self._common_columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
-        names = source_names(self.prompts, batch.prompts.prompt_ids)
-        if names:
-            columns["source"] = list(names)
+        if batch.prompts.sources is not None:
+            columns["source"] = list(batch.prompts.sources)
         columns["reward"] = batch.scores.rewards.tolist()
         for name, values in batch.scores.components.items():
             columns[f"component/{name}"] = values.tolist()

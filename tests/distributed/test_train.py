@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import socket
 from pathlib import Path
 
@@ -155,17 +157,61 @@ def test_a_resumed_run_skips_the_same_prompts_with_equal_rewards(fork, material,
     assert sum(drawn[-2:]) < sum(drawn[:2]), drawn
 
 
+SOURCE_REWARDS = """
+def ranked(group, metadata):
+    # One call for all responses to a prompt: the shortest has the largest reward.
+    return [{"reward": 1 / (1 + len(text)), "level": len(metadata)} for text in group]
+
+def digits(response):
+    if response.startswith("1"):
+        raise ValueError("no ones")
+    return sum(text.isdigit() for text in response)
+"""
+
+
+def _sources(folder: Path, material: Path) -> tuple[dict, Path]:
+    """Return two sources with everything that a source may have of its own, and a model with a template."""
+    # Three prompts make a window of the shares and a step takes eight: a run stops inside a window.
+    lines = [json.loads(line) for line in (material / "train.jsonl").read_text().splitlines()]
+    kwargs = [{"thinks": False}, None, {}, {"thinks": True}, {"thinks": False}]
+    few = [line | {"chat_template_kwargs": value} for line, value in zip(lines[:5], kwargs, strict=True)]
+    few[1] |= {"task": "sums", "prompt": "7+8="}
+    (folder / "few.jsonl").write_text("\n".join(map(json.dumps, few)))
+    (folder / "rewards.py").write_text(SOURCE_REWARDS)
+
+    shutil.copytree(material / "model", folder / "model")
+    (folder / "model/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '*' if thinks is defined and not thinks else '=' }}{% endif %}"
+    )
+    rewards = f"{folder}/rewards.py"
+    many = {"path": str(material / "train.jsonl"), "weight": 2, "chat_template_kwargs": {"thinks": False}}
+    few = {"path": str(folder / "few.jsonl"), "chat_template": True, "profile": "brief"}
+    return {
+        "many": many | {"reward": f"{rewards}:digits"},
+        "few": few | {"reward": f"{rewards}:ranked"},
+    }, folder / "model"
+
+
 def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material, tmp_path):
-    # Three prompts make a window of the shares and a step takes eight: the run stops inside a window.
-    lines = (material / "train.jsonl").read_text().splitlines()
-    (tmp_path / "few.jsonl").write_text("\n".join(lines[:5]))
-    sources = {
-        "many": {"path": str(material / "train.jsonl"), "weight": 2},
-        "few": {"path": str(tmp_path / "few.jsonl")},
+    sources, model = _sources(tmp_path, material)
+    changes = {
+        "model": {"path": str(model)},
+        "data": {
+            "train": None,
+            "max_prompt_tokens": 16,
+            "sources": sources,
+            "weights": {3: {"many": 1, "few": 1}},
+        },
+        "reward": {"function": None},
+        "rollout": {
+            "sampling_profiles": {"brief": {"max_response_tokens": 2}, "sums": {"max_response_tokens": 1}}
+        },
+        "sft": None,
+        "evaluation": None,
     }
-    data = {"train": None, "sources": sources, "weights": {3: {"many": 1, "few": 1}}}
-    whole = _config(tmp_path / "whole", material, data=data, sft=None, evaluation=None)
-    parted = _config(tmp_path / "parted", material, data=data, sft=None, evaluation=None)
+    whole = _config(tmp_path / "whole", material, **changes)
+    parted = _config(tmp_path / "parted", material, **changes)
     fork("megatron_rl", 2, "train", whole, "checkpoint.export=false", module=True)
     fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
     fork("megatron_rl", 2, "train", parted, "checkpoint.export=false", module=True)
@@ -182,13 +228,80 @@ def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material
     assert unwritten("a run of several sources", written) == []
 
     # The mean reward of a source is that of its stored samples.
+    marks = set()
     for step in (1, 2, 3, 4):
-        table = pyarrow.parquet.read_table(tmp_path / f"whole/run/rollouts/step_{step}.parquet")
-        rows = table.select(["source", "reward"]).to_pylist()
+        rows = _check_source_samples(tmp_path / f"whole/run/rollouts/step_{step}.parquet")
         for name in sources:
             rewards = [row["reward"] for row in rows if row["source"] == name]
             assert len(rewards) == 4 * expected[step][f"data/prompts/{name}"]
+            rewards = [reward for reward in rewards if not math.isnan(reward)]
             assert expected[step][f"reward/mean/{name}"] == pytest.approx(sum(rewards) / len(rewards))
+        marks |= {row["prompt"][-1] for row in rows if row["source"] == "few"}
+    assert marks == {"*", "="}, "records with arguments and without"
+
+
+def _check_source_samples(path: Path) -> list[dict]:
+    """Check that each stored sample has the reward, the limit and the prompt of its source; return them."""
+    rows = pyarrow.parquet.read_table(path).to_pylist()
+    for row in rows:
+        response = row["response"]
+        if row["source"] == "few":
+            assert row["reward"] == pytest.approx(1 / (1 + len(response))) and row["component/level"] >= 1
+            limit = 1 if row["prompt"] == "7+8==" else 2
+            assert len(response) <= limit and row["prompt"][-1] in "*="
+        else:
+            failed = response.startswith("1")
+            assert math.isnan(row["reward"]) if failed else row["reward"] == sum(map(str.isdigit, response))
+            assert ("no ones" in (row["failure"] or "")) is failed
+            assert row["prompt"].endswith("*") and math.isnan(row["component/level"])
+    return rows
+
+
+def test_sources_have_their_rewards_with_an_environment_and_sampling_ahead(fork, material, tmp_path):
+    sources, model = _sources(tmp_path, material)
+    (tmp_path / "env.py").write_text(
+        "from megatron_rl import Environment\n"
+        "class Twice(Environment):\n"
+        "    async def run(self, episode):\n"
+        "        await episode.generate(limit=2)\n"
+        "        episode.observe('1+2')\n"
+        "        await episode.generate(limit=2)\n"
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def digits(response, turns):\n"
+        "    return {'reward': len(response), 'opened': turns[1]['content'].endswith('*')}\n"
+        "def ranked(group, turns):\n"
+        "    return [{'reward': len(one), 'opened': one[1]['content'].endswith('*')} for one in turns]\n"
+    )
+    config = _config(
+        tmp_path,
+        material,
+        model={"path": str(model)},
+        data={"train": None, "max_prompt_tokens": 16, "sources": sources},
+        reward={"function": None},
+        rollout={
+            "tensor": 1,
+            "max_response_tokens": 24,
+            "environment": {"name": f"{tmp_path}/env.py:Twice"},
+            "sampling_profiles": {"brief": {"temperature": 0.5}},
+        },
+        actor={"layout": {}},
+        placement="standalone",
+        asynchrony={"steps_ahead": 1},
+        steps=3,
+        sft=None,
+        evaluation=None,
+        checkpoint={"every": 100, "export": False},
+    )
+    fork("megatron_rl", 2, "train", config, module=True)
+    for step in (1, 2, 3):
+        rows = pyarrow.parquet.read_table(tmp_path / f"run/rollouts/step_{step}.parquet").to_pylist()
+        assert {row["source"] for row in rows} == {"many", "few"}
+        for row in rows:
+            # The observation opens the next turn as the prompt of the record does.
+            if not math.isnan(row["reward"]):
+                assert row["component/opened"] == row["prompt"].endswith("*"), row
+        assert any(row["component/opened"] == 0 for row in rows)
 
 
 def _two_sets(folder: Path, material: Path) -> dict[str, dict]:

@@ -82,6 +82,7 @@ if way == "odd":
     assert ask(first) == said, "asked again, it said something else"
     assert ask(first, key="other") == "key"
     assert ask(first, stream=True) == ask(first, n=2) == "unsupported"
+    assert ask(first, chat_template_kwargs={"thinks": False}) == "unsupported"
     assert ask([{"role": "user", "content": "another"}]) == ask([*first, said]) == "history"
     assert ask(7) == "messages"
     assert ask([*first, said], tools=7) == ask([*first, said], tools=[7]) == "tools"

@@ -20,7 +20,8 @@ SAMPLING = SamplingParameters(1.0, 1.0, 0, 8, (1,), 0.0)
 class Numbers:
     """Source of ``records`` prompts, each with its number as its only token."""
 
-    def __init__(self, records: int, templated: bool = False) -> None:
+    def __init__(self, records: int, templated: bool = False, name: str = "") -> None:
+        self.name = name
         self.record_count = records
         self.templated = templated
         self.order = ShuffledOrder(records, 3, True, str(records))
@@ -40,7 +41,9 @@ class Numbers:
         empty = ("",) * count
         ones = torch.ones(count, dtype=torch.long)
         metadata: tuple[Any, ...] = ({},) * count
-        return PromptBatch(ids, ones, ids, empty, empty, empty, metadata, (SAMPLING,) * count)
+        return PromptBatch(
+            ids, ones, ids, empty, empty, empty, metadata, (SAMPLING,) * count, sources=(self.name,) * count
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self.order.state_dict()
@@ -50,7 +53,7 @@ class Numbers:
 
 
 def mixed(schedule: dict[int, dict[str, float]] | None = None, hard: int = 5) -> MixedPrompts:
-    sources: Any = {"easy": Numbers(7), "hard": Numbers(hard)}
+    sources: Any = {"easy": Numbers(7, name="easy"), "hard": Numbers(hard, name="hard")}
     return MixedPrompts(sources, {"easy": 3.0, "hard": 1.0}, schedule or {})
 
 
@@ -93,7 +96,7 @@ def test_order_does_not_depend_on_the_sizes_of_batches():
 def test_sources_have_their_own_epochs_and_ids():
     prompts = mixed()
     batch = prompts.next_batch(40)
-    names = prompts.sources_of(batch.prompt_ids)
+    names = batch.sources or ()
     assert Counter(names) == {"easy": 30, "hard": 10}
 
     # Each source visits all of its records once per epoch, in its own order.
@@ -114,7 +117,7 @@ def test_weights_change_after_a_number_of_steps():
     shares = []
     for step in range(1, 5):
         prompts.begin_step(step)
-        counts = Counter(prompts.sources_of(prompts.next_batch(8).prompt_ids))
+        counts = Counter(prompts.next_batch(8).sources)
         shares.append((counts["easy"], counts["hard"]))
     assert shares == [(8, 0), (8, 0), (4, 4), (0, 8)]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from config_workspace import TOKENS, write_workspace
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.check.configuration import check_config
@@ -105,6 +106,25 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
         reference.config, actor_layout({"pipeline": 2}), (0, 1), 2, torch.float32, ranks_per_node=2
     )
     assert sum(plan.needed.values()) >= 4 * count
+
+
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}])
+def test_an_index_needs_no_metadata(metadata: dict[str, None], workspace: Path) -> None:
+    saved = workspace / "saved"
+    save_model("qwen3", saved)
+    expected = TorchEngine.from_hf(saved).parameters()
+
+    # Two files, as other programs split a checkpoint.
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    weight_map = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, saved / file)
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map, **metadata}))
+
+    assert not refusals(saved)
+    for name, tensor in TorchEngine.from_hf(saved).parameters().items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:

@@ -147,9 +147,9 @@ def test_engines_and_exports_see_no_quantisation(family: str, algorithm: str, tm
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["NVFP4_AWQ", "W4A16_AWQ", "W4A8_NVFP4_FP8", "MXFP8", "FP8_PB_WO", "MIXED_PRECISION", None]
+    "algorithm", ["NVFP4_AWQ", "W4A16_AWQ", "W4A8_NVFP4_FP8", "MXFP8", "FP8_PB_WO", "MIXED_PRECISION"]
 )
-def test_other_algorithms_are_refused_by_name(algorithm: str | None, workspace: Path) -> None:  # noqa: F811
+def test_other_algorithms_are_refused_by_name(algorithm: str, workspace: Path) -> None:  # noqa: F811
     details = {"quantization": {"quant_algo": algorithm}, "producer": {"name": "modelopt"}}
     with pytest.raises(UserError, match="quantised in a way that cannot be read") as refused:
         read_quantization({"quantization_config": {"quant_method": "modelopt", **details}}, "x/config.json")
@@ -161,6 +161,27 @@ def test_other_algorithms_are_refused_by_name(algorithm: str | None, workspace: 
     (workspace / "model/hf_quant_config.json").write_text(json.dumps(details))
     (error,) = refusals(workspace / "model")
     assert "hf_quant_config.json" in error and f"quant_algo: {algorithm}" in error
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_a_model_without_an_algorithm_is_not_quantised(in_config: bool, workspace: Path) -> None:  # noqa: F811
+    save_model("qwen3", workspace / "model")
+    details = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
+    if in_config:
+        config = json.loads((workspace / "model/config.json").read_text())
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None}
+        (workspace / "model/config.json").write_text(json.dumps(config))
+    else:
+        producer = {"producer": {"name": "modelopt"}}
+        (workspace / "model/hf_quant_config.json").write_text(json.dumps(details | producer))
+    assert refusals(workspace / "model") == []
+    assert read_quantization(read_config(workspace / "model/config.json")) is None
+    assert TorchEngine.from_hf(workspace / "model").boxes()
+
+    # A cache with scales needs an engine that reads them, and no algorithm is no answer at all.
+    for settings in ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, {}):
+        with pytest.raises(UserError, match="quant_algo: None"):
+            read_quantization({"quantization_config": {"quant_method": "modelopt", **settings}})
 
 
 def test_config_json_has_precedence_over_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -276,7 +277,7 @@ def test_a_run_writes_no_secret_down_and_takes_no_hidden_one(file: str) -> None:
     assert "def" not in written and "ghi" not in written and "green" in written and "seed: 3" in written
     names = [path for path, _, _ in iter_settings(config)]
     assert not [path for path in names if is_secret(path.rpartition(".")[2])], "a key of ours would be hidden"
-    (error,) = check_reward(RewardConfig(file, {"api_key": HIDDEN}))
+    (error,) = check_reward(replace(config, reward=RewardConfig(file, {"api_key": HIDDEN})))
     assert "hidden" in str(error)
 
 

@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from megatron_rl.check.rewards import check_reward
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import worker
@@ -433,7 +436,8 @@ def test_parameters_of_other_projects_are_answered_with_ours(
     path.write_text(f"def score({parameters}):\n    return 1.0\n")
     with pytest.raises(UserError, match="does not fit the arguments") as caught:
         make(str(path), "score")
-    (checked,) = check_reward(RewardConfig(f"{path}:score"))
+    reward = RewardConfig(f"{path}:score")
+    (checked,) = check_reward(RunConfig(ModelConfig("m"), DataConfig("d"), reward, "r", 1))
     for fix in (caught.value.fix, checked.fix):
         assert all(hint in (fix or "") for hint in hints), fix
 

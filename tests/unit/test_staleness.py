@@ -138,7 +138,7 @@ def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
         groups[0].early_rewards = {"tests": {0: Answer("old", "")}}
         groups[2].early_rewards = {"tests": {0: Answer("young", "")}}
         saved = RolloutBuffer()
-        saved.add(groups)
+        saved.add_started(groups)
         source.load_state_dict({**saved.state_dict(), "informative": (0, 0)})
         queue = [
             SampledBatch(to_prompts(batch), to_rollouts(batch), None, Metrics())

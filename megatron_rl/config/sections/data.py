@@ -24,7 +24,12 @@ def override_field(name: str, meaning: str, **attributes: Any) -> Any:
 
 # Meanings of two keys that training data and evaluation sets have.
 SYSTEM_PROMPT = "System message before the messages of each prompt, which the chat template then renders."
-TEMPLATE_KWARGS = "Arguments of the chat template, such as enable_thinking: false."
+TEMPLATE_KWARGS = (
+    "Arguments of the chat template, such as enable_thinking: false; those of a record replace them."
+)
+
+# Arguments of the chat template with values that the renderer passes itself.
+RESERVED_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class PromptTemplate(NamedTuple):
@@ -41,7 +46,7 @@ class SourceConfig:
     """One of several sources of training prompts, with its share of them.
 
     A record without a task has the name of its source as its task, so that a sampling profile of that name
-    applies to it.
+    applies to it. With `profile`, only a task of the record's own that has a profile is sampled differently.
     """
 
     path: str | tuple[str, ...] = required(
@@ -60,12 +65,27 @@ class SourceConfig:
     )
     task_field: str | None = override_field("task_field", "Field of the task's name in this source.")
     tools_field: str | None = override_field("tools_field", "Field of the tools in this source.")
+    chat_template_kwargs_field: str | None = override_field(
+        "chat_template_kwargs_field", "Field of the chat template's arguments in this source."
+    )
     chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of this source with the tokenizer's chat template."
     )
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
     chat_template_kwargs: dict[str, Any] = setting(
         {}, TEMPLATE_KWARGS, also_called={"verl": "apply_chat_template_kwargs"}
+    )
+    reward: str | None = setting(
+        None,
+        "Reward function of the rows of this source in place of `reward.function`: module:function, or "
+        "path/to/file.py:function. All other settings of `reward` apply to it too.",
+        unset="reward.function",
+    )
+    profile: str | None = setting(
+        None,
+        "Sampling profile of this source: a name of `rollout.sampling_profiles`, or `file.py:NAME` of one "
+        "that `megatron_rl.sampling_profile` registers there.",
+        unset="the profile of the record's task",
     )
 
 
@@ -132,6 +152,13 @@ class DataConfig:
         unset="none",
         also_called={"slime": "tool_key"},
     )
+    # Read by default, as in TRL: no other meaning of this name is known.
+    chat_template_kwargs_field: str | None = setting(
+        "chat_template_kwargs",
+        "Field of the chat template's arguments for one record, such as {enable_thinking: false}: a mapping, "
+        "or JSON text of one; null reads none. They replace equal names in `chat_template_kwargs` of the "
+        "data set.",
+    )
     # None and not a default of true: text in the prompt field is often a formatted prompt already.
     chat_template: bool | None = setting(
         None,
@@ -190,6 +217,11 @@ class DataConfig:
         return self.train is not None or bool(self.sources)
 
     @property
+    def source_rewards(self) -> dict[str, str]:
+        """Return the reward function of each source that has its own, by the source's name."""
+        return {name: source.reward for name, source in self.sources.items() if source.reward is not None}
+
+    @property
     def prompt_template(self) -> PromptTemplate:
         """Return the additions to each prompt: none, since only sources and evaluation sets have them."""
         return PromptTemplate()
@@ -202,7 +234,8 @@ class DataConfig:
     @property
     def record_fields(self) -> tuple[str | None, ...]:
         """Return the record fields that are read in addition to responses; None for an unused one."""
-        return self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field
+        names = (self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field)
+        return *names, self.chat_template_kwargs_field
 
     @property
     def reward_fields(self) -> dict[str, str]:
@@ -229,7 +262,14 @@ class SetFields(DataConfig):
 
 
 # Settings of ``data`` that a data set may override.
-FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "chat_template")
+FIELDS = (
+    "prompt_field",
+    "ground_truth_field",
+    "task_field",
+    "tools_field",
+    "chat_template_kwargs_field",
+    "chat_template",
+)
 
 
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:

@@ -53,6 +53,9 @@ class EvaluationSetConfig:
     tools_field: str | None = override_field(
         "tools_field", "Field of the tools in this set.", also_called={"slime": "eval_tool_key"}
     )
+    chat_template_kwargs_field: str | None = override_field(
+        "chat_template_kwargs_field", "Field of the chat template's arguments in this set."
+    )
     chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of this set with the tokenizer's chat template."
     )

@@ -38,6 +38,10 @@ class StageConfig:
     tools_field: str | None = override_field(
         "tools_field", "Field of the tools in `data` and `held_out` of the stage."
     )
+    chat_template_kwargs_field: str | None = override_field(
+        "chat_template_kwargs_field",
+        "Field of the chat template's arguments in `data` and `held_out` of the stage.",
+    )
     chat_template: bool | None = override_field(
         "chat_template", "Render the prompts of the stage with the tokenizer's chat template."
     )

@@ -30,7 +30,7 @@ from megatron_rl.rollout.stopping import StopSearch, StopTextFinder
 from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
 from megatron_rl.shapes.fused_experts import FusedExperts, expert_tensors
 from megatron_rl.shapes.layer_weights import is_buffer
-from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.shapes.pretrained import index_has_metadata, read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 from megatron_rl.weights.boxes import view_of
 
@@ -165,8 +165,10 @@ class TorchEngine:
         pretrained = read_pretrained(Path(path) / "config.json")
         has_tensors = not (Path(path) / POINTER).is_file()
         # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
-        # model, or an indexer of sparse attention.
-        reads_weights_itself = has_tensors and not pretrained.loads_as_stored
+        # model, or an indexer of sparse attention. It also fails on an index without metadata, which nothing
+        # needs.
+        is_loadable = pretrained.loads_as_stored and index_has_metadata(Path(path))
+        reads_weights_itself = has_tensors and not is_loadable
         config = read_hf_config(path, of_engine=True)
         if has_tensors and not reads_weights_itself:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
