@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -32,9 +33,12 @@ IMPORTED = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.qwen2",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
+    "megatron.core.models.mimo",
+    "transformers.models.qwen2.modeling_qwen2",
     "torch._dynamo",
     # Imported by the first rank when it writes reports.
     "matplotlib.backends.backend_agg",
@@ -71,6 +75,9 @@ def preload() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
 
+    prepare_engines()
+    draw_once()
+
     # Without this, a rank's collections would visit, and so copy, the memory of all imported modules.
     gc.freeze()
     # vLLM collects several times per engine and unfreezes when an engine closes, which would undo it.
@@ -78,6 +85,27 @@ def preload() -> None:
     setattr(gc, "unfreeze", lambda: None)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
+
+
+def prepare_engines() -> None:
+    """Do once what vLLM does for the first engine of a process: each rank would repeat it."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    # Every setting of a level clears a cache in each of thousands of loggers.
+    configure_logging_if_needed(LoggingConfig())
+    # It looks through the names of all imported modules, which takes half a second.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+def draw_once() -> None:
+    """Draw a picture of a run's curves, so that its fonts are loaded and measured."""
+    from megatron_rl.trainer import curves
+
+    lines = [{"step": step, "reward/mean": 0.1, "mismatch/abs_diff": 1e-5 * step} for step in (1, 2)]
+    curves.draw_figure(lines, {}).savefig(io.BytesIO(), format="png")
 
 
 def watch(launch: dict) -> None:
