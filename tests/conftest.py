@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained import process as contained_process
 from megatron_rl.errors import UserError
 from tests import browser, nccl_rules
+from tests import rank_server as rank_server_module
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
@@ -325,9 +327,10 @@ def fork(rank_server: RankServer) -> Callable[..., Launch]:
 
 
 @pytest.fixture(scope="session")
-def rank_server(tmp_path_factory) -> Iterator[RankServer]:
-    """Server process from which ranks are forked."""
-    server = RankServer(tmp_path_factory.mktemp("rank_server"))
+def rank_server(tmp_path_factory, trial_server: list[str]) -> Iterator[RankServer]:
+    """Server process from which ranks are forked; so are the trials of Megatron's settings in `check`."""
+    trials = {rank_server_module.TRIAL_COMMAND: shlex.join(trial_server)}
+    server = RankServer(tmp_path_factory.mktemp("rank_server"), environment=trials)
     yield server
     server.close()
 
@@ -455,6 +458,12 @@ class RankServer:
         if broken:
             pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
+
+    @property
+    def process_id(self) -> int:
+        """Process ID of the server, the parent of the ranks' supervisor; a launch must have been made."""
+        assert self._process is not None
+        return self._process.pid
 
     def __enter__(self) -> Launcher:
         self._folder.mkdir(exist_ok=True)

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import runpy
+import shlex
 import signal
 import sys
 import time
@@ -48,6 +49,8 @@ IMPORTED = (
     "rich.progress",
     "rich.table",
 )
+TRIAL_COMMAND = "TRIAL_COMMAND"
+"""Variable with the command of a trial, such as one that asks ``trial_server.py``."""
 PATIENCE = 30.0
 """Seconds between SIGTERM to the remaining ranks and SIGKILL, after one rank failed."""
 
@@ -66,6 +69,7 @@ def main() -> None:
 
 def preload() -> None:
     """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
+    from megatron_rl.check.model import megatron_settings
     from megatron_rl.distributed import device
     from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
@@ -75,6 +79,8 @@ def preload() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
 
+    if command := os.environ.get(TRIAL_COMMAND):
+        megatron_settings.TRIAL_COMMAND = shlex.split(command)
     prepare_engines()
     draw_once()
 
