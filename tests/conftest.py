@@ -253,11 +253,18 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
+    with serve_trials(tmp_path_factory.mktemp("trials")) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def serve_trials(folder: Path, *packages: Path) -> Iterator[list[str]]:
+    """Start a server of trials with ``packages`` on its PYTHONPATH; yield the command of a trial."""
     server = ROOT / "tests/trial_server.py"
-    address = tmp_path_factory.mktemp("trials") / "socket"
+    address = folder / "socket"
     process = subprocess.Popen(
         [sys.executable, str(server), "serve", str(address)],
-        env=launch_environment(),
+        env=launch_environment(*packages),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -341,9 +348,11 @@ def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
 
     These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
     """
-    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=COMPILED)
-    yield Launcher(server.launch)
-    server.close()
+    with serve_trials(tmp_path_factory.mktemp("fused_trials"), STANDIN) as command:
+        variables = COMPILED | {rank_server_module.TRIAL_COMMAND: shlex.join(command)}
+        server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=variables)
+        yield Launcher(server.launch)
+        server.close()
 
 
 class Launcher:

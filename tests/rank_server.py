@@ -51,6 +51,8 @@ IMPORTED = (
 )
 TRIAL_COMMAND = "TRIAL_COMMAND"
 """Variable with the command of a trial, such as one that asks ``trial_server.py``."""
+EAGER = "EAGER"
+"""Variable of a launch whose ranks execute eagerly what they would otherwise compile."""
 PATIENCE = 30.0
 """Seconds between SIGTERM to the remaining ranks and SIGKILL, after one rank failed."""
 
@@ -168,6 +170,9 @@ def work(launch: dict, rank: int) -> None:
         "LOCAL_WORLD_SIZE": size,
     }
     os.environ.update(names | launch["environment"])
+
+    if launch["environment"].get(EAGER):
+        importlib.import_module("torch").compiler.set_stance("force_eager")
 
     # Only groups of several ranks have an order of calls that NCCL could reject.
     if launch["ranks"] > 1:
