@@ -108,8 +108,8 @@ def test_the_step_is_that_of_plain_layers_on_one_rank(
 def test_a_checkpoint_is_resumed(fork: Any, fork_fused: Any, folder: Path) -> None:
     """In the same layout to the last bit, in another one up to rounding.
 
-    Plain layers refuse it, unless it was saved as Megatron-LM does. Compiled functions, which a state does not
-    depend on, would take longer than all cases.
+    Plain layers refuse it, unless it was saved as Megatron-LM does. A state does not depend on whether
+    functions are compiled, which would take longer than all cases.
     """
     (folder / "saved.json").write_text(json.dumps(SAVED))
     fork_fused(checkpoints.WORKER, 4, folder, "saved.json", env={EAGER: "1"})
