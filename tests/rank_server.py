@@ -105,7 +105,7 @@ def prepare_engines() -> None:
     configure_logging_if_needed(LoggingConfig())
     # It looks through the names of all imported modules, which takes half a second.
     current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(lambda: None))
 
 
 def draw_once() -> None:

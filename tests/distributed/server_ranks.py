@@ -121,9 +121,9 @@ def fork_engines() -> None:
     A spawned process would import vLLM again, and workers keep a processor busy for a second after a request.
     """
     for module in (engine_processes, multiproc_executor):
-        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+        setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
     condition = shm_broadcast.SpinCondition
-    shm_broadcast.SpinCondition = partial(condition, busy_loop_s=0.0)  # type: ignore[misc]
+    setattr(shm_broadcast, "SpinCondition", partial(condition, busy_loop_s=0.0))
     # A notification that arrives before its reader waits is lost: readers look for themselves.
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 

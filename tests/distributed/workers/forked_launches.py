@@ -15,7 +15,7 @@ from tests.rank_server import become
 EXECUTED = subprocess.Popen
 
 
-def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """Start a process: torchrun is forked from this one, any other program is executed."""
     if list(command[1:3]) == ["-m", "torch.distributed.run"]:
         return Forked(command, **options)
@@ -27,5 +27,5 @@ if __name__ == "__main__":
     # The script is no rank of a job.
     for name in LAUNCHER_NAMES:
         os.environ.pop(name, None)
-    subprocess.Popen = start  # type: ignore[misc, assignment]
+    setattr(subprocess, "Popen", start)
     become(sys.argv[1:], module=False)
