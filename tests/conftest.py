@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import secrets
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained import process as contained_process
 from megatron_rl.errors import UserError
 from tests import browser, nccl_rules
+from tests import rank_server as rank_server_module
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
@@ -257,11 +259,18 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
+    with serve_trials(tmp_path_factory.mktemp("trials")) as command:
+        yield command
+
+
+@contextlib.contextmanager
+def serve_trials(folder: Path, *packages: Path) -> Iterator[list[str]]:
+    """Start a server of trials with ``packages`` on its PYTHONPATH; yield the command of a trial."""
     server = ROOT / "tests/trial_server.py"
-    address = tmp_path_factory.mktemp("trials") / "socket"
+    address = folder / "socket"
     process = subprocess.Popen(
         [sys.executable, str(server), "serve", str(address)],
-        env=launch_environment(),
+        env=launch_environment(*packages),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -331,9 +340,10 @@ def fork(rank_server: RankServer) -> Callable[..., Launch]:
 
 
 @pytest.fixture(scope="session")
-def rank_server(tmp_path_factory) -> Iterator[RankServer]:
-    """Server process from which ranks are forked."""
-    server = RankServer(tmp_path_factory.mktemp("rank_server"))
+def rank_server(tmp_path_factory, trial_server: list[str]) -> Iterator[RankServer]:
+    """Server process from which ranks are forked; so are the trials of Megatron's settings in `check`."""
+    trials = {rank_server_module.TRIAL_COMMAND: shlex.join(trial_server)}
+    server = RankServer(tmp_path_factory.mktemp("rank_server"), environment=trials)
     yield server
     server.close()
 
@@ -344,9 +354,11 @@ def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
 
     These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
     """
-    server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=COMPILED)
-    yield Launcher(server.launch)
-    server.close()
+    with serve_trials(tmp_path_factory.mktemp("fused_trials"), STANDIN) as command:
+        variables = COMPILED | {rank_server_module.TRIAL_COMMAND: shlex.join(command)}
+        server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=variables)
+        yield Launcher(server.launch)
+        server.close()
 
 
 class Launcher:
@@ -461,6 +473,12 @@ class RankServer:
         if broken:
             pytest.fail("NCCL would not carry this out:\n" + "\n".join(broken))
         return Launch(code, stdout, stderr)
+
+    @property
+    def process_id(self) -> int:
+        """Process ID of the server, the parent of the ranks' supervisor; a launch must have been made."""
+        assert self._process is not None
+        return self._process.pid
 
     def __enter__(self) -> Launcher:
         self._folder.mkdir(exist_ok=True)

@@ -111,9 +111,9 @@ def _digest(file: Path) -> str:
 
 
 @contextmanager
-def hub(root: Path) -> Iterator[Hub]:
-    """Serve the repositories of a folder while the block runs."""
-    server = Hub(("127.0.0.1", 0), _Handler)
+def hub(root: Path, port: int = 0) -> Iterator[Hub]:
+    """Serve the repositories of a folder while the block runs, on a free port by default."""
+    server = Hub(("127.0.0.1", port), _Handler)
     server.root = root
     server.requests = []
     server.stall_at = None

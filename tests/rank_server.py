@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
+import shlex
 import signal
 import sys
 import time
@@ -32,9 +34,12 @@ IMPORTED = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.qwen2",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
+    "megatron.core.models.mimo",
+    "transformers.models.qwen2.modeling_qwen2",
     "torch._dynamo",
     # Imported by the first rank when it writes reports.
     "matplotlib.backends.backend_agg",
@@ -44,6 +49,10 @@ IMPORTED = (
     "rich.progress",
     "rich.table",
 )
+TRIAL_COMMAND = "TRIAL_COMMAND"
+"""Variable with the command of a trial, such as one that asks ``trial_server.py``."""
+EAGER = "EAGER"
+"""Variable of a launch whose ranks execute eagerly what they would otherwise compile."""
 PATIENCE = 30.0
 """Seconds between SIGTERM to the remaining ranks and SIGKILL, after one rank failed."""
 
@@ -62,6 +71,7 @@ def main() -> None:
 
 def preload() -> None:
     """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
+    from megatron_rl.check.model import megatron_settings
     from megatron_rl.distributed import device
     from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
@@ -71,6 +81,11 @@ def preload() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
 
+    if command := os.environ.get(TRIAL_COMMAND):
+        megatron_settings.TRIAL_COMMAND = shlex.split(command)
+    prepare_engines()
+    draw_once()
+
     # Without this, a rank's collections would visit, and so copy, the memory of all imported modules.
     gc.freeze()
     # vLLM collects several times per engine and unfreezes when an engine closes, which would undo it.
@@ -78,6 +93,27 @@ def preload() -> None:
     setattr(gc, "unfreeze", lambda: None)
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
+
+
+def prepare_engines() -> None:
+    """Do once what vLLM does for the first engine of a process: each rank would repeat it."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.platforms import current_platform
+
+    # Every setting of a level clears a cache in each of thousands of loggers.
+    configure_logging_if_needed(LoggingConfig())
+    # It looks through the names of all imported modules, which takes half a second.
+    current_platform.register_triton_kernel_overrides()
+    setattr(type(current_platform), "register_triton_kernel_overrides", staticmethod(lambda: None))
+
+
+def draw_once() -> None:
+    """Draw a picture of a run's curves, so that its fonts are loaded and measured."""
+    from megatron_rl.trainer import curves
+
+    lines = [{"step": step, "reward/mean": 0.1, "mismatch/abs_diff": 1e-5 * step} for step in (1, 2)]
+    curves.draw_figure(lines, {}).savefig(io.BytesIO(), format="png")
 
 
 def watch(launch: dict) -> None:
@@ -134,6 +170,9 @@ def work(launch: dict, rank: int) -> None:
         "LOCAL_WORLD_SIZE": size,
     }
     os.environ.update(names | launch["environment"])
+
+    if launch["environment"].get(EAGER):
+        importlib.import_module("torch").compiler.set_stance("force_eager")
 
     # Only groups of several ranks have an order of calls that NCCL could reject.
     if launch["ranks"] > 1:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tests import rank_server
 
@@ -26,6 +27,8 @@ def preload() -> None:
     """Import the libraries of torchrun and ranks; call it before the first `Forked` process."""
     rank_server.preload()
     importlib.import_module("torch.distributed.run")
+    # torchrun looks up a caller's name for its log among all modules, a tenth of a second each time.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 class Forked(subprocess.Popen):

@@ -9,6 +9,7 @@ once the restarted server has received the weights.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 import urllib.request
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +32,10 @@ os.environ |= {
 }
 
 import psutil
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.entrypoints.launchers.api_server.entry import main as serve
+from vllm.v1.engine import utils as engine_processes
+from vllm.v1.executor import multiproc_executor
 
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
 from megatron_rl.check.engine.servers import server_command_lines
@@ -84,6 +89,7 @@ def serve_commands(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
 
     # The kernel reaps servers that were killed, so that they do not stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    fork_engines()
     processes = []
     with suppress(EOFError):
         while arguments := pipe.recv():
@@ -107,6 +113,19 @@ def serve_commands(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
     os._exit(0)
+
+
+def fork_engines() -> None:
+    """Make servers fork their engines and workers, and let workers sleep between two requests.
+
+    A spawned process would import vLLM again, and workers keep a processor busy for a second after a request.
+    """
+    for module in (engine_processes, multiproc_executor):
+        setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+    condition = shm_broadcast.SpinCondition
+    setattr(shm_broadcast, "SpinCondition", partial(condition, busy_loop_s=0.0))
+    # A notification that arrives before its reader waits is lost: readers look for themselves.
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 
 
 def read_url(url: str) -> str | None:

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import fmean, median
 
 import pandas
 
 from megatron_rl.metrics import read_metrics
-from tests.conftest import ROOT, run_bounded
+from tests.conftest import ROOT, Launcher
 
+START = Path(__file__).parent / "workers/forked_launches.py"
 SECONDS = 400.0
 QUICK = ("--quick", "--ranks", "1", "rollout.engine=torch")
 
 
-def ablation(folder: Path, only: str) -> str:
+def ablation(fork: Launcher, folder: Path, only: str) -> str:
     """Run three steps of the ablation's variants and return the printed tables."""
-    command = [sys.executable, str(ROOT / "benchmarks/ablation.py"), *QUICK]
-    result = run_bounded([*command, "--folder", str(folder), "--only", only], SECONDS)
-    assert result.returncode == 0, result.output
-    return result.stdout
+    command = (ROOT / "benchmarks/ablation.py", *QUICK, "--folder", folder, "--only", only)
+    return fork(START, 1, *command, timeout=SECONDS).stdout
 
 
-def test_two_variants_run_through_and_the_table_has_the_numbers_of_their_metrics(tmp_path: Path) -> None:
-    ablation(tmp_path, "packing")
+def test_two_variants_run_through_and_the_table_has_the_numbers_of_their_metrics(
+    fork: Launcher, tmp_path: Path
+) -> None:
+    ablation(fork, tmp_path, "packing")
     first = (tmp_path / "packing-1/metrics.jsonl").stat().st_mtime_ns
-    printed = ablation(tmp_path, "packing,filters")
+    printed = ablation(fork, tmp_path, "packing,filters")
     assert (tmp_path / "packing-1/metrics.jsonl").stat().st_mtime_ns == first, "a finished run was repeated"
 
     report = json.loads((tmp_path / "ablation.json").read_text())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.hf.files import write_index
-from tests.conftest import Launch, Launcher, RankServer
+from tests.conftest import Launch, Launcher, RankServer, free_port
 from tests.hub_server import COMMIT, hub
 
 
@@ -48,21 +45,60 @@ def write_config(folder: Path, model: str = "hf://Org/tiny") -> Path:
     return file
 
 
-@contextmanager
-def machine(folder: Path, cache: Path, address: str | None) -> Iterator[Launcher]:
-    """Fork commands as on a machine that reaches a Hub, or none; huggingface_hub reads it when imported."""
-    with RankServer(folder, environment=environment(cache, address)) as fork:
-        yield fork
+@pytest.fixture(scope="module")
+def port() -> int:
+    """Return the port of the Hub."""
+    return free_port()
 
 
-def environment(cache: Path, address: str | None) -> dict[str, str]:
-    """Return the variables for huggingface_hub of a machine that reaches the Hub at ``address``, or none."""
-    return {
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of downloads of both machines."""
+    return tmp_path_factory.mktemp("machines") / "cache"
+
+
+@pytest.fixture
+def cache(shared_cache: Path) -> Iterator[Path]:
+    """Yield the folder of downloads, which is empty when a test begins."""
+    yield shared_cache
+    shutil.rmtree(shared_cache, ignore_errors=True)
+
+
+def machine(folder: Path, shared_cache: Path, address: str | None) -> RankServer:
+    """Return a server of ranks on a machine that reaches the Hub at ``address``, or none.
+
+    huggingface_hub reads these variables when it is imported: a machine has a process of its own.
+    """
+    variables = {
         "HF_ENDPOINT": address or "http://127.0.0.1:9",
-        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_CACHE": str(shared_cache),
         "HF_HUB_OFFLINE": "1" if address is None else "0",
         "HF_HUB_DISABLE_XET": "1",
     }
+    return RankServer(folder, environment=variables)
+
+
+@pytest.fixture(scope="module")
+def online_server(
+    tmp_path_factory: pytest.TempPathFactory, shared_cache: Path, port: int
+) -> Iterator[RankServer]:
+    """Yield a server of ranks that reach the Hub."""
+    server = machine(tmp_path_factory.mktemp("online"), shared_cache, f"http://127.0.0.1:{port}")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def online(online_server: RankServer) -> Launcher:
+    """Return the launcher of ranks that reach the Hub."""
+    return Launcher(online_server.launch)
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Launcher]:
+    """Yield the launcher of ranks that have the same downloads and no network."""
+    with machine(tmp_path_factory.mktemp("offline"), shared_cache, None) as fork:
+        yield fork
 
 
 def check(fork: Launcher, config: Path) -> Launch:
@@ -70,13 +106,12 @@ def check(fork: Launcher, config: Path) -> Launch:
 
 
 def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
-    repositories: Path, tmp_path: Path
+    repositories: Path, tmp_path: Path, port: int, online: Launcher, offline: Launcher, cache: Path
 ) -> None:
     config = write_config(tmp_path)
-    cache = tmp_path / "cache"
-    with hub(repositories) as server, machine(tmp_path / "online", cache, server.address) as fork:
+    with hub(repositories, port) as server:
         # A check needs the model's sizes and the data, and leaves the weights where they are.
-        found = check(fork, config)
+        found = check(online, config)
         assert found.returncode == 0, found.stdout + found.stderr
         assert "READY once the missing files exist" in found.stdout
         assert "hf://Org/tiny is not downloaded yet" in found.stdout
@@ -84,7 +119,7 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
         assert not [line for line in server.requests if line.endswith(".safetensors")]
 
         server.requests.clear()
-        fork("megatron_rl", 2, "train", config, module=True)
+        online("megatron_rl", 2, "train", config, module=True)
         fetched = [line for line in server.requests if line.startswith("GET") and "resolve" in line]
         assert [line.rpartition("/")[2] for line in fetched] == ["model.safetensors"], (
             "two ranks, one download"
@@ -95,20 +130,25 @@ def test_a_run_downloads_what_it_names_once_and_resumes_without_a_network(
     saved = (tmp_path / "run" / "config.yaml").read_text()
     assert f"snapshots/{COMMIT}" in saved
 
-    with machine(tmp_path / "offline", cache, None) as fork:
-        found = check(fork, config)
-        assert found.returncode == 0, found.stdout + found.stderr
-        assert "READY: " in found.stdout
-        # The model has its name on the Hub, not that of the folder of its commit.
-        assert "run          tiny, " in found.stdout
-        resumed = fork("megatron_rl", 2, "train", config, "steps=2", module=True)
+    found = check(offline, config)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "READY: " in found.stdout
+    # The model has its name on the Hub, not that of the folder of its commit.
+    assert "run          tiny, " in found.stdout
+    resumed = offline("megatron_rl", 2, "train", config, "steps=2", module=True)
     assert "resum" in resumed.stdout + resumed.stderr
     assert "actor from hf://Org/tiny " in resumed.stdout + resumed.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_2").exists() or "step 2" in resumed.stdout
 
 
 def test_a_download_that_was_killed_is_completed_by_the_next_start(
-    repositories: Path, tmp_path: Path
+    repositories: Path,
+    tmp_path: Path,
+    port: int,
+    online: Launcher,
+    online_server: RankServer,
+    offline: Launcher,
+    cache: Path,
 ) -> None:
     # A model of two files with an index, and training data of two files.
     model = repositories / "models/Org/tiny"
@@ -129,30 +169,23 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
     (data / "train-1.jsonl").write_text("".join(records[1::2]))
 
     config = write_config(tmp_path)
-    cache = tmp_path / "cache"
-    command = [sys.executable, "-m", "megatron_rl", "train", str(config)]
-    with hub(repositories) as server:
+    with hub(repositories, port) as server, ThreadPoolExecutor(1) as pool:
         for stall_at in ("train-1.jsonl", "model-00002-of-00002.safetensors"):
             server.stall_at = stall_at
             server.stalled.clear()
-            run = subprocess.Popen(
-                command,
-                env=os.environ | environment(cache, server.address),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            run = pool.submit(online, "megatron_rl", 1, "train", config, module=True, check=False)
             assert server.stalled.wait(120), f"{stall_at} was not requested"
-            run.send_signal(signal.SIGKILL)
-            run.wait()
+            # The supervisor of the ranks, and the rank.
+            for process in psutil.Process(online_server.process_id).children(recursive=True):
+                process.kill()
+            assert run.result().returncode
             # Without a network the files that were complete are not taken for all of them.
-            with machine(tmp_path / "offline", cache, None) as fork:
-                found = check(fork, config)
+            found = check(offline, config)
             assert "is not downloaded yet" in found.stdout, found.stdout + found.stderr
         assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step from a part of the files"
 
         server.stall_at = None
-        with machine(tmp_path / "online", cache, server.address) as fork:
-            fork("megatron_rl", 2, "train", config, module=True)
+        online("megatron_rl", 2, "train", config, module=True)
 
     copies = {file.name: file for file in cache.glob(f"*/snapshots/{COMMIT}/**/*") if file.is_file()}
     for source in (*model.iterdir(), data / "train-0.jsonl", data / "train-1.jsonl"):
@@ -160,11 +193,12 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_without_a_network_the_command_that_downloads_is_named(tmp_path: Path) -> None:
+def test_without_a_network_the_command_that_downloads_is_named(
+    tmp_path: Path, offline: Launcher, cache: Path
+) -> None:
     config = write_config(tmp_path)
-    with machine(tmp_path / "offline", tmp_path / "cache", None) as fork:
-        found = check(fork, config)
-        launch = fork("megatron_rl", 1, "train", config, module=True, check=False)
+    found = check(offline, config)
+    launch = offline("megatron_rl", 1, "train", config, module=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "hf download Org/tiny" in found.stdout
     assert 'hf download Org/sums --repo-type dataset --include "main/train-*.jsonl"' in found.stdout

@@ -101,7 +101,7 @@ def _log_probs_agree(run: Path) -> None:
     assert len(differences) == 2 and max(differences) < 1e-5
 
 
-def _train_two_tasks(torchrun, material: Path, folder: Path, rollout: dict[str, Any]) -> None:
+def _train_two_tasks(launch, material: Path, folder: Path, rollout: dict[str, Any]) -> None:
     """Train on both tasks with an actor and an engine on two tensor-parallel ranks; both sides must agree."""
     file = _config(
         folder,
@@ -111,11 +111,12 @@ def _train_two_tasks(torchrun, material: Path, folder: Path, rollout: dict[str, 
         reference={"layout": {"pipeline": 2}},
         rollout={"tensor": 2, **rollout},
     )
-    torchrun("megatron_rl", 2, "train", file, module=True)
+    launch("megatron_rl", 2, "train", file, module=True)
     _log_probs_agree(folder / "run")
 
 
 def test_rules_reach_both_sides(torchrun, material, tmp_path):
+    """Also without forked ranks: processes as a user starts them, which compile Megatron's functions."""
     _train_two_tasks(torchrun, material, tmp_path, {"max_response_tokens": 8, **RULES})
 
     # The reference has the actor's weights, in another layout.
@@ -133,7 +134,7 @@ def test_rules_reach_both_sides(torchrun, material, tmp_path):
     assert lengths["addition"] >= 4 > lengths["other"]
 
 
-def test_schedules_over_tokens_reach_both_sides(torchrun, material, tmp_path):
+def test_schedules_over_tokens_reach_both_sides(fork, material, tmp_path):
     """The page's example, with a minimum length and penalties beside it."""
     rollout = _example("temperature: {start: 1.2")
     profiles = rollout.pop("sampling_profiles")
@@ -142,7 +143,7 @@ def test_schedules_over_tokens_reach_both_sides(torchrun, material, tmp_path):
         "min_response_tokens": 3,
         "sampling_profiles": {"other": profiles["proof"] | {"repetition_penalty": 1.2}},
     }
-    _train_two_tasks(torchrun, material, tmp_path, rollout)
+    _train_two_tasks(fork, material, tmp_path, rollout)
     lines = read_metrics(tmp_path / "run/metrics.jsonl")
     assert abs(lines[-2]["kl/ref"]) < 1e-6
     assert all("rollout/temperature" in line for line in lines if "mismatch/abs_diff" in line)

@@ -62,8 +62,8 @@ def test_a_profile_of_a_python_file_has_the_numbers_of_its_settings_also_in_a_re
     assert numbers(tmp_path / "explicit") == numbers(tmp_path / "named")
 
 
-def test_a_profile_of_a_python_file_reaches_vllm_over_two_ranks(torchrun, material, tmp_path) -> None:
+def test_a_profile_of_a_python_file_reaches_vllm_over_two_ranks(fork, material, tmp_path) -> None:
     profiles = tmp_path / "profiles.py"
     named = profile_run(tmp_path / "named", material, profiles, engine="vllm", tensor=2)
-    torchrun("megatron_rl", 2, "train", named, module=True)
+    fork("megatron_rl", 2, "train", named, module=True)
     check_samples(tmp_path / "named")

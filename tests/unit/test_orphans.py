@@ -12,7 +12,7 @@ PROCESSES = """
 import multiprocessing, os, sys, time
 from megatron_rl.rollout.engines.vllm.orphans import start_watchdog
 
-spawn = multiprocessing.get_context("spawn")
+context = multiprocessing.get_context("fork")  # imports once, and a child has the same parent
 
 
 def wait(ready):
@@ -33,19 +33,19 @@ def run_engine(ready, workers):
     if not workers:
         start_watchdog()
     for place in range(workers):
-        spawn.Process(target=work, args=(ready,), name=f"VllmWorker-{place}").start()
+        context.Process(target=work, args=(ready,), name=f"VllmWorker-{place}").start()
     wait(ready)
 
 
 if __name__ == "__main__":
     engines, workers = map(int, sys.argv[1:])
-    ready = spawn.Queue()
+    ready = context.Queue()
     if engines > 1:
-        spawn.Process(target=wait, args=(ready,), name="VLLM_DP_Coordinator", daemon=True).start()
+        context.Process(target=wait, args=(ready,), name="VLLM_DP_Coordinator", daemon=True).start()
         ready.get()
     for place in range(engines):
         name = f"EngineCore_DP{place}" if engines > 1 else "EngineCore"
-        spawn.Process(target=run_engine, args=(ready, workers), name=name).start()
+        context.Process(target=run_engine, args=(ready, workers), name=name).start()
     for _ in range(engines * (1 + workers)):
         ready.get()
     print("ready", flush=True)

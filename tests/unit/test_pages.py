@@ -69,6 +69,7 @@ def build_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         nav=None,
         strict=False,
         extra_css=["docs/style.css"],
+        plugins=[],  # the index of the search is a third of the build, and is on no page
     )
     build(config)
     return folder / "site"
