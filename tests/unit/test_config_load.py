@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -167,8 +168,21 @@ def test_errors_carry_all_and_survive_a_process_boundary() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.name)
+# A part is a base of whole configurations alone.
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "parts"),
+    ids=lambda path: path.name,
+)
 def test_shipped_configurations_load(path: Path) -> None:
     config = load_config(path)
     assert load_text(dump(config)).valid() == config
     assert flatten(config)["model.path"]
+
+
+def test_each_part_is_a_base_of_a_configuration() -> None:
+    configs = [path.read_text() for path in (ROOT / "configs").rglob("*.yaml")]
+    parts = [path.name for path in (ROOT / "configs/parts").glob("*.yaml")]
+    assert parts
+    for name in parts:
+        assert any(re.search(rf"^base: .*\bparts/{re.escape(name)}", text, re.MULTILINE) for text in configs)

@@ -156,5 +156,5 @@ def test_state_of_other_sources_is_refused():
 
 def test_sources_of_two_forms_are_refused():
     sources: Any = {"easy": Numbers(7), "hard": Numbers(5, templated=True)}
-    with pytest.raises(UserError, match="two forms"):
+    with pytest.raises(UserError, match="different forms"):
         MixedPrompts(sources, {"easy": 1.0, "hard": 1.0}, {})

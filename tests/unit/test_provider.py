@@ -181,7 +181,7 @@ def test_steps_of_rl_are_taken_in_a_scripts_own_loop(tmp_path: Path) -> None:
         load_weights(adopt_model(trained[0], read_hf_config(path)), path)
         trained[1].reload_model_params()
         before = [parameter.clone() for parameter in trained[0][0].parameters()]
-        with pytest.raises(UserErrors, match=r"(?s)without actor\.offload.*without critic"):
+        with pytest.raises(UserErrors, match=r"(?s)support actor\.offload.*support critic"):
             words = ["actor.offload=true", "algorithm.name=ppo"]
             EmbeddedTrainer(tmp_path / "rl.yaml", *trained, overrides=words)
         with pytest.raises(UserErrors, match="model is not one of Megatron's") as caught:
