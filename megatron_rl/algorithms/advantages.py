@@ -332,14 +332,19 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the scaled lead over the second best reward for each group's best row, else 0: [B]."""
-        rewards_by_group = (inputs.rewards, inputs.group, inputs.valid)
-        count, _, std = ragged.group_statistics(*rewards_by_group)
-        best_reward, second_reward = ragged.group_top2(*rewards_by_group)
+        """Compute one advantage per row: [B]. It is 0 for all rows but the best of each group.
+
+        The advantage of the best row is its lead over the second best reward, over the standard deviation.
+        """
+        rewards = inputs.rewards
+        group = inputs.group
+        valid = inputs.valid
+        count, _, std = ragged.group_statistics(rewards, group, valid)
+        best_reward, second_reward = ragged.group_top2(rewards, group, valid)
 
         # The second reward of a singleton is -inf: its lead is defined as 0.
         lead = torch.where(count > 1, best_reward - second_reward, 0) / (std + self.epsilon)
-        return torch.where(ragged.mark_first_best(*rewards_by_group), lead, 0)
+        return torch.where(ragged.mark_first_best(rewards, group, valid), lead, 0)
 
 
 @dataclass(frozen=True)
@@ -414,18 +419,20 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's mean for each row [B], scaled up for rows with reward 0."""
+        """Compute the reward minus its group's mean for each row: [B].
+
+        All advantages are scaled up by the inverse of the fraction of rows with a reward other than 0.
+        """
         rewards = inputs.rewards
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
 
-        # Inverse of the fraction of rows with a reward other than 0, at least 1.
         valid_count = valid.sum().to(rewards.dtype)
         nonzero_count = (valid & (rewards != 0)).sum()
-        alpha = valid_count / nonzero_count.clamp(min=1)
+        sparsity_scale = valid_count / nonzero_count.clamp(min=1)
 
         centred = rewards - torch.where(count > 1, mean, 0)
-        return torch.where(valid, alpha * centred / self.normalizer, 0)
+        return torch.where(valid, sparsity_scale * centred / self.normalizer, 0)
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return a copy in which an unset ``scale_factor`` is the response limit in tokens."""
+        """Return this aggregation, with the response limit in tokens as ``scale_factor`` if it is unset."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)

@@ -81,7 +81,7 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return the kind of the function as a noun for error texts, such as "reward function" or its key."""
+        """Return what error texts call the function: "reward function", or else its key."""
         return "reward function" if self.key == "reward.function" else self.key
 
 

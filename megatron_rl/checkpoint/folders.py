@@ -75,7 +75,7 @@ def run_write_step(
 
 
 def convert_write_error(error: Exception, folder: Path) -> Exception:
-    """Return a UserError for a failed write of ``folder`` if the cause is a full disk, memory or the system.
+    """Return a UserError for a failed write of ``folder`` if disk, memory or the system caused it.
 
     Full disks and exhausted memory surface as many types of exceptions. Other errors are returned unchanged.
     """

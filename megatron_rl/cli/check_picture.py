@@ -244,7 +244,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     """Label a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
     ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
-    these ranks on all nodes of the kind. Its letters are those of `coordinate_legend`: t tensor, c context,
+    these ranks on all nodes of ``kind``. Its letters are those of `coordinate_legend`: t tensor, c context,
     p pipeline, d data; in the row of the rollout, r replica.
     """
     coordinates = []

@@ -517,9 +517,9 @@ def _step_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
 
 
 def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
-    """Return the rows on checkpoints: layout of the optimizers, host memory, and seconds of a write.
+    """Return the lines of the report about checkpoints: optimizer layout, host memory, seconds of a write.
 
-    There are none if no role has an optimizer.
+    Returns no lines if no role has an optimizer.
     """
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)

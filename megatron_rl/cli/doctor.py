@@ -288,7 +288,7 @@ def _import_megatron() -> str:
 
 
 def _import_transformers() -> str:
-    """Import transformers; return its version as text."""
+    """Import transformers; return a line with its version."""
     import transformers
 
     return f"transformers {transformers.__version__} loads"

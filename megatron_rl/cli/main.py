@@ -129,7 +129,7 @@ def _missing_package_error(package: str) -> UserError:
 def _add_overrides(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, unparsed: list[str]
 ) -> None:
-    """Add ``key=value`` arguments that follow an option to the overrides, which argparse does not parse."""
+    """Add ``key=value`` arguments after an option, which argparse leaves unparsed, to the overrides."""
     overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
     unrecognized = [text for text in unparsed if text not in overrides]
 

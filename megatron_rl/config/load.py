@@ -35,7 +35,7 @@ from megatron_rl.redaction import redact
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Configuration with the origin of each value and every mistake of loading.
+    """Configuration with the origin of each value, and all errors that were found in its files and overrides.
 
     Example: ``load("run.yaml", ["steps=many"])`` has one error and ``broken == {"steps"}``.
     """
@@ -47,7 +47,7 @@ class LoadedConfig:
     origins: Mapping[str, Origin]
     """Dotted path of each value -> its origin."""
     errors: tuple[UserError, ...] = ()
-    """Every mistake of loading."""
+    """All errors found in the files and overrides."""
     broken: frozenset[str] = frozenset()
     """Paths whose value is a placeholder or a default because of a mistake."""
     files: tuple[Path, ...] = ()
@@ -58,7 +58,7 @@ class LoadedConfig:
     """Copies of the Hugging Face Hub that are not complete on this machine, by directory."""
 
     def valid(self) -> RunConfig:
-        """Return the configuration, or raise UserErrors with every mistake."""
+        """Return the configuration, or raise UserErrors with all errors."""
         if self.errors or self.config is None:
             raise UserErrors(self.errors)
         return self.config

@@ -217,7 +217,10 @@ def foreign_names() -> Mapping[str, OtherName]:
 
 
 def find_counterpart(path: str) -> OtherName | None:
-    """Return the counterpart of a dotted name that is not a key; None if no project has the name."""
+    """Return the key that replaces a dotted name, which is a former key or the name of another project.
+
+    Returns None for a name that neither has.
+    """
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former_key, key in RENAMED.items():

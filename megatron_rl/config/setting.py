@@ -330,9 +330,11 @@ def _foreign_names(
     their_values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield the `ForeignName` of each name; ``projects`` maps a project to its names, separated by commas.
+    """Yield a `ForeignName` for each name that other projects have for a key.
 
-    The other arguments are those of `setting`; ``piece`` is the piece of an algorithm that has the key.
+    ``projects`` maps a project to its names, separated by commas. ``conversion`` says how their value differs
+    from ours, for all names or by name; ``their_values`` maps a name to its values and ours. ``piece`` is the
+    piece of an algorithm that has the key.
     """
     for project, names in projects.items():
         for name in names.split(", "):

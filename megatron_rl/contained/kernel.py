@@ -94,12 +94,15 @@ def make_mounts_private() -> None:
 def mount(
     file_system_type: str,
     target: str,
-    attributes: int,
+    mount_flags: int,
     options: str = "",
 ) -> None:
-    """Mount a new file system of a type, such as tmpfs, at the path ``target``."""
+    """Mount a new file system of a type, such as tmpfs, at the path ``target``.
+
+    ``mount_flags``: MS_* constants of mount(2). ``options``: options of the type, such as ``size=1m``.
+    """
     encoded_type = file_system_type.encode()
-    flags = ctypes.c_ulong(attributes)
+    flags = ctypes.c_ulong(mount_flags)
     _raise_if_failed(_libc.mount(encoded_type, os.fsencode(target), encoded_type, flags, options.encode()))
 
 

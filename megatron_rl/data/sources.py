@@ -68,9 +68,9 @@ if TYPE_CHECKING:
 class ShuffledOrder:
     """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
 
-    ``fingerprint`` identifies the items: a state of other items is rejected. An epoch skips each item of
-    `uniform` with probability 1 - ``uniform_share``, by a random number that depends on (seed, epoch, item),
-    but never all items.
+    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint.
+    An epoch skips each item in the set `uniform` with probability 1 - ``uniform_share``, by a random number
+    that depends on (seed, epoch, item), but never all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -628,7 +628,7 @@ class ResponseSource:
             rows.extend(self._join_rows(index))
             response_starts.extend([len(self._prompts[index])] * self.rows_per_record)
 
-        # Neither tokens of the prompt nor complements in the response are trained on.
+        # Neither tokens of the prompt are trained on, nor those that a row has as their complement (~token).
         tokens = concatenate_rows(rows)
         mask = torch.cat(
             [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]

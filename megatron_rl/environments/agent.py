@@ -299,7 +299,7 @@ async def _read_body(request: web.Request) -> bytes:
     """Return the body of a request; raises RequestPayloadError for a malformed one.
 
     aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error as if it
-    were the connection's next request, which no real request can be before the body is complete.
+    were the connection's next request. A real next request cannot be queued before the body is complete.
     """
     read_task = asyncio.ensure_future(request.read())
     try:
@@ -343,7 +343,7 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent as a client of ``base_url``; return its output, the argument of `judge`."""
+        """Run the agent's program as a client of ``base_url``; return its output, which `judge` is given."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run_program(self.command, variables, json.dumps(task))

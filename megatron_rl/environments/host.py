@@ -731,7 +731,10 @@ class _EventLoops:
         self._change_limits(-1)
 
     def _change_limits(self, loop_change: int) -> None:
-        """Change the number of open loops by ``loop_change``, 1 or -1, and set the limits accordingly."""
+        """Count an event loop as opened (``loop_change`` 1) or closed (-1); set the process's limits.
+
+        The limits of open files and of processes grow with the number of loops.
+        """
         with self._lock:
             self._open_count += loop_change
             allow_files(self._files + self._open_count * self._own_files)

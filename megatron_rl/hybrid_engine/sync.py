@@ -83,7 +83,7 @@ class WeightTransfer:
         return self._plan
 
     def compile_execution(self) -> Execution:
-        """Compile the execution of the plan on the current storages, again only if a storage was replaced."""
+        """Return the execution of the plan on the current storages; compiles it anew if one was replaced."""
         plan = self.plan
 
         # Compiled views reference the storages, and any storage may have been replaced since the last call.

@@ -63,7 +63,7 @@ class PackedDeltaNet(GatedDeltaNet):
         self.out_norm = _HeadNorm(config, self.value_head_dim, pg_collection.tp)
 
     def _setup_variant_attrs(self) -> None:
-        """Set ``gated_delta_rule``, which the constructor of 0.19.2 requires and `forward` does not read."""
+        """Set ``gated_delta_rule``, which Megatron-Core 0.19.2 requires and `forward` does not read."""
         parent: Any = super()
         parent._setup_variant_attrs()
         # Megatron's declared type is a kernel of flash-linear-attention with other arguments.

@@ -126,7 +126,10 @@ class BucketGradients(NamedTuple):
 
 
 def make_support(sizes: Tensor, tokens: Tensor) -> Support:
-    """Return the support of positions with ``sizes`` [n] tokens each, from tensors on the host."""
+    """Return the tokens among which each of n positions was sampled, from tensors on the host.
+
+    ``sizes`` [n]: number of these tokens per position. ``tokens``: those of all positions, in order.
+    """
     offsets = numpy.zeros(len(sizes) + 1, dtype=numpy.int64)
     numpy.cumsum(sizes.numpy(), out=offsets[1:])
     return Support(sizes, tokens, offsets)
@@ -442,11 +445,11 @@ def tile_statistics(
     column, in_tile = _tile_columns(targets, logits.shape[1])
     target = logits.gather(1, column[:, None])[:, 0].masked_fill(~in_tile, _MASKED)
 
-    # To save memory, `shifted` overwrites the logits and the weighted terms overwrite the exponents.
+    # To save memory, `shifted` overwrites the logits and the weighted terms overwrite the exponentials.
     shifted = logits.sub_(peak[:, None])
-    exponents = shifted.exp()
-    total = exponents.sum(dim=-1)
-    weighted = exponents.mul_(shifted).sum(dim=-1)
+    exponentials = shifted.exp()
+    total = exponentials.sum(dim=-1)
+    weighted = exponentials.mul_(shifted).sum(dim=-1)
     return torch.stack((peak, total, weighted, target))
 
 

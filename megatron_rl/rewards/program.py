@@ -215,7 +215,10 @@ class Peer:
             self._answer_request(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
-        """Return the other end's value and arguments after the call; answer its requests until then."""
+        """Wait for the other end to return, and answer its requests until then.
+
+        Returns its value, and the call's arguments as the call has left them.
+        """
         while True:
             kind, *content = self._receive()
             if kind == "request":

@@ -322,7 +322,7 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a training stage before the run trains, without an optimizer.
+    """Build the role that a stage before the run trains, such as a reward model. It has no optimizer.
 
     Collective over the world.
     """
@@ -342,7 +342,7 @@ def build_model_role(
 
     ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer. Ignored
         for a role that training steps do not update.
-    ``actor``: actor to share weights with, if the table allows it and both start from the same weights. The
+    ``actor``: actor to share weights with, if ``spec`` allows it and both start from the same weights. The
         role then uses the actor's model with the actor's adapters disabled, or the actor's base weights under
         its own adapters. None to share nothing.
     ``top_tokens``: number of most likely tokens that it returns for each token, or 0 for none.

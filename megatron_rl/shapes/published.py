@@ -112,9 +112,9 @@ def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def published_repo(reference: str) -> str | None:
-    """Return the Hugging Face Hub repository of a preset, ORG/NAME; None for one that has no weights there.
+    """Return the Hugging Face Hub repository of a preset, as ORG/NAME; None if no weights are there.
 
-    ``reference`` is the name of a preset, in which an organisation is kept.
+    ``reference`` is the name of a preset, or a repository already, which is returned as it is.
     """
     if "/" in reference:
         return reference

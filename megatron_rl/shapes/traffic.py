@@ -420,9 +420,10 @@ class _Engine:
 
             # Ranks with the same coordinates in both grids, dense and expert, have the same shards.
             for position, rank in enumerate(ranks):
-                quotient, expert_tensor = divmod(position, trainer.expert_tensor)
+                # The expert grid counts its tensor dimension first, then the expert dimension.
+                expert_position, expert_tensor = divmod(position, trainer.expert_tensor)
+                expert = expert_position % trainer.expert
                 tensor = position % trainer.tensor
-                expert = quotient % trainer.expert
                 rank_shards: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
                 rank_shards += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
                 if embedding:

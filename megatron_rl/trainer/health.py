@@ -162,7 +162,7 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
 
 
 def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Format a rule's last three measurements, the steps of all of them, and its healthy band as text.
+    """Format a rule's last three measurements, the steps of all its measurements, and its healthy band.
 
     ``measurements``: (step, value) pairs.
     """

@@ -211,9 +211,11 @@ class RolloutSource:
         return staleness_metrics(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return the number of token rounds; in the open order, counts of required and surplus groups.
+        """Return metrics of a generation round: in the closed order, the number of its token rounds.
 
-        In the open order responses are trained on as they finish, so there are no token rounds.
+        In the open order, in which groups are trained on as they finish, there are no token rounds: returns
+        the number of groups that the step requires (``rollout/due``), and of finished groups in the buffer
+        (``rollout/complete``).
         """
         if generation_round.rendezvous is None:
             sequence_rounds = new_tokens.shard.values["round"]

@@ -266,7 +266,8 @@ class Execution:
     ) -> _Term:
         """Return the term of this rank as the reference holder of a region.
 
-        Its weight is 1 + 2 + … + n for n receivers, as often as they together subtract their checksums.
+        The i-th of n receivers subtracts its checksum i times, so this term counts 1 + 2 + … + n times: the
+        sum is 0 if all checksums are equal.
         """
         num_receivers = len(region.receivers)
         weight = num_receivers * (num_receivers + 1) // 2

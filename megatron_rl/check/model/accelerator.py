@@ -69,7 +69,8 @@ def accelerated_roles(
 ) -> dict[str, AcceleratedRole]:
     """Return the roles with a Megatron model on the run's GPUs; an empty dict for a run without GPUs.
 
-    Other machines are assumed to have Transformer Engine, which ``launch/setup.sh --gpu`` installs.
+    If the run is meant for another machine than this one, that machine is assumed to have Transformer
+    Engine, which ``launch/setup.sh --gpu`` installs.
     """
     gpu = target_gpu(config, for_this_machine)
     if gpu is None:

@@ -748,7 +748,8 @@ class Trial:
     ) -> tuple[list[UserError], list[UserError]]:
         """Return the errors for settings that Megatron refuses, and a warning if the trial has no result.
 
-        At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
+        ``training``: whether a run is starting, in which case Megatron is also given the settings that need
+        packages or hardware that this machine lacks.
         """
         if not self._setting_keys:
             return [], []

@@ -133,7 +133,7 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 
 
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for tokens that rules on logits name and the tokenizer at ``path`` does not have."""
+    """Yield an error for each token of a logit rule that is missing in the tokenizer at ``path``."""
     # Without rules the tokenizer need not be loaded.
     texts_by_setting = biased_token_texts(rollout)
     if not any(texts_by_setting.values()):

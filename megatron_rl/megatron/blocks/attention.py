@@ -32,7 +32,7 @@ class AttentionBuilder(BlockBuilder[Attention]):
         return separate_attention_spec(layer, kind)
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add features to built layers: shared heads, norms over all heads, local rotary angles.
+        """Add to built layers what their spec cannot express: norms over all heads, local rotary angles.
 
         Key-value heads that several tensor-parallel ranks share are bound to the role's own process group.
         """

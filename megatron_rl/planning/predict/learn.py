@@ -763,7 +763,7 @@ def peak_training_memory(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Combine the memory of pipeline stages to that of a role: the fullest stage, and the largest states."""
+    """Return a role's memory: that of its fullest pipeline stage, and the largest states of any stage."""
     fullest = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)

@@ -723,7 +723,7 @@ def _role_names(problem: PlacementProblem) -> tuple[str, ...]:
 
 
 def search_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return the best plan of every placement: colocated, split, and mixed; raise UserError if none fits.
+    """Return the best plan of each placement (colocated, split, mixed); raises UserError if none fits.
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """

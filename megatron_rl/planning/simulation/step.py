@@ -271,7 +271,10 @@ def _count_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> 
 
 
 def _set_boundary_shape(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
-    """Set the shape of the activations that pipeline stages exchange, for equal and full micro-batches."""
+    """Set the shape of the activations that pipeline stages exchange.
+
+    All rows have one length, so every micro-batch has as many tokens as fit into its limit.
+    """
     if role.model is None:
         return
 

@@ -171,12 +171,13 @@ RENEW_SECONDS = 5.0
 class ServerGenerator:
     """Generator that distributes requests over several servers and tolerates the loss of servers.
 
-    A sequence stays with its server, which has its prefix cached. If the server is lost, or responds from
-    other weights, the request is sent to another one, and counted; without a remaining server it fails.
+    A sequence stays with its server, which has its prefix cached. If the server is lost, or has
+    other weights than the trainer sent last, the request goes to another server, and is counted. If no server
+    remains, it fails.
 
-    At most ``most_rows`` requests are open at a time. ``client_index`` is the index of this client among all
-    sampling ranks: each begins with another server. ``on_close`` is called by `close`. With ``stops``,
-    responses end at stop texts, whether the server has ended them there or not.
+    At most ``most_rows`` requests, each of one row, are open at a time. ``client_index`` is the index of this
+    client among all sampling ranks: each begins with a different server. ``on_close`` is called by
+    `close`. With ``stops``, responses end at stop texts, whether the server has ended them there or not.
     """
 
     def __init__(

@@ -246,18 +246,18 @@ class TorchEngine:
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by transformers' name, buffers among them (`is_buffer`)."""
+        """Return the model's parameters, and the buffers that are weights, by transformers' name."""
         if self._model is None:
             return {}
 
-        storages: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
-            storages[name] = parameter.data
+            weights[name] = parameter.data
         for name, buffer in self._model.named_buffers():
             if is_buffer(name):
-                storages[name] = buffer
+                weights[name] = buffer
 
-        return storages
+        return weights
 
     def boxes(self) -> list[TensorBox]:
         """Return the position of each checkpoint tensor: a parameter, or an expert's slice of a parameter."""

