@@ -292,6 +292,12 @@ def test_an_unknown_profile_of_a_source_is_an_error(name: str, expected: tuple[s
     assert all(part in str(error) for part in expected), error
 
 
+def test_an_unknown_profile_is_an_error_without_a_rollout_section_too() -> None:
+    text = CONFIG.replace("train: train.jsonl", "sources: {easy: {path: train.jsonl, profile: careful}}")
+    (error,) = load_text(text, ["rollout=null"]).errors
+    assert "no sampling profile 'careful'" in str(error)
+
+
 # Arguments of the chat template in records
 
 
