@@ -334,6 +334,13 @@ class PromptBatch(_Rows):
         "profiles", "sources", "template_kwargs",
     )  # fmt: skip
 
+    @property
+    def profile_names(self) -> tuple[str, ...]:
+        """Return the name of the sampling profile of each of the P prompts, its task if it has no other."""
+        # A batch with prompts of an older checkpoint has None for these, and names for its new prompts.
+        profiles = self.profiles or (None,) * len(self)
+        return tuple(profile or task for profile, task in zip(profiles, self.tasks, strict=True))
+
     def with_offset(self, offset: int) -> PromptBatch:
         """Return the prompts with ``offset`` added to each of ``prompt_ids``."""
         return replace(self, prompt_ids=self.prompt_ids + offset)

@@ -334,9 +334,13 @@ def _plan_configuration(args: argparse.Namespace) -> int:
 def _model_path(model: str) -> str:
     """Return the folder of a model on the command line; for a preset, its name on the Hub.
 
-    A preset without a model on the Hub has the folder in which the user has to put it.
+    A preset without a model on the Hub has the folder in which the user has to put it. A folder that only
+    another machine has, such as ``models/Qwen3-8B``, stays as it is.
     """
     if not Path(model).exists():
+        is_folder = model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1
+        if is_folder:
+            return model
         repo = published_repo(model)
         return f"hf://{repo}" if repo else f"models/{model}"
     if model.endswith("config.json"):

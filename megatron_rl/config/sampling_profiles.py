@@ -62,8 +62,10 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     """
     source_profiles = _source_profiles(tree)
     if _registered_profiles or source_profiles:
-        # Records and sources may name a registered profile even if there is no rollout section.
-        tree.children.setdefault("rollout", Section())
+        # Records and sources may name a profile even if there is no rollout section, or a null in its place.
+        node = tree.children.get("rollout")
+        if node is None or (isinstance(node, Leaf) and node.value is None):
+            tree.children["rollout"] = Section()
     rollout = tree.children.get("rollout")
     names_by_key = _profile_name_leaves(rollout) | source_profiles
     if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):

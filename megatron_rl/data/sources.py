@@ -324,7 +324,7 @@ class PromptSource:
             return batch
 
         sampling = []
-        for profile, parameters in zip(batch.profiles or batch.tasks, batch.sampling, strict=True):
+        for profile, parameters in zip(batch.profile_names, batch.sampling, strict=True):
             temperature = self._rollout.task_setting(profile, "temperature")
             top_p = self._rollout.task_setting(profile, "top_p")
             sampling.append(apply_schedules(parameters, temperature, top_p, self._step))

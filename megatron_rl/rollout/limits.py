@@ -58,7 +58,7 @@ class AutoLimits:
         """Return a waiting group with its limit of response tokens, if the limit of its task is `AUTO`."""
         prompt = group.prompt
         (task,) = prompt.tasks
-        (profile,) = prompt.profiles or prompt.tasks
+        (profile,) = prompt.profile_names
         if self._rollout.limit_setting(profile) != AUTO:
             return group
 
@@ -71,7 +71,7 @@ class AutoLimits:
         """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
-        profiles = prompts.profiles or prompts.tasks
+        profiles = prompts.profile_names
         rows = zip(
             rollouts.group.tolist(),
             rollouts.finish_reason.tolist(),
@@ -133,7 +133,7 @@ def compute_length_metrics(
 
     # Tasks of which some prompts have no fixed limit.
     varying_tasks: set[str] = set()
-    for task, profile in zip(prompts.tasks, prompts.profiles or prompts.tasks, strict=True):
+    for task, profile in zip(prompts.tasks, prompts.profile_names, strict=True):
         if not isinstance(rollout.limit_setting(profile), int):
             varying_tasks.add(task)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -177,7 +178,8 @@ def test_a_download_that_was_killed_is_completed_by_the_next_start(
             assert server.stalled.wait(120), f"{stall_at} was not requested"
             # The supervisor of the ranks, and the rank.
             for process in psutil.Process(online_server.process_id).children(recursive=True):
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             assert run.result().returncode
             # Without a network the files that were complete are not taken for all of them.
             found = check(offline, config)

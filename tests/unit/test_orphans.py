@@ -12,7 +12,7 @@ PROCESSES = """
 import multiprocessing, os, sys, time
 from megatron_rl.rollout.engines.vllm.orphans import start_watchdog
 
-context = multiprocessing.get_context("fork")  # imports once, and a child has the same parent
+context = multiprocessing.get_context(sys.argv[3])
 
 
 def wait(ready):
@@ -38,7 +38,7 @@ def run_engine(ready, workers):
 
 
 if __name__ == "__main__":
-    engines, workers = map(int, sys.argv[1:])
+    engines, workers = map(int, sys.argv[1:3])
     ready = context.Queue()
     if engines > 1:
         context.Process(target=wait, args=(ready,), name="VLLM_DP_Coordinator", daemon=True).start()
@@ -54,12 +54,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engines", "workers", "late"), [(1, 0, False), (2, 1, False), (1, 1, True)])
-def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers, late):
+@pytest.mark.parametrize(
+    ("engines", "workers", "late", "method"),
+    # Forked processes import once; a server spawns them, beside which it has a tracker of resources.
+    [(1, 0, False, "fork"), (2, 1, False, "fork"), (1, 1, True, "spawn")],
+)
+def test_all_that_a_server_started_ends_when_it_is_killed(tmp_path, engines, workers, late, method):
     (tmp_path / "server.py").write_text(PROCESSES)
     if late:
         (tmp_path / "late").touch()
-    command = [sys.executable, str(tmp_path / "server.py"), str(engines), str(workers)]
+    command = [sys.executable, str(tmp_path / "server.py"), str(engines), str(workers), method]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, start_new_session=True
     ) as server:

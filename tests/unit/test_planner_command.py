@@ -13,7 +13,7 @@ import yaml
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.cli.main import main as command
-from megatron_rl.cli.plan import add_arguments, make_problem, run
+from megatron_rl.cli.plan import _model_path, add_arguments, make_problem, run
 from megatron_rl.config import budget
 from megatron_rl.config.adapters import is_initial_actor
 from megatron_rl.config.load import load, load_text
@@ -229,6 +229,19 @@ def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
     assert config["reward"]["models"]["preference"]["path"] == "models/judge"
     assert config["reward"]["function"] == "rewards.py:score"
     assert {"critic", "reference"} <= set(config) and config["critic"]["recompute"] in ("none", "full")
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ("qwen3-8b", "hf://Qwen/Qwen3-8B"),
+        ("Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"),
+        ("models/Qwen3-8B", "models/Qwen3-8B"),
+        ("/data/models/Qwen3-8B", "/data/models/Qwen3-8B"),
+    ],
+)
+def test_a_folder_of_another_machine_is_no_name_on_the_hub(model: str, path: str) -> None:
+    assert _model_path(model) == path
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])

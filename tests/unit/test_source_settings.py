@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_rl.rewards.by_source import NO_FUNCTION, SOURCE, SourceRewards
 from megatron_rl.rewards.worker import GROUP, TURNS
 from megatron_rl.rollout.collate import make_waiting_groups, to_prompts
 from megatron_rl.rollout.limits import AutoLimits
+from megatron_rl.types import PromptBatch
 
 # The markup has only characters that the quickstart's tokenizer has.
 TEMPLATE = (
@@ -241,6 +243,12 @@ def test_rows_of_a_source_are_sampled_with_its_profile(tokenizer: Any) -> None:
     assert limits == [rollout.auto_limit.at_most, 5, rollout.auto_limit.at_most]
     assert to_prompts(groups).profiles == batch.profiles
 
+    # Prompts of an older checkpoint have no profiles: those of their tasks apply, also beside new prompts.
+    older = replace(batch.rows([0]), profiles=None)
+    groups = make_waiting_groups(PromptBatch.concatenate([older, batch.rows([2])]))
+    assert to_prompts(groups).profile_names == ("easy", "careful")
+    assert [group.prompt.profile_names for group in groups] == [("easy",), ("careful",)]
+
     # Without a profile of the source only tasks have profiles.
     plain = prompts_of(values, tokenizer, rollout=rollout).next_batch(3)
     assert [sampling.temperature for sampling in plain.sampling] == [0.125, 0.25, 1.0]
@@ -282,6 +290,12 @@ def test_an_unknown_profile_of_a_source_is_an_error(name: str, expected: tuple[s
     (error,) = load_text(text + "  sampling_profiles: {careful: {top_k: 3}}\n").errors
     assert error.where and error.where.startswith("data.sources.easy.profile"), error
     assert all(part in str(error) for part in expected), error
+
+
+def test_an_unknown_profile_is_an_error_without_a_rollout_section_too() -> None:
+    text = CONFIG.replace("train: train.jsonl", "sources: {easy: {path: train.jsonl, profile: careful}}")
+    (error,) = load_text(text, ["rollout=null"]).errors
+    assert "no sampling profile 'careful'" in str(error)
 
 
 # Arguments of the chat template in records
