@@ -440,10 +440,10 @@ class Gdpo(GroupAdvantage):
     """Weighted sum of the GRPO advantages of the reward's components.
 
     ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
-    instead maps different mixes of components to equal advantages. ``reward`` itself is a component only if
-    it is the only one. A row with a NaN component is invalid for that component. Shaping and penalties change
-    the total reward, not its components, so they are rejected together with this estimator: a penalty must be
-    a component.
+    instead maps different mixes of components to equal advantages. ``reward`` itself is a component of a
+    row only if it is the row's only one. A row with a NaN component is invalid for that component. Shaping
+    and penalties change the total reward, not its components, so they are rejected together with this
+    estimator: a penalty must be a component.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
@@ -488,11 +488,20 @@ class Gdpo(GroupAdvantage):
         # Normalise each component within its group, then add.
         component_grpo = Grpo(epsilon=self.epsilon)
         advantages = torch.zeros_like(inputs.rewards)
+        has_component = torch.zeros_like(inputs.valid)
+        for component in components.values():
+            has_component |= component.isfinite()
         for name, weight in weights.items():
             component = components[name]
             component_valid = inputs.valid & component.isfinite()
             component_inputs = replace(inputs, rewards=component, valid=component_valid)
             advantages = advantages + weight * component_grpo.row_advantages(component_inputs)
+
+        # Rows of a source whose reward is a plain number have no component besides it.
+        without_component = inputs.valid & ~has_component
+        if without_component.any():
+            plain_inputs = replace(inputs, valid=without_component)
+            advantages = advantages + component_grpo.row_advantages(plain_inputs)
         return advantages
 
 

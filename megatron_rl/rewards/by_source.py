@@ -62,7 +62,7 @@ class SourceRewards:
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return the answers of the samples' functions, in the order of ``samples``."""
-        # A sample without a function exists only if a run resumes with other sources than it sampled from.
+        # Groups in a checkpoint that is older than `data.sources.NAME.reward` do not know their source.
         no_answer = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
         answers = [no_answer] * len(samples)
         rows_by_name: dict[str, list[int]] = {}
@@ -84,7 +84,8 @@ class SourceRewards:
         for name, rows in rows_by_name.items():
             for row, answer in zip(rows, futures[name].result(), strict=True):
                 if answer.reason is not None:
-                    answer = answer._replace(message=f"{self._keys[name]}: {answer.message}")
+                    # At the end, since only the last lines of a long message are kept.
+                    answer = answer._replace(message=f"{answer.message} ({self._keys[name]})")
                 answers[row] = answer
         return answers
 

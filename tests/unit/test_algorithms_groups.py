@@ -189,6 +189,16 @@ def test_gdpo_names_missing_components():
         Gdpo(weights={"format": 1.0}).row_advantages(inputs)
 
 
+def test_gdpo_takes_the_reward_of_rows_without_components():
+    """Sources may have rewards of their own, of which one returns components and another a number."""
+    groups, valid = torch.tensor([0.0, 0, 1, 1]), torch.tensor([True, True, True, True])
+    rewards = torch.tensor([0.0, 3.0, 0.0, 1.0]).double()
+    components = {"a": [0.0, 1.0, math.nan, math.nan], "b": [0.0, 2.0, math.nan, math.nan]}
+    got = rows_of(Gdpo(), rewards, groups, valid, components=components)
+    half = math.sqrt(0.5)
+    close(got, [-2 * half, 2 * half, -half, half], 1e-5)
+
+
 def test_published_example_of_gdpo():
     """arXiv:2601.05242, section 2: GRPO cannot tell rewards (0, 1) from (0, 2), GDPO can."""
     groups, valid, half = torch.zeros(2), torch.ones(2) > 0, math.sqrt(0.5)

@@ -121,7 +121,7 @@ def test_each_sample_is_rewarded_by_the_function_of_its_source(functions: Callab
         assert result.rewards.nan_to_num(-1).tolist() == [1, 3, 1, 0, 5, -1, 1]
         (failure,) = result.failures
         assert (failure.row, failure.reason) == (5, "exception")
-        assert failure.message.startswith("data.sources.chat.reward: ") and "not this one" in failure.message
+        assert failure.message.endswith(" (data.sources.chat.reward)") and "not this one" in failure.message
         # `words` takes all arguments: it gets neither the source nor what other functions read.
         assert result.components["seen"].nan_to_num(-1).tolist() == [-1, 3, -1, -1, 3, -1, 3]
         assert scorer.score([]).rewards.tolist() == []
