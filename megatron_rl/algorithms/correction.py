@@ -80,7 +80,7 @@ class Correction(Piece):
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the errors for the band, for rejection measures, and for settings that exclude each other."""
+        """Yield errors in the weights' band and rejection measures, and settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(

@@ -793,7 +793,7 @@ def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
 
 
 def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:
-    """Yield the errors for the paths and environment variables that the limits of contained code name.
+    """Yield the errors for paths and environment variables in the limits of contained code.
 
     ``section`` is the key of the limits. Paths that do not exist are added to ``files``.
     """

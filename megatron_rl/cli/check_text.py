@@ -678,7 +678,7 @@ def _correction_text(algorithm: Algorithm) -> str:
 
 
 def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
-    """Return the row on the source of the old log-probs; no row without an algorithm."""
+    """Return the line that says where old log-probs come from; no line without an algorithm."""
     if report.algorithm is None:
         return []
     reason = scoring_pass_reason(report.config, report.algorithm)

@@ -61,7 +61,7 @@ class ParseState:
     def record_error(
         self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
     ) -> None:
-        """Record a mistake that leaves every value as the user wrote it."""
+        """Record an error about a node whose value is kept; ``fields`` are those of `UserError`."""
         self.errors.append(UserError(message, where=self.location_text(path, node), **fields))
 
     def location_text(self, path: str, node: Leaf | Section | None) -> str:

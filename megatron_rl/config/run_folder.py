@@ -82,7 +82,7 @@ class RunFolder:
         return self.rank_logs / f"rank_{rank}.log"
 
     def directories(self) -> tuple[Path, ...]:
-        """Return the folder and the directories that a run creates at its start."""
+        """Return the run folder and its subfolders that a run creates at its start."""
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:

@@ -271,7 +271,7 @@ def require_template_for(
     data: DataConfig,
     setting: str,
 ) -> None:
-    """Raise UserError for a response of messages to a prompt that bypasses the chat template."""
+    """Raise UserError if a response is a list of messages, but its prompt bypasses the chat template."""
     responses = [record.values[field] for field in response_fields]
     conversations = [response for response in responses if not isinstance(response, str)]
     if not conversations or uses_chat_template(record, data):

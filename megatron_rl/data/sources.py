@@ -489,7 +489,10 @@ def encode_prompts(
     records: Sequence[Record],
     consumers: Consumers = REWARDED,
 ) -> EncodedData:
-    """Tokenise the prompts of records; raises UserError as `RecordReader` does."""
+    """Tokenise the prompts of records; raises UserError as `RecordReader` does.
+
+    ``setting`` is the key of the data set, for errors; ``consumers`` name the settings whose code reads it.
+    """
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
     records = [reader.read(record) for record in records]

@@ -154,9 +154,9 @@ def _assign_sources(
     sources: dict[str, tuple[Any, int]] = {}
     dense_bytes = [0] * groups.data_context.size()
     expert_bytes = [0] * groups.expert_data.size()
-    for storage, parameter in parameters.items():
+    for name, parameter in parameters.items():
         # Experts are replicated over another group than the dense parameters.
-        if is_expert_parameter(storage):
+        if is_expert_parameter(name):
             group = groups.expert_data
             bytes_by_rank = expert_bytes
         else:
@@ -166,7 +166,7 @@ def _assign_sources(
         # The least loaded rank; the lowest one of several, so that all ranks agree.
         source = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[source] += parameter.nbytes
-        sources[storage] = (group, source)
+        sources[name] = (group, source)
     return sources
 
 

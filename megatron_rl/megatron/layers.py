@@ -236,7 +236,7 @@ class RowAttention:
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether attention needs only the boundaries of rows, not rows gathered by length."""
+        """Return whether attention works on packed rows and their boundaries; else rows are unpacked."""
         return True
 
 
@@ -555,7 +555,7 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
-    """Return whether PyTorch's fused attention takes grouped keys and values without repeating them.
+    """Return whether PyTorch's fused attention supports grouped-query attention for ``query``.
 
     The host's kernel does, but in half precision it would sum the gradients of a group's heads in half
     precision. On accelerators only the half-precision kernel without a mask does, so heads are repeated.

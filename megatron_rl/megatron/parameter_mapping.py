@@ -302,8 +302,9 @@ def trace_import(
     storages: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes of Hugging Face tensors in meta parameters, with layers counted over the whole model.
+    """Return the boxes that map Hugging Face tensors to parameters on the meta device.
 
+    The names of parameters count layers over the whole model.
     ``storages`` maps the names of parameters to their names in the boxes, if these differ. ``shapes`` are the
     checkpoint's tensor shapes, if the caller has them. Raises CoverageError unless every element, except for
     the padding of the vocabulary, is filled exactly once.

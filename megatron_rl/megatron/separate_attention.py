@@ -96,7 +96,7 @@ class SeparateSelfAttention(SelfAttention):
 
 
 def separate_attention_spec(layer: Any, block: Attention) -> Any:
-    """Return a layer's spec with the head size and the key-value heads of ``block``, its own attention."""
+    """Return a layer's spec for attention with the head size and key-value heads of ``block``."""
     attention = layer.submodules.self_attention
     sizes = {
         "head_dim": block.head_dim,

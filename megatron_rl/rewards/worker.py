@@ -660,7 +660,7 @@ class _CallLoop:
         self._process_id = os.getpid()
 
     def serve(self) -> None:
-        """Make the calls that arrive, one after another, until the trainer closes the connection."""
+        """Call the function for each request in turn, until the trainer closes the connection."""
         while True:
             try:
                 calls = self._requests.read()
@@ -678,7 +678,7 @@ class _CallLoop:
                 self._reply(number, frames)
 
     async def serve_concurrently(self) -> None:
-        """Make every call as soon as it arrives; the trainer limits the number of open calls."""
+        """Start a call for each request as it arrives; the trainer limits the number of open calls."""
         loop = asyncio.get_running_loop()
         arrivals = asyncio.Queue()
         threading.Thread(target=self._read_calls, args=(loop, arrivals), daemon=True).start()

@@ -95,7 +95,7 @@ class NullScorer:
         self._answer = answer
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return the same answer for each sample."""
+        """Return the stored answer for every sample."""
         return RewardResult([self._answer] * len(samples))
 
     def close(self) -> None:

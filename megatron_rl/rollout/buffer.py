@@ -62,10 +62,10 @@ class RolloutBuffer:
         updates_ahead: int,
         max_updates: int,
     ) -> tuple[bool, ...]:
-        """Return a flag for each started group: whether it would be too old if it finished in the next step.
+        """Return for each started group whether it must finish in this step, to be trained on in time.
 
-        A group that finishes in this step is trained on ``updates_ahead`` updates after weights ``version``,
-        and one update later if it finishes in the next step. ``max_updates`` is the maximum number of updates
+        If a group finishes in this step, ``updates_ahead`` updates lie between weights ``version`` and its
+        training; if it finishes in the next step, one more. ``max_updates`` is the maximum number of updates
         between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.

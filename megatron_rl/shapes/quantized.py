@@ -78,7 +78,7 @@ class Quantization:
         return self.method == "nvfp4"
 
     def has_dtypes(self, weight: str, scales: str) -> bool:
-        """Return whether the dtypes of a weight and of its scales, in safetensors' spelling, are valid."""
+        """Return whether a weight and its scales may have these dtypes, in safetensors' spelling."""
         if self.has_tensor_scales:
             return (weight, scales) == (BYTES, FP8)
         return weight == FP8 and scales in _SCALE_DTYPES

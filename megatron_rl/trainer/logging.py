@@ -341,7 +341,7 @@ class Progress:
             self._print(line)
 
     def show_part(self, name: str) -> None:
-        """Show the ``name`` of the part of the phase that begins now, such as the model to be built."""
+        """Show the name of the part of a phase that starts now, such as the model that is built."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], note=name)
         elif self.enabled:

@@ -303,7 +303,7 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
 
 
 def _join_ranks(config: RunConfig, phases: Phases) -> None:
-    """Start communication between the ranks and the hang detector. Collective over the world."""
+    """Initialise the process groups and start the hang detector. Collective over the world."""
     watch.join_job(
         config.rank_timeout,
         lambda: f"{describe_rank(config, device.rank())} {phases.location}",

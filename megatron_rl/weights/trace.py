@@ -425,7 +425,7 @@ def _split_axis(
 
 
 def _coordinates(source_box: _SourceBox, position: int) -> list[int]:
-    """Return the coordinates in a box of a storage position, which counts from the box's first element."""
+    """Return the coordinates within a box of an element, given its offset in storage from the box's first."""
     result = [0] * len(source_box.size)
 
     # Largest stride first, as digits of a number.

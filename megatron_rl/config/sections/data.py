@@ -46,7 +46,7 @@ class SourceConfig:
     """One of several sources of training prompts, with its share of them.
 
     A record without a task has the name of its source as its task, so that a sampling profile of that name
-    applies to it. With `profile`, only a task of the record's own that has a profile is sampled differently.
+    applies to it. `profile` names another one; the profile of a record's own task comes before both.
     """
 
     path: str | tuple[str, ...] = required(

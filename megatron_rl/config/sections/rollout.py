@@ -625,7 +625,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
 
 
 def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors for limits that are tables, and for `auto` limits whose lengths cannot be observed."""
+    """Yield the errors in tables of limits, and for `auto` limits whose lengths cannot be observed."""
     is_auto = False
     for path, value in rollout.limit_settings.items():
         is_auto = is_auto or value == AUTO

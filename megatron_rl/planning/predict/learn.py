@@ -770,7 +770,7 @@ def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes on a role's fullest GPUs while it trains on a batch."""
+    """Return the peak memory of a role's fullest GPUs while it trains on a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
 
     # The largest micro-batch contains a row of the largest length, even if the mean micro-batch is smaller.

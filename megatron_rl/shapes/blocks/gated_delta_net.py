@@ -106,7 +106,7 @@ class GatedDeltaNet(Mixer):
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token that a plain layer saves: all of them are alive at once."""
+        """Return the elements per token that are in memory at once: those that an unfused layer saves."""
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:

@@ -117,7 +117,7 @@ class LatentAttention(Mixer):
         return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of attention heads: the latent itself has no heads that could be divided."""
+        """Return how many heads tensor parallelism divides: the attention heads; the latent has none."""
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:

@@ -57,9 +57,9 @@ def count_mlp_elements(layer: LocalLayer, width: float) -> float:
 def mlp_matrices(
     shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
-    """Yield the two Megatron parameters of an MLP; the first of a gated one has gate and up.
+    """Yield the two Megatron parameters of an MLP; in a gated MLP the first holds gate and up projections.
 
-    ``width`` is the width between the projections. ``name`` and ``source`` are the prefixes of Megatron's and
+    ``width`` is the intermediate size. ``name`` and ``source`` are the prefixes of Megatron's and
     of the checkpoint's names, ``fused`` is Transformer Engine's name with ``{linear}`` for the layer.
     """
     # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.

@@ -145,7 +145,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
 @dataclass
 class TrainerMeeting(TrainerInitInfo):
-    """Rendezvous of a trainer rank with vLLM's workers; ``rank`` counts the trainers.
+    """Rendezvous of a trainer rank with vLLM's workers; ``rank`` is its index among the trainer ranks.
 
     The fields have the meaning that they have in `TransferRendezvous`.
     """

@@ -377,8 +377,8 @@ class VllmEngine:
     def _end_stopped_requests(self) -> list[Completion]:
         """End the requests whose last tokens complete a stop text; return their completions.
 
-        Not by vLLM's own `stop`: it would search each request for itself, without the tokens of a turn in
-        front of it, and end several requests at once (see `_abort_vllm_request`).
+        vLLM's own `stop` is not used. It does not see the tokens of a turn that an earlier request sampled,
+        and it may end several requests at once (see `_abort_vllm_request`).
         """
         processor = self._llm.llm_engine.output_processor
         completions = []

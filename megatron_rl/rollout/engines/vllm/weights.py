@@ -193,8 +193,8 @@ def trace_weights(
     dtype = next(iter(parameters.values())).dtype
     expert_storage = _find_fused_experts(model)
     if expert_storage is not None:
-        # The loader of gpt-oss (0.32) reads fields of this attribute if it exists, also if it is None, as
-        # without mxfp4.
+        # vLLM 0.32's loader of gpt-oss reads fields of `quantization_config` even if it is None, as in
+        # checkpoints that are not quantised.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
