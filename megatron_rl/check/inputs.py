@@ -9,10 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.callbacks import callback_errors
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
@@ -517,6 +518,24 @@ def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[User
     )
 
 
+def _absent_field_warning(
+    data_set: DataSet, first_record: Mapping[str, Any], setting: str, noun: str, kind: str
+) -> UserError:
+    """Return the warning that a data set's first record lacks the optional field that ``setting`` names.
+
+    ``noun`` and ``kind`` describe the content of the field, such as tools and a list.
+    """
+    data = data_set.data_config
+    key = data.setting_of(setting)
+    return UserError(
+        f"the first record of {data_set.key} has no {noun}",
+        where=key,
+        expected=f"{kind} in the field `{getattr(data, setting)}` where a record has {noun}",
+        got=f"fields {', '.join(first_record)}",
+        fix=f"correct {key}, if no record has them",
+    )
+
+
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     """Check a data set's records, template and tokens; return its records, or None if it cannot be read."""
     preview = check_data(data_set, inputs.files, inputs.read_budget)
@@ -525,31 +544,16 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     data = data_set.data_config
     first_record = preview.first
 
-    # Tools are optional in a record, so a misspelled field name only shows as a field that records lack.
-    tools_key = data.setting_of("tools_field")
-    if data.tools_field is not None and data.tools_field not in first_record:
+    # These fields are optional in a record, so a misspelled name only shows as a field that records lack. The
+    # default name of the template's arguments was not chosen for this data.
+    if data.tools_field not in (None, *first_record):
         inputs.warnings.append(
-            UserError(
-                f"the first record of {data_set.key} has no tools",
-                where=tools_key,
-                expected=f"a list in the field `{data.tools_field}` where a record has tools",
-                got=f"fields {', '.join(first_record)}",
-                fix=f"correct {tools_key}, if no record has them",
-            )
+            _absent_field_warning(data_set, first_record, "tools_field", "tools", "a list")
         )
-
-    kwargs_key = data.setting_of("chat_template_kwargs_field")
-    kwargs_field = data.chat_template_kwargs_field
-    has_other_field = kwargs_field not in (None, DataConfig.chat_template_kwargs_field)
-    if has_other_field and kwargs_field not in first_record:
+    if data.chat_template_kwargs_field not in (None, DataConfig.chat_template_kwargs_field, *first_record):
+        noun = "arguments of the chat template"
         inputs.warnings.append(
-            UserError(
-                f"the first record of {data_set.key} has no arguments of the chat template",
-                where=kwargs_key,
-                expected=f"a mapping in the field `{kwargs_field}` where a record has arguments",
-                got=f"fields {', '.join(first_record)}",
-                fix=f"correct {kwargs_key}, if no record has them",
-            )
+            _absent_field_warning(data_set, first_record, "chat_template_kwargs_field", noun, "a mapping")
         )
 
     # Prompts that are lists of messages need the chat template; `chat_template: true` uses it for text too.

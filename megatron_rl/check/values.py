@@ -14,7 +14,7 @@ from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.health import RULE_OF
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.data import RESERVED_TEMPLATE_KWARGS, SourceConfig, fields_of
+from megatron_rl.config.sections.data import SourceConfig, fields_of, reserved_kwargs_error
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
@@ -448,13 +448,7 @@ def _template_argument_errors(
             got = "chat_template=false"
             yield requirement_error(f"{path}.{name}", value, "the chat template", got=got, fix=fix)
 
-    # The renderer passes values of these names itself; they would silently replace the user's arguments.
-    reserved_names = [name for name in RESERVED_TEMPLATE_KWARGS if name in section.chat_template_kwargs]
-    if reserved_names:
-        yield UserError(
-            "arguments of the chat template that the prompts themselves set",
-            where=f"{path}.chat_template_kwargs",
-            expected="arguments of the template's own, such as enable_thinking",
-            got=", ".join(reserved_names),
-            fix=f"remove {reserved_names[0]}",
-        )
+    key = f"{path}.chat_template_kwargs"
+    error = reserved_kwargs_error(section.chat_template_kwargs, where=key, container=key)
+    if error is not None:
+        yield error

@@ -92,9 +92,9 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
             profiles.children[name] = _find_profile(node, key, available_profiles, errors)
 
     # Sources: several of them, and tasks, may share one profile.
-    available = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
+    task_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for key, leaf in source_profiles.items():
-        _find_profile(leaf, key, available, errors)
+        _find_profile(leaf, key, task_profiles, errors)
         _, _, leaf.value = leaf.value.rpartition(":")
 
     if isinstance(run_profile, Leaf) and _KEY in names_by_key:

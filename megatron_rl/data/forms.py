@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.data import RESERVED_TEMPLATE_KWARGS, DataConfig
+from megatron_rl.config.sections.data import DataConfig, reserved_kwargs_error
 from megatron_rl.config.sections.rewards import JudgeConfig
 from megatron_rl.data.messages import (
     require_fields,
@@ -553,15 +553,13 @@ class RecordReader:
                 got=_excerpt(value),
                 fix=f"correct `{self.data.chat_template_kwargs_field}` of the record, or set {key}",
             )
-        reserved_names = [name for name in RESERVED_TEMPLATE_KWARGS if name in kwargs]
-        if reserved_names:
-            raise UserError(
-                "arguments of the chat template that the prompt itself sets",
-                where=f"{record.where} ({self.setting})",
-                expected="arguments of the template's own, such as enable_thinking",
-                got=", ".join(reserved_names),
-                fix=f"remove {reserved_names[0]} from `{self.data.chat_template_kwargs_field}` of the record",
-            )
+        error = reserved_kwargs_error(
+            kwargs,
+            where=f"{record.where} ({self.setting})",
+            container=f"`{self.data.chat_template_kwargs_field}` of the record",
+        )
+        if error is not None:
+            raise error
 
         # Nulls in JSON text were written by its author; nulls in a table come from Arrow.
         if record.from_table and not isinstance(value, str):

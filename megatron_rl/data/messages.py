@@ -245,8 +245,10 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
 
-    # Only the template can render tools into the prompt.
-    if get_tools(record, data) and not uses_chat_template(record, data):
+    # Only the template can render tools into the prompt, and reads arguments.
+    if uses_chat_template(record, data):
+        return
+    if get_tools(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
             where=location,
@@ -255,7 +257,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"set {template}=true, or remove {data.setting_of('tools_field')}",
         )
     kwargs = get_template_kwargs(record, data)
-    if kwargs and not uses_chat_template(record, data):
+    if kwargs:
         raise UserError(
             "a record has arguments of the chat template, and its prompt does not go through it",
             where=location,

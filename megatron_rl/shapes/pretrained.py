@@ -424,8 +424,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
     # A pipe would block and a device may never end.
-    if file.exists() and not file.is_file():
-        raise ValueError("a folder, a pipe or a device")
+    if os.path.lexists(file) and not file.is_file():
+        raise ValueError("a folder, a pipe, a device or a link to a missing file")
     return parse_json_object(file.read_text(encoding="utf-8"))
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_rl.config.sections.bounds import SHARE, TOKENS
 from megatron_rl.config.setting import required, setting
+from megatron_rl.errors import UserError
 
 
 def override_field(name: str, meaning: str, **attributes: Any) -> Any:
@@ -28,8 +29,8 @@ TEMPLATE_KWARGS = (
     "Arguments of the chat template, such as enable_thinking: false; those of a record replace them."
 )
 
-# Arguments of the chat template with values that the renderer passes itself.
-RESERVED_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
+# Arguments of the chat template with values that the renderer passes itself, which would replace a user's.
+_RESERVED_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class PromptTemplate(NamedTuple):
@@ -292,3 +293,20 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     if values["chat_template"] is None and (template.system_prompt is not None or template.kwargs):
         values["chat_template"] = True
     return SetFields(**values, section_path=path, own_template=template)
+
+
+def reserved_kwargs_error(kwargs: Mapping[str, Any], where: str, container: str) -> UserError | None:
+    """Return the error for arguments of the chat template that the renderer passes itself, or None.
+
+    ``container`` is what the user has to remove them from: a key, or a field of a record.
+    """
+    names = [name for name in _RESERVED_TEMPLATE_KWARGS if name in kwargs]
+    if not names:
+        return None
+    return UserError(
+        "arguments of the chat template that the prompt itself sets",
+        where=where,
+        expected="arguments of the template's own, such as enable_thinking",
+        got=", ".join(names),
+        fix=f"remove {names[0]} from {container}",
+    )
