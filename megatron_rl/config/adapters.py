@@ -1,4 +1,4 @@
-"""LoRA adapters of the roles: layers that have them, and roles that share the actor's base weights."""
+"""LoRA adapters of the roles: their target layers, and which roles share the actor's base weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_rl.shapes.pretrained import read_pretrained
 def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str, str]) -> RunConfig:
     """Fill in the scaling factor and the target layers of the roles' adapters.
 
-    ``shape`` is the shape of the actor's model, None if it is not available. It determines the layers of the
-    roles that start from the same model; for a role with another model they stay None. The reason of each
-    derived value is added to ``reasons``, by the path of the value.
+    ``shape`` is the shape of the actor's model, None if it is not available. The target layers are filled in
+    only for roles that start from this model. The reason for each derived value is added to ``reasons``
+    under the path of the value.
     """
 
     def fill_lora(path: str, section: Any) -> Any:
@@ -45,38 +45,40 @@ def _has_actor_shape(config: RunConfig, section: Any) -> bool:
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
-    """Return the adapter settings of each role with adapters, by the path of its section."""
+    """Map the section path of each role with adapters to the role's adapter settings."""
     adapters = {path: getattr(section, "lora", None) for path, section in role_sections(config).items()}
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
 def separate_base_reason(config: RunConfig, path: str) -> str | None:
-    """Return why the adapters of the role at ``path`` need base weights of their own, not the actor's.
+    """Return why the role at ``path`` cannot share the actor's base weights; None if it shares them.
 
-    Returns None if they share the actor's. ``config`` is resolved, and the role is one that can share its
-    base (`ADAPTED`).
+    ``config`` is resolved, and the table of roles allows the role to share them (`ADAPTED`).
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
-    # The first condition that is true is the reason: adapters that are not set, then differences of models.
-    conditions = {
+    # Missing adapters come first: without them, other differences from the actor do not matter.
+    is_true_by_reason = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
         f"{path}.path is another model": section.path != starting_model(config),
         f"{path}.layout is not the actor's": section.layout != actor.layout,
         f"{path}.megatron is set": section.megatron is not None,
     }
-    return next((reason for reason, holds in conditions.items() if holds), None)
+    for reason, is_true in is_true_by_reason.items():
+        if is_true:
+            return reason
+    return None
 
 
 def separate_lora(config: RunConfig) -> LoraConfig | None:
-    """Return the actor's adapters if the rollout engine gets them separately from the weights, else None."""
+    """Return the actor's adapter settings if a sync sends adapters without base weights, else None."""
     lora = config.actor.lora
     return lora if lora is not None and lora.sync == "adapter" else None
 
 
 def separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return the adapted layers of the actor's model if the engine gets its adapters separately, else None.
+    """Return the actor's adapted layers if a sync sends adapters without base weights, else None.
 
     Reads the model's config.json; see `separate_lora`.
     """

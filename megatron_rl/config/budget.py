@@ -1,8 +1,8 @@
 """Estimate of the memory of each rank in each phase of a step, from the shapes of every role's model.
 
-The one idea: a rank's memory is a list of items, each with the phases in which it is resident. The peak is
-the largest sum over a phase. Roles that share a rank work one after another, so only the largest of their
-turns counts.
+The one idea: a rank's memory is a list of items, each with the phases in which it is resident. The peak of a
+phase is the sum of its items. Roles that share a rank work in turns, so of the items that are resident only
+during a role's turn, the peak includes only the largest turn.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SYNC_CONNECTIONS = "sync connections"
 # Bytes per second that a node is assumed to write to a shared file system.
 CHECKPOINT_BANDWIDTH = 10**9
 
-# dtype of a moment or a master weight, as Megatron's settings name it -> bytes.
+# dtype of a moment or a master weight in Megatron's settings -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 
@@ -71,15 +71,15 @@ class MemoryItem:
     """
 
     name: str
-    """Role and kind of content, as the table of ``check`` prints it."""
+    """Role and content, as printed in the table of ``check``."""
     bytes: int
     """Size in bytes."""
     phases: tuple[str, ...]
-    """Phases in which it is resident on the device; empty if it is in host memory."""
+    """Phases in which the item is resident on the device; empty if it is in host memory."""
     how: str
     """How the bytes were counted, as text for the table."""
     turn: str | None = None
-    """Role during whose turn it is resident; None if it is resident during the complete phase.
+    """Role during whose turn the item is resident; None if it is resident during the complete phase.
 
     Roles that share ranks work one after another, and an offloaded role is in host memory between its turns.
     """
@@ -94,7 +94,7 @@ class RankMemory:
     """
 
     rank: int
-    """Rank in the world; ranks with the same items are listed once, by the first of them."""
+    """Rank in the world, the lowest of all ranks with the same items."""
     items: tuple[MemoryItem, ...]
     """All contributors to the rank's memory."""
 
@@ -143,7 +143,7 @@ class Usage:
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> number of collectives; ``messages`` -> number of point-to-point messages."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Kind of group, or ``messages`` -> bytes of these calls."""
+    """Kind of group, or ``messages`` -> bytes that its calls transfer."""
 
     @property
     def waits(self) -> int:
@@ -156,11 +156,11 @@ class SyncMessages:
     """Messages of one rank in a weight sync."""
 
     peers: int
-    """Number of ranks that it exchanges messages with."""
+    """Number of ranks that the rank exchanges messages with."""
     sent: int
-    """Number of messages that it sends."""
+    """Number of messages that the rank sends."""
     received: int
-    """Number of messages that it receives."""
+    """Number of messages that the rank receives."""
 
 
 @dataclass(frozen=True)
@@ -194,27 +194,27 @@ def memory_plan(
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
 ) -> list[RankMemory]:
-    """Return the memory of every rank, fullest first; of ranks with equal items only the lowest is listed.
+    """Estimate the memory of all ranks, fullest first; ranks with equal items are listed once.
 
-    ``shapes`` maps a role to the shape of its model; roles without an entry have the actor's. ``batch`` is
-    None for the job of one stage, which only trains.
+    ``layouts`` maps each role to its layout, and ``shapes`` each role to the shape of its model; a role
+    without a shape has the actor's model. A single-stage job has no ``batch``, since it only trains.
     """
-    ranks_asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
+    sleeping = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
     connection_items: list[MemoryItem] = []
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
         connection_items.append(_sync_connections_item(config, layouts, shapes["actor"]))
 
-    # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
+    # Thousands of ranks may have only a few distinct lists of items, such as one for each pipeline stage.
     all_ranks: set[int] = set()
     for layout in layouts.values():
         all_ranks.update(layout.ranks)
-    first_rank: dict[tuple[MemoryItem, ...], int] = {}
+    lowest_rank_by_items: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted(all_ranks):
-        memory = rank_memory(config, layouts, shapes, batch, rank, ranks_asleep, connection_items)
-        first_rank.setdefault(memory.items, rank)
-    ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
-    return sorted(ranks, key=lambda memory: -memory.peak)
+        memory = rank_memory(config, layouts, shapes, batch, rank, sleeping, connection_items)
+        lowest_rank_by_items.setdefault(memory.items, rank)
+    memories = [RankMemory(rank, items) for items, rank in lowest_rank_by_items.items()]
+    return sorted(memories, key=lambda memory: -memory.peak)
 
 
 def rank_memory(
@@ -226,10 +226,11 @@ def rank_memory(
     ranks_asleep: frozenset[int] = frozenset(),
     connection_items: Sequence[MemoryItem] = (),
 ) -> RankMemory:
-    """Return the memory of one rank; the first four arguments are those of `memory_plan`.
+    """Estimate the memory of one rank.
 
-    On ``ranks_asleep`` the engine releases its memory while other roles work. ``connection_items`` are the
-    buffers of NCCL's connections, which only ranks with an engine have.
+    The first four arguments are documented in `memory_plan`. On ``ranks_asleep`` the engine releases its
+    memory while other roles work. ``connection_items`` are the buffers of NCCL's connections, which only
+    ranks with an engine have.
     """
     items: list[MemoryItem] = []
     if batch is None:
@@ -255,7 +256,7 @@ def rank_memory(
             items += connection_items
         # Other engines run in servers outside the job's ranks.
 
-    # Overhead of the runtime, which matters where the estimate is compared with the memory of a GPU.
+    # Include the overhead of the runtime only if the estimate is compared with the memory of a GPU.
     if config.gpu_memory_gib is not None:
         phases = ("learn",) if batch is None else PHASES
         items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
@@ -276,12 +277,12 @@ class _LearnerSettings:
     """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
     """Whether the role's state is in host memory outside its turn."""
-    alone: bool = False
-    """Whether the role is trained in the job of one stage, without other roles."""
+    is_single_stage: bool = False
+    """Whether a single-stage job trains the role, without other roles in memory."""
 
 
 def _learner_settings(config: RunConfig, batch: BatchPlan) -> dict[str, _LearnerSettings]:
-    """Return the training settings of each role that a step of reinforcement learning trains, by role."""
+    """Map each role that a step of reinforcement learning trains to its training settings."""
     learners = {}
     for path, section in learner_sections(config).items():
         learners[role_of(path)] = _LearnerSettings(
@@ -297,9 +298,9 @@ def _learner_settings(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner
 def _stage_learner_settings(
     config: RunConfig, layouts: Mapping[str, ParallelLayout]
 ) -> dict[str, _LearnerSettings]:
-    """Return the training settings of each role that a single-stage job trains, by role.
+    """Map each role that a single-stage job trains to its training settings.
 
-    There are several roles if the job trains several reward models.
+    Every reward model is a separate role.
     """
     tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
@@ -310,15 +311,16 @@ def _stage_learner_settings(
         assert settings.max_row_tokens is not None
 
         # A record has one row for each response, such as two for a preference pair.
-        _, rows = even_shares(settings.records_per_step * len(settings.RESPONSES), layouts[role].data)
+        num_rows = settings.records_per_step * len(settings.RESPONSES)
+        _, rows_per_rank = even_shares(num_rows, layouts[role].data)
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
 
         learners[role] = _LearnerSettings(
             config.actor.recompute if role == "actor" else "none",
             settings.optimizer,
             tokens,
-            -(-rows // rows_per_microbatch),
-            alone=True,
+            -(-rows_per_rank // rows_per_microbatch),
+            is_single_stage=True,
         )
     return learners
 
@@ -334,16 +336,16 @@ def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape
 
 
 def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> LayerImplementation:
-    """Return the properties of a model's layers on which its memory depends."""
-    fused = config.model.attention == "transformer_engine" and not shape.plain_layers
-    return LayerImplementation(DTYPE_BYTES[config.model.dtype], fused, recompute)
+    """Return the dtype size, fusion and recomputation of a model's layers, on which its memory depends."""
+    is_fused = config.model.attention == "transformer_engine" and not shape.plain_layers
+    return LayerImplementation(DTYPE_BYTES[config.model.dtype], is_fused, recompute)
 
 
 def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return the bytes of an optimizer's state per parameter of the model.
+    """Return the bytes of optimizer state per model parameter.
 
     The state consists of the moments, and of float32 master weights if the model has a different dtype.
-    ``weight_bytes``: bytes of one model weight, by its dtype.
+    ``weight_bytes`` is the size of one model weight in bytes.
     """
     if optimizer.offload:
         # Two moments, weights and gradients in float32, for any dtype of the model.
@@ -365,14 +367,14 @@ def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int)
 def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
     """Convert the bytes of an optimizer's state in memory to its bytes in a checkpoint.
 
-    ``weight_bytes``: bytes of one model weight, by its dtype.
+    ``weight_bytes`` is the size of one model weight in bytes.
     """
     bytes_per_parameter = optimizer_bytes_per_parameter(optimizer, weight_bytes)
     if optimizer.offload:
         # Gradients, 4 of the 16 bytes, are not saved.
         return bytes_in_memory * 12 // bytes_per_parameter
 
-    # A distributed optimizer also saves float32 weights that belong to the model.
+    # A distributed optimizer also saves the weights of a float32 model, which are not part of its state.
     saved_per_parameter = bytes_per_parameter
     if optimizer.distributed and weight_bytes == 4:
         saved_per_parameter += 4
@@ -381,7 +383,7 @@ def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weig
 
 @dataclass(frozen=True)
 class CheckpointMemory:
-    """Bytes of a checkpoint on the fullest rank, and in the host memory of a node.
+    """Bytes of a checkpoint per rank, for the rank with the most, and the derived cost for a node.
 
     Example: Adam of 1e9 bfloat16 parameters on 8 data-parallel ranks of a node has ``shards`` of 1.5e9 bytes,
     ``gathered`` of 12e9, and ``weights`` of 0.25e9.
@@ -392,13 +394,13 @@ class CheckpointMemory:
     gathered: int
     """Bytes of the optimizer states of all ranks that have the same parameters, gathered on one rank."""
     weights: int
-    """Bytes of the share of the weights that a rank writes."""
+    """Bytes of the weights that a rank writes."""
     ranks: int
     """Number of the job's ranks on a node."""
 
     @property
     def write_seconds(self) -> float:
-        """Return the seconds that a node needs to write its share, at `CHECKPOINT_BANDWIDTH`."""
+        """Return the seconds in which all ranks of a node write their shards at `CHECKPOINT_BANDWIDTH`."""
         return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
 
     def host_bytes(self, optimizer_layout: str) -> int:
@@ -406,9 +408,9 @@ class CheckpointMemory:
 
         ``optimizer_layout`` is `ANY` (loads in any layout) or `SAME` (in the layout that wrote it).
 
-        For `ANY` Megatron gathers complete parameters in every rank, and copies a third of them at a time to
-        add the padding of its buffers. A load of such a checkpoint allocates as much. Shards are copied to
-        the host once, and read one parameter at a time.
+        For `ANY`, Megatron gathers complete parameters in every rank, and copies a third of them at a time to
+        add the padding of its buffers. Loading such a checkpoint allocates as much. For `SAME`, each rank
+        copies its shards to the host once.
         """
         bytes_per_rank = self.shards + self.weights
         if optimizer_layout == ANY:
@@ -419,9 +421,9 @@ class CheckpointMemory:
 def checkpoint_memory(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], rank_memories: Sequence[RankMemory]
 ) -> CheckpointMemory | None:
-    """Return the memory that a checkpoint needs during a save; None if no role has an optimizer.
+    """Estimate the memory of a checkpoint during a save; return None if no role has an optimizer.
 
-    ``rank_memories`` are the estimates of `memory_plan`.
+    ``rank_memories`` is the result of `memory_plan`.
     """
     shards = 0
     gathered = 0
@@ -436,17 +438,18 @@ def checkpoint_memory(
         if not optimizer_sizes:
             continue
 
-        # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
+        # A distributed optimizer is sharded over the data-parallel and context-parallel ranks, which have
+        # the same weights. Each of these ranks writes an equal part of the weights.
         layout = layouts[role]
-        copies = layout.data * layout.context
-        shard_count = 1
+        num_replicas = layout.data * layout.context
+        num_shards = 1
         if section.optimizer.distributed:
-            shard_count = copies
+            num_shards = num_replicas
         weight_bytes = DTYPE_BYTES[config.model.dtype]
         shard_bytes = optimizer_bytes_saved(max(optimizer_sizes), section.optimizer, weight_bytes)
         shards += shard_bytes
-        gathered += shard_bytes * shard_count
-        weights += max(weight_sizes) // copies
+        gathered += shard_bytes * num_shards
+        weights += max(weight_sizes) // num_replicas
         ranks.update(layout.ranks)
     if not gathered:
         return None
@@ -467,8 +470,8 @@ def _trained_role_items(
     if spec.head == NUMBER:
         shape = shape.with_scalar_head()
 
-    def item_name(item: str) -> str:
-        return item if role == "actor" else f"{role} {item}"
+    def item_name(content: str) -> str:
+        return content if role == "actor" else f"{role} {content}"
 
     layers = _layer_properties(config, shape, learner.recompute)
     stages = layers_by_stage(config, layout, shape)
@@ -477,7 +480,7 @@ def _trained_role_items(
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=state_bytes)
     tokens = learner.tokens
 
-    # With adapters, only the adapters and a new head have gradients and optimizer state.
+    # With adapters, only the adapters and a scalar head have gradients and optimizer state.
     adapters = None
     merged_bytes = 0
     lora = adapters_of(config).get(path)
@@ -510,7 +513,7 @@ def _trained_role_items(
 
     detail = f"{trained_count} x 4 B (float32)"
     items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
-    if merged_bytes and not learner.alone:
+    if merged_bytes and not learner.is_single_stage:
         detail = "with the adapters merged into them, during a weight sync"
         items.append(MemoryItem("merged weights", merged_bytes, ("generate",), detail))
 
@@ -533,15 +536,15 @@ def _trained_role_items(
     phases = ("score", "learn")
     items += _forward_items(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
 
-    # A forward pass needs only the logits; training also accumulates the gradients of the output layer.
+    # In addition to the logits, training accumulates the gradients of the output layer in float32.
     head_gradient_bytes = int(memory.logits - scoring.logits)
     if head_gradient_bytes:
         detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
         items.append(MemoryItem(item_name("head gradients"), head_gradient_bytes, ("learn",), detail, role))
-    if not learner.alone:
+    if not learner.is_single_stage:
         return items
 
-    # A job of one stage has no other roles, and trains several models one after another.
+    # A single-stage job has no other phases, and trains several models one after another.
     device_items = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
     return device_items + [item for item in items if not item.phases]
 
@@ -549,7 +552,7 @@ def _trained_role_items(
 def _trained_weights_item(
     config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
-    """Return the memory item for the weights of a trained role, which its forward passes need too."""
+    """Return the memory item for the weights of a trained role."""
     phases = PHASES
     turn = None
     if offload:
@@ -567,19 +570,20 @@ def _adapter_counts(
 ) -> tuple[tuple[int, int], int]:
     """Count the parameters that a rank of pipeline stage ``stage`` trains with adapters.
 
-    Returns the pair (trained parameters outside experts, adapter parameters of experts), and the number of
-    base parameters of the adapted layers. The first includes a scalar head, which is trained in full.
+    Returns the pair (trained parameters outside of experts, trained parameters of experts), and the number of
+    base parameters in the adapted layers.
     """
     adapter = Lora.for_model(shape, lora.rank, lora.targets)
-    dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
-    # A scalar head is new and trained in full, in addition to the adapters.
+    num_dense, num_expert = adapter_parameter_count(shape, layout, stages[stage], adapter)
+    # A scalar head has no adapter: all its parameters are trained, on the last stage.
     if shape.scalar_head and stage == len(stages) - 1:
-        dense += shape.hidden
-    return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
+        num_dense += shape.hidden
+    num_base = adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
+    return (num_dense, num_expert), num_base
 
 
 def _is_shared_base(config: RunConfig) -> bool:
-    """Return whether another role computes with the actor's weights as its base weights."""
+    """Return whether another role uses the actor's weights as base weights."""
     return any(
         is_initial_actor(config, path) or shares_actor_base(config, path) for path in role_sections(config)
     )
@@ -590,9 +594,9 @@ def _adapted_weights_item(
 ) -> MemoryItem:
     """Return the memory item for the weights of the role with adapters at ``path``.
 
-    They are only the adapters if the role shares the actor's base weights, else the adapters and a base.
-    ``weights`` is the item for adapters and base together, ``adapter_bytes`` the bytes of the adapters alone,
-    and ``trained_count`` the number of trained parameters as text.
+    A role that shares the actor's base weights has only the adapters in memory. ``weights`` is the item for
+    adapters and base together, ``adapter_bytes`` the bytes of the adapters alone, and ``trained_count`` the
+    number of trained parameters as text.
     """
     reason = separate_base_reason(config, path)
     if reason is None:
@@ -612,8 +616,8 @@ def _forward_items(
 ) -> list[MemoryItem]:
     """Return the memory items of a role's forward passes: activations, and a chunk of logits.
 
-    ``item_name`` adds the role's name to that of an item. ``scoring`` is the memory of a pass, and
-    ``tokens_per_rank`` its number of tokens as text. The chunk of logits is resident in all of ``phases``.
+    ``item_name`` prefixes the name of an item with the role. ``scoring`` is the memory of a forward pass, and
+    ``tokens_per_rank`` the number of its tokens as text. The chunk of logits is resident in ``phases``.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
@@ -647,12 +651,12 @@ def _frozen_role_items(
         turn = role
     detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
-    # An item of 0 bytes, so that the table shows why the role needs no memory.
+    # Add an item of 0 bytes: the table of `check` then shows why the role needs no memory.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")
 
-    def item_name(item: str) -> str:
-        return f"{role} {item}"
+    def item_name(content: str) -> str:
+        return f"{role} {content}"
 
     tokens_per_rank = f"{tokens // layout.context} tokens"
     forward = _forward_items(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
@@ -662,7 +666,7 @@ def _frozen_role_items(
 def _sync_connections_item(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
 ) -> MemoryItem:
-    """Return the memory item of NCCL's buffers for weight syncs, which remain once ranks have connected."""
+    """Return the memory item for NCCL's connection buffers, which remain after the first weight sync."""
     rollout = layouts["rollout"]
     actor = layouts["actor"]
     node_peers = max_peers_on_node(shared_weights(config, shape), actor, rollout.ranks, config.gpus_per_node)
@@ -677,13 +681,13 @@ def _sync_connections_item(
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
-    """Return an upper bound on the episodes that a replica samples at once, from the settings."""
+    """Return an upper bound on the number of episodes that a replica samples at the same time."""
     _, most_rows = batch.rows_per_replica
-    limit = config.rollout.in_flight_limit
-    # All samples of a prompt start together.
-    if limit is None:
+    in_flight_limit = config.rollout.in_flight_limit
+    if in_flight_limit is None:
         return most_rows
-    return min(most_rows, max(limit, batch.samples))
+    # All samples of a prompt start together, even if they exceed the limit.
+    return min(most_rows, max(in_flight_limit, batch.samples))
 
 
 def _engine_items(
@@ -708,7 +712,7 @@ def _engine_items(
     if bytes_per_row:
         detail += f"; {bytes_per_row} B a row for the states of delta nets"
     if config.gpu_memory_gib is not None:
-        # vLLM's cache fills its fraction of the memory, of which the rows may need only a part.
+        # vLLM's cache fills the rest of `memory_fraction`. Count only what the rows need, up to this limit.
         engine_limit = int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30)
         cache_limit = max(0, engine_limit - weight_bytes)
         if cache_limit < cache_bytes:

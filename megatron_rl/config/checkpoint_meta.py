@@ -30,7 +30,7 @@ SAME = "same"
 # Parallel sizes on which the shards of an optimizer depend.
 _SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
-# Property of a role on which its saved state depends, besides its model -> fix for a different value.
+# Property of a role that must be the same when its state is loaded -> fix for a different value.
 _BUILD_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
@@ -39,11 +39,11 @@ _BUILD_FIXES = {
     "dtype": "set model.dtype as it was",
 }
 
-# Version of the state that a run resumes from, raised when an older state would be misread. Models can be
-# read from every version; a checkpoint without the number has version 0.
+# Version of the state that a run resumes from. Increase it if this version would misread an older state.
+# Model weights can be read from every version. A checkpoint without the number has version 0.
 STATE_FORMAT = 2
 
-# Version of the folder's layout, its meta.json and its weights.
+# Version of the layout of the folder, of meta.json and of the weights.
 _FORMAT = 3
 
 _STEP = re.compile(r"step_(\d+)")
@@ -75,7 +75,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
         if match:
             steps.append((int(match.group(1)), path))
 
-    # `check` must see the checkpoints that a restart will recover, without renaming them itself.
+    # Include the folders that a restart will rename to checkpoints: `check` must find them, too.
     for path in recoverable_folders(folder):
         match = _STEP.fullmatch(path.stem)
         if match:
@@ -89,13 +89,13 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in a folder, or None if it has no complete one."""
+    """Return the newest complete checkpoint in a folder, or None if the folder contains no checkpoint."""
     complete = complete_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def remove_interrupted_saves(folder: Path) -> list[Path]:
-    """Delete the remains of interrupted saves and deletions in a folder of checkpoints; return their paths.
+    """Delete incomplete folders that interrupted saves and deletions have left; return their paths.
 
     Call on one rank, after `recover_replaced` and while no save is in progress.
     """
@@ -107,11 +107,11 @@ def remove_interrupted_saves(folder: Path) -> list[Path]:
 
 
 def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] = ()) -> list[Path]:
-    """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints.
+    """Delete all checkpoints except the newest ``keep``, and the folders that interrupted saves have left.
 
-    ``last_saved`` is the newest valid checkpoint. Newer ones are retained and do not count: they are damaged,
-    and the run has resumed from an older one. Checkpoints of ``best_steps`` are retained, too. Returns the
-    deleted paths. Call this on one rank, while no save is in progress.
+    ``last_saved`` is the newest valid checkpoint. Newer checkpoints are retained and do not count: they are
+    damaged, and the run has resumed from an older one. Checkpoints of ``best_steps`` are retained, too.
+    Returns the deleted paths. Call this on one rank, while no save is in progress.
     """
     folder = last_saved.parent
     deleted = remove_interrupted_saves(folder)
@@ -132,13 +132,13 @@ def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] =
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
     """Return the properties that identify a model, as plain JSON values: its family and every size.
 
-    The maximum number of positions is left out, since the same weights work with another value.
+    The maximum number of positions is omitted, since the same weights work with another value.
     """
     # Convert through JSON, since the saved identity has lists where the shape has tuples.
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
-    # Most models have no blocks beyond their sizes, and earlier versions saved no such entry.
+    # Earlier versions did not save `blocks`, which most models do not have.
     del sizes["blocks"]
     if model.shape.blocks:
         sizes["blocks"] = [repr(block) for block in model.shape.blocks]
@@ -194,12 +194,12 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
 
 
 def optimizer_layout(role: Mapping[str, Any]) -> str:
-    """Return the layout of a role's optimizer, `ANY` or `SAME`; ``role`` is the role's entry of meta.json."""
+    """Return the layout of a role's saved optimizer, `ANY` or `SAME`; ``role`` is ``meta["roles"][NAME]``."""
     return role.get("optimizer_layout", ANY)
 
 
 def is_gathered(meta: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint with the meta.json ``meta`` has complete parameters in all optimizers."""
+    """Return whether all optimizers of a checkpoint with the meta.json ``meta`` are saved unsharded."""
     return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
 
 
@@ -209,15 +209,14 @@ def fits_any_layout(meta: Mapping[str, Any]) -> bool:
 
 
 def _role_fits_any_layout(role: Mapping[str, Any]) -> bool:
-    """Return whether every layout can read a role's saved optimizer; ``role`` is its entry of meta.json."""
+    """Return whether every layout can load a role's saved optimizer; ``role`` is ``meta["roles"][NAME]``."""
     return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
 
 
 def loads_without_resharding(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
     """Return whether a layout can load a role's saved optimizer as it is, without resharding it.
 
-    ``role`` is the role's entry of meta.json, ``layout`` maps the names of parallel sizes to those of the
-    layout.
+    ``role`` is ``meta["roles"][NAME]``; ``layout`` maps the name of each parallel size to its value.
     """
     if optimizer_layout(role) == ANY:
         return True
@@ -227,10 +226,10 @@ def loads_without_resharding(role: Mapping[str, Any], layout: Mapping[str, Any])
 def require_layout(
     directory: str | Path, role_name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError unless the optimizer of a role can be loaded on a layout.
+    """Raise UserError unless ``layout`` can load the saved optimizer of a role.
 
-    ``meta`` is the content of the checkpoint's meta.json, ``layout`` maps the names of parallel sizes to
-    those of the layout.
+    ``meta`` is the content of the checkpoint's meta.json; ``layout`` maps the name of each parallel size to
+    its value.
     """
     role = meta["roles"][role_name]
     saved_layout = role["layout"]
@@ -239,7 +238,7 @@ def require_layout(
 
     fix = f"convert it first: resume on {saved_layout['world_size']} ranks of its own layout with "
     fix += "checkpoint.optimizer_layout=any"
-    # With all its steps done, a run only writes its last checkpoint again; a stage writes at its next save.
+    # A run whose steps are all done only writes its last checkpoint again; a stage must reach its next save.
     if Path(directory).parent.parent.parent.name == STAGES:
         fix += " until its next save"
     else:
@@ -259,7 +258,7 @@ def require_layout(
 
 
 def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Collection[str]) -> None:
-    """Raise UserError unless a checkpoint with the meta.json ``meta`` has every role that trains."""
+    """Raise UserError unless a checkpoint with the meta.json ``meta`` contains every role of ``learners``."""
     absent_roles = sorted(set(learners) - set(meta["roles"]))
     if not absent_roles:
         return
@@ -273,9 +272,9 @@ def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Coll
 
 
 def optimizer_kind(name: str, distributed: bool) -> str:
-    """Return the name under which meta.json stores an optimizer, from its name in the configuration.
+    """Return the name of an optimizer in meta.json, derived from its ``name`` in the configuration.
 
-    ``distributed``: whether its state is sharded over data-parallel ranks.
+    ``distributed`` is true if the optimizer state is sharded over data-parallel ranks.
 
     Example:
         >>> optimizer_kind("adam", True), optimizer_kind("sgd", False)
@@ -290,20 +289,19 @@ def optimizer_kind(name: str, distributed: bool) -> str:
 def require_same_build(
     directory: str | Path, role: str, saved: Mapping[str, Any], current: Mapping[str, str | None]
 ) -> None:
-    """Raise UserError unless a role was saved with the same properties as it is built with now.
+    """Raise UserError if a property of a role, such as its dtype, differs from the saved value.
 
-    ``saved`` is the role's entry of meta.json; ``current`` maps a property, such as ``dtype``, to its value
-    now.
+    ``saved`` is ``meta["roles"][role]``; ``current`` maps the name of each property to its current value.
     """
-    for name, value in current.items():
-        if saved.get(name) == value:
+    for name, current_value in current.items():
+        if saved.get(name) == current_value:
             continue
 
         article = "other" if name.endswith("s") else "another"
         raise UserError(
             f"the checkpoint was saved with {article} {name}",
             where=f"{directory} ({role})",
-            expected=value or "none",
+            expected=current_value or "none",
             got=saved.get(name) or "none",
             fix=_BUILD_FIXES[name],
         )
@@ -337,7 +335,7 @@ def require_same_model(
 
 
 def _value_text(value: Any) -> str:
-    """Return a property of a model as text, the items of a list separated by commas."""
+    """Format a property of a model as text; the items of a list are separated by commas."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value)

@@ -1,7 +1,7 @@
 """Derived values of a configuration for a number of processes, and the arithmetic of its batches.
 
-The one idea: every key that is None is filled in here, once, with a reason that ``check`` prints next to the
-value. Later code reads a resolved configuration and never derives a value again.
+The one idea: every unset key is filled in here, once, with a reason that ``check`` prints next to the value.
+Later code reads a resolved configuration and never derives a value again.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from megatron_rl.config.stage_plan import stage_plans, starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
-# Micro-batches per pipeline stage that a derived token budget aims for: the pipeline is idle for a share
-# (stages - 1) / (micro-batches + stages - 1) of the time, which is below 20 % at this number.
+# Micro-batches per pipeline stage that a derived token budget aims for. The idle fraction of a pipeline is
+# (stages - 1) / (micro-batches + stages - 1), which is below 20 % at this number.
 MICROBATCHES_PER_STAGE = 4
 
 # Number of rounds into which a derived `rollout.round_tokens` divides the longest response.
 ROUNDS_PER_RESPONSE = 8
 
-# Default for the number of steps over which a response can be carried.
+# Default number of steps over which an unfinished response can be carried over.
 CARRIED_STEPS = 2
 
 # Largest derived token budget of a micro-batch, unless one row is longer.
 MICROBATCH_TOKENS = 16384
 
-# Smallest number of parameters for which a job on several nodes saves its optimizer in shards.
+# Smallest number of model parameters for which a job on several nodes saves its optimizer in shards.
 _SHARDED_PARAMETERS = 1_000_000_000
 
-# torchrun's limit on the time between the signal that stops a job and the kill of its ranks, in seconds.
+# Environment variable with the seconds between torchrun's SIGTERM and SIGKILL to the ranks.
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 MISMATCH: Mapping[str, tuple[float, float, str]] = {
@@ -62,16 +62,16 @@ MISMATCH: Mapping[str, tuple[float, float, str]] = {
         "bfloat16 has 8 bits of mantissa: on a 135M model trainer and engine differ by 0.02 to 0.04",
     ),
 }
-"""dtype -> default of ``mismatch.warn`` and ``mismatch.stop``, mean absolute log-prob difference per response
-token in nats, and the reason."""
+"""dtype -> (default of ``mismatch.warn``, default of ``mismatch.stop``, reason). The thresholds are mean
+absolute log-prob differences per response token, in nats."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
     """Arithmetic of one step, from prompts to micro-batches.
 
-    A pair is (smallest, largest), for numbers that may not divide evenly. ``longest_row`` and the token
-    counts are upper bounds: all prompts and responses at their limits.
+    Numbers that may not divide evenly are pairs (smallest, largest). ``longest_row`` and the token counts are
+    upper bounds, for prompts and responses of the largest length.
 
     Example: 64 prompts with 8 samples in 2 optimizer steps on 4 data-parallel ranks have ``rows=512``,
     ``rows_per_minibatch=(256, 256)``, ``rows_per_actor_rank=(64, 64)``.
@@ -132,7 +132,7 @@ class ResolvedConfig:
 
 
 def even_shares(total: int, count: int) -> tuple[int, int]:
-    """Divide ``total`` into ``count`` shares as equal as possible; return the smallest and the largest share.
+    """Divide ``total`` as evenly as possible into ``count`` integers; return the smallest and the largest.
 
     Example:
         >>> even_shares(10, 4)
@@ -144,37 +144,36 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
 def smallest_world(config: RunConfig) -> int:
     """Return the smallest number of processes on which the parallel sizes of all roles fit.
 
-    It is divisible by the sizes of each layout, and large enough for every explicit rank.
+    The number is divisible by the sizes of each layout, and large enough for every explicit rank.
     """
-    sizes = []
-
-    # Ranks count from 0, so an explicit rank r needs a world of r + 1.
-    explicit_worlds = [0]
+    divisors = []
+    # Ranks count from 0, so an explicit rank r needs r + 1 processes.
+    world_sizes = [0]
     for layout in layout_sections(config).values():
         if layout is None:
             continue
         if layout.ranks is not None:
-            explicit_worlds.extend(rank + 1 for rank in layout.ranks)
+            world_sizes.extend(rank + 1 for rank in layout.ranks)
             continue
         # Dense layers and experts divide the same ranks by different sizes.
-        sizes.append(layout.tensor * layout.pipeline * layout.context)
-        sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
+        divisors.append(layout.tensor * layout.pipeline * layout.context)
+        divisors.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
 
     if config.rollout.ranks is None:
-        sizes.append(config.rollout.tensor)
+        divisors.append(config.rollout.tensor)
     else:
-        explicit_worlds.extend(rank + 1 for rank in config.rollout.ranks)
+        world_sizes.extend(rank + 1 for rank in config.rollout.ranks)
 
-    world = max(explicit_worlds)
-    if not sizes:
-        return max(1, world)
+    min_world_size = max(world_sizes)
+    if not divisors:
+        return max(1, min_world_size)
 
-    # Other rules report sizes of 0. Placements with separate halves need the sizes in each half.
-    divisor = math.lcm(*(max(1, size) for size in sizes))
+    # Replace sizes of 0, which other rules report. With separate halves, every size must divide each half.
+    common_divisor = math.lcm(*(max(1, size) for size in divisors))
     if config.placement in HALF_PRESETS:
-        divisor *= 2
-    # Round up to a multiple of it.
-    return divisor * max(1, -(-world // divisor))
+        common_divisor *= 2
+    # Round up to the next multiple.
+    return common_divisor * max(1, -(-min_world_size // common_divisor))
 
 
 def longest_response(config: RunConfig) -> int:
@@ -203,64 +202,65 @@ def longest_trained_row(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class MicroBatchBounds:
-    """Bounds of the tokens per micro-batch that follow from rows and pipeline stages, not from memory.
+    """Bounds of the tokens per micro-batch from row lengths and pipeline stages, without regard to memory.
 
     Example: 32 rows of up to 1,024 tokens on each rank, without a pipeline, have bounds of 1,024 and 32,768.
     """
 
     row_tokens: int
     """Tokens of the longest row: no micro-batch can be smaller."""
-    share: int
-    """Tokens of a rank's share of a mini-batch, divided by ``microbatches``; may be below ``row_tokens``."""
+    even_tokens: int
+    """Tokens per micro-batch if a rank's tokens of a mini-batch are divided evenly into ``microbatches``. May
+    be below ``row_tokens``."""
     microbatches: int
-    """Micro-batches of that share."""
+    """Number of micro-batches of a mini-batch on one data-parallel rank."""
 
 
 def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBounds:
     """Return the bounds of the tokens per micro-batch for a role that trains on ``layout``."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
-    _, rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)
+    num_rows = batch.prompts_per_step * batch.samples_per_prompt
+    _, rows_per_minibatch = even_shares(num_rows, batch.optimizer_steps)
     if config.job != TRAIN:
         stage_rows = [
             plan.settings.records_per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)
         ]
-        rows = max(stage_rows, default=rows)
+        rows_per_minibatch = max(stage_rows, default=rows_per_minibatch)
 
-    # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
+    # Only a pipeline needs several micro-batches. Without a pipeline, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    # Assume all rows at their limits, since the budget is for every step.
-    _, rows_per_rank = even_shares(rows, layout.data)
-    share = -(-rows_per_rank * row_tokens // microbatches)
-    return MicroBatchBounds(row_tokens, share, microbatches)
+    # Assume that all rows have the largest length, since one budget is used for all steps.
+    _, rows_per_rank = even_shares(rows_per_minibatch, layout.data)
+    even_tokens = -(-rows_per_rank * row_tokens // microbatches)
+    return MicroBatchBounds(row_tokens, even_tokens, microbatches)
 
 
 def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
     bounds = microbatch_bounds(config, layout)
     row_tokens = bounds.row_tokens
-    share = bounds.share
-    budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
+    budget = max(row_tokens, min(bounds.even_tokens, MICROBATCH_TOKENS))
 
     if budget == row_tokens:
         return budget, f"the longest row has {row_tokens} tokens"
-    if budget == share and layout.pipeline > 1:
+    if budget == bounds.even_tokens and layout.pipeline > 1:
         return budget, f"{bounds.microbatches} micro-batches keep {layout.pipeline} pipeline stages busy"
-    if budget == share:
+    if budget == bounds.even_tokens:
         return budget, "a mini-batch fits in one micro-batch"
     return budget, f"at most {MICROBATCH_TOKENS} tokens, and never less than the longest row"
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
-    """Return the batch arithmetic of a valid configuration; ``layouts`` maps roles to their layouts."""
+    """Compute the `BatchPlan` of a valid configuration; ``layouts`` maps roles to their layouts."""
     batch = config.batch
     actor = layouts["actor"]
     rollout = layouts["rollout"]
     samples = batch.samples_per_prompt
     in_flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
 
-    # Mini-batches are divided by prompts, so that the samples of a prompt stay together.
+    # Divide prompts, not rows, into mini-batches: the samples of a prompt stay in one mini-batch.
     fewest_prompts, most_prompts = even_shares(batch.prompts_per_step, batch.optimizer_steps)
     fewest_rows = fewest_prompts * samples
     most_rows = most_prompts * samples
@@ -294,12 +294,12 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
     """Add a default section for each role that ``algorithm`` needs and ``config`` does not have.
 
-    The reason for each is added to ``reasons``.
+    The reason for each section is added to ``reasons``.
     """
     for spec in MODEL_ROLES:
         if spec.need is None or spec.named or not spec.is_needed_by(algorithm) or spec.sections(config):
             continue
-        # Teachers of single tasks may cover all tasks, and a teacher behind a server covers the others.
+        # No default teacher: teachers of single tasks may cover all tasks, or a server runs the teacher.
         if spec is TEACHER and (config.teachers or config.teacher_server is not None):
             continue
 
@@ -311,7 +311,7 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> ResolvedConfig:
-    """Fill in every unset value of a configuration, with a reason for each.
+    """Fill in every unset value of a configuration, and record the reason for each derived value.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
     ``shape`` is the shape of the actor's model, which determines the best order of the rollout's ranks; None
@@ -321,8 +321,8 @@ def resolve(
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
 
-    # The order matters: roles first, since every later step loops over them; ranks and models before
-    # adapters, which depend on the roles that share the actor's model and ranks.
+    # The order matters. Roles come first, since every later step loops over the roles. Ranks and models come
+    # before adapters, which depend on which roles share the actor's model and ranks.
     config = with_needed_roles(config, algorithm, reasons)
     config = _with_placement(config, world_size, shape, reasons)
     config = _with_starting_models(config, reasons)
@@ -330,7 +330,7 @@ def resolve(
     config = _with_repeatable_passes(config, reasons)
     config = with_adapters(config, shape, reasons)
 
-    # This default depends on this machine: a plan for another machine has to set it.
+    # The default of attention depends on this machine: a plan for another machine has to set it.
     model = config.model
     if model.attention is None:
         attention, reasons["model.attention"] = default_attention()
@@ -360,7 +360,7 @@ def resolve(
 def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     """Set the path of roles without an explicit model to the model that reinforcement learning starts from.
 
-    It is the model after the stages of the actor, so that the reference is the policy at the first step.
+    That model is the result of the actor's last stage, so the reference equals the policy at the first step.
     """
     model = starting_model(config)
     source = "model.path"
@@ -376,7 +376,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
         reason = f"the starting model: {source}"
         if spec_at(path).head == NUMBER:
             reason += ", with a new head"
-        # A role that was added because the algorithm needs it has a reason already.
+        # Roles that were added because the algorithm needs them already have a reason.
         key = f"{path}.path"
         if key in reasons:
             reason = f"{reasons[key]}; {reason}"
@@ -410,39 +410,42 @@ def _with_placement(
     def fill_layout(section_path: str, section: Any) -> Any:
         path = f"{section_path}.layout"
         layout = section.layout
-        explicit = explicit_layouts[path]
-        if explicit is None:
+        explicit_layout = explicit_layouts[path]
+        if explicit_layout is None:
             reasons[path] = f"the actor's sizes; {reason}"
             if layout.ranks == actor_ranks:
                 reasons[path] = "the actor's"
-            explicit = layout
-        elif explicit.ranks is None:
+            explicit_layout = layout
+        elif explicit_layout.ranks is None:
             reasons[f"{path}.ranks"] = reason
-        return replace(section, layout=_fill_layout(explicit, layout, path, reasons))
+        return replace(section, layout=_fill_layout(explicit_layout, layout, path, reasons))
 
     return with_role_sections(config, fill_layout)
 
 
 def _fill_layout(
-    explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
+    explicit_layout: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]
 ) -> LayoutConfig:
-    """Derive the unset sizes of a layout whose ranks are known; ``explicit`` is the configured layout."""
-    complete = role_layout(layout, path)
-    # The reason of a layout that is derived as a whole also applies to its sizes.
-    if path not in reasons and explicit.expert_tensor is None:
+    """Fill in the unset sizes of a layout whose ranks are set.
+
+    ``explicit_layout`` is the layout as the user configured it, which decides what needs a reason.
+    """
+    parallel_layout = role_layout(layout, path)
+    # If the complete layout is derived, its reason covers the sizes, too.
+    if path not in reasons and explicit_layout.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "by default each expert is on one rank"
-    if path not in reasons and explicit.sequence_parallel is None:
-        state = "on" if layout.tensor > 1 else "off"
-        reasons[f"{path}.sequence_parallel"] = f"{state}: tensor is {layout.tensor}"
+    if path not in reasons and explicit_layout.sequence_parallel is None:
+        on_or_off = "on" if layout.tensor > 1 else "off"
+        reasons[f"{path}.sequence_parallel"] = f"{on_or_off}: tensor is {layout.tensor}"
     return replace(
         layout,
-        expert_tensor=complete.expert_tensor,
-        sequence_parallel=complete.sequence_parallel,
+        expert_tensor=parallel_layout.expert_tensor,
+        sequence_parallel=parallel_layout.sequence_parallel,
     )
 
 
 def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Fill in the optimizers of the roles that train, and the training of reward models."""
+    """Fill in the optimizer settings of trained roles and the stages that train reward models."""
 
     def fill_training(path: str, section: Any) -> Any:
         if isinstance(section, RewardModelConfig):
@@ -456,10 +459,10 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Set roles to reduce gradients after the backward pass if ranks can then repeat a failed pass.
+    """Disable ``overlap_grad_reduce`` of roles whose ranks can then repeat a pass that ran out of memory.
 
-    Only for a run with a memory target: its micro-batches are as large as possible, so that a pass may run
-    out of memory and has to be repeated with smaller ones.
+    This applies only to runs with a memory target: their micro-batches are as large as possible, so a pass
+    may run out of memory and has to be repeated with smaller micro-batches.
     """
     if config.batch.memory_target is None:
         return config
@@ -468,7 +471,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
 
-        # A rank can repeat a pass alone only if the pass has no collectives with other ranks.
+        # A rank can repeat a pass on its own only if the pass contains no collectives.
         layout = role_layout(section.layout, f"{path}.layout")
         model_ranks = layout.tensor * layout.pipeline * layout.context * layout.expert * layout.expert_tensor
         explicit_overlaps = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
@@ -481,9 +484,9 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _fill_stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
-    """Fill in the settings of a training stage whose defaults are settings of the run.
+    """Fill in the unset settings of the training stage at ``path`` from settings of the run.
 
-    ``settings`` is None, and so is the result, if the run has no such stage.
+    Without the stage, ``settings`` and the result are None.
     """
     if settings is None:
         return None
@@ -506,16 +509,16 @@ def _fill_optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine is installed with its extension for PyTorch; import nothing.
+    """Return whether Transformer Engine is installed with its PyTorch extension, without importing it.
 
-    ``pip install transformer_engine`` alone leaves the extension out.
+    ``pip install transformer_engine`` does not install the extension.
     """
     package = find_spec("transformer_engine")
     if package is None:
         return False
     folders = [Path(location) for location in package.submodule_search_locations or ()]
 
-    # Wheels put the extension into wheel_lib, builds from source next to the package.
+    # Wheels install the extension into wheel_lib; builds from source install it next to the package.
     has_extension = False
     for folder in folders:
         for parent in (folder, folder / "wheel_lib", folder.parent):
@@ -533,7 +536,7 @@ def default_attention() -> tuple[str, str]:
 def _fill_checkpoint(
     config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
 ) -> CheckpointConfig:
-    """Fill in the layout of saved optimizers, and the time limit of a stop."""
+    """Fill in the layout of saved optimizers, and the time limit for the checkpoint of a stopped job."""
     checkpoint = config.checkpoint
     if checkpoint.optimizer_layout is None:
         layout = ANY
@@ -556,7 +559,7 @@ def _fill_checkpoint(
 
 
 def _fill_preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
-    """Fill in the default beta of the preference loss: the value from the paper of the loss."""
+    """Fill in the default beta of the preference loss, as published in the paper of the loss."""
     if preference is None or preference.beta is not None:
         return preference
     if preference.loss == "simpo":
@@ -574,11 +577,11 @@ def default_mismatch_thresholds(dtype: str) -> tuple[float, float, str]:
 def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
     """Fill in the thresholds ``warn`` and ``stop`` with the defaults for a dtype.
 
-    A derived threshold is adapted to an explicit other one, so that ``warn`` never exceeds ``stop``.
+    If one threshold is explicit, the other is bounded so that ``warn`` never exceeds ``stop``.
     """
     warn, stop, reason = default_mismatch_thresholds(dtype)
     if mismatch.warn is None:
-        # An explicit `stop` may be below the default of `warn`, which must not exceed it.
+        # An explicit `stop` may be below the default of `warn`.
         if mismatch.stop is not None:
             warn = min(warn, mismatch.stop)
         reasons["mismatch.warn"] = reason
@@ -591,7 +594,7 @@ def _fill_mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]
 
 
 def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
-    """Fill in ``round_tokens``, the tokens per response after which complete groups are counted."""
+    """Fill in ``round_tokens``, the number of tokens per response in a round of sampling."""
     if rollout.round_tokens is not None:
         return rollout
     reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
@@ -599,17 +602,17 @@ def _fill_rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutCon
 
 
 def versions_between_syncs(config: RunConfig) -> int:
-    """Return the largest number of versions by which the rollout's weights are older than the actor's."""
+    """Return the largest number of weight versions by which the rollout engine lags behind the actor."""
     interval = config.hybrid_engine.every
     all_earlier_versions = max(0, config.steps - 1)
-    # Without further syncs, the last step lags by all earlier versions.
+    # Without syncs after the start, the last step lags by all earlier versions.
     if interval == 0:
         return all_earlier_versions
     return min(interval - 1, all_earlier_versions)
 
 
 def _fill_asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
-    """Fill in ``max_staleness``, the largest age of a trained token in updates of the policy."""
+    """Fill in ``max_staleness``, the largest age of a trained token in policy updates."""
     asynchrony = config.asynchrony
     if asynchrony.max_staleness is not None:
         return asynchrony

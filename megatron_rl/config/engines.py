@@ -1,8 +1,8 @@
 """Table of the rollout engines and the capabilities of each; importable without torch.
 
 The one idea: rules, placement and the step never compare an engine's name, only its capabilities. So an
-engine is a folder of `megatron_rl.rollout.engines` with its code, and one entry of `ENGINES`, which is enough
-for `check`, `plan` and the planner.
+engine is a folder of `megatron_rl.rollout.engines` with its code, and one `EngineSpec` in `ENGINES`. `check`,
+`plan` and the planner read only the `EngineSpec`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class EngineCapabilities:
     """
 
     in_process: bool = False
-    """The engine runs in the ranks of the job: its memory is theirs and its weights are written in place.
-    Otherwise the ranks send requests to servers, each of which receives weights at a rendezvous."""
+    """The engine runs inside the ranks of the job, uses their memory, and its weights are written in place.
+    Otherwise the ranks send requests to servers, and each server receives weights at a rendezvous."""
 
     tensor_parallel: bool = False
     """One replica can span several ranks (`rollout.tensor`)."""
 
     partial: bool = False
-    """`Generator.interrupt` returns the tokens sampled so far, which `rollout.order: open` needs: it trains
-    on responses as they are completed, and continues the others with new weights."""
+    """`Generator.interrupt` returns the tokens sampled so far. `rollout.order: open` needs this: it trains on
+    the responses that are complete, and continues the remaining responses with new weights."""
 
     sampling_masks: bool = False
     """`Completion.support` lists the tokens that passed top-p, top-k and min-p for each sampled token."""
@@ -53,15 +53,15 @@ class EngineCapabilities:
     host_kernels: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Mixer (`shapes.blocks`) -> sizes (`Mixer.kernel_size`) of its kernels on a host without accelerator.
 
-    A mixer that is not in it has no kernel. Empty for an engine that computes any model."""
+    A mixer without sizes has no kernel there. An empty mapping means that the engine runs any model."""
 
     host_expert_rows: int = 0
-    """Divisor of the widths of experts with biases on such a host, 0 for any width."""
+    """Required divisor of the width of experts with biases on a host without accelerator; 0 for any width."""
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Entry of the table of engines.
+    """Code, capabilities and server commands of one rollout engine.
 
     Example:
         >>> ENGINES["torch"].module
@@ -69,8 +69,9 @@ class EngineSpec:
     """
 
     module: str
-    """Import path of the engine's folder. It defines ``make_engine`` (see `rollout.engines.base.make_engine`)
-    for an engine in process, else ``make_server`` (see `rollout.engines.servers.Server`)."""
+    """Import path of the engine's folder. An engine in process defines ``make_engine`` there (see
+    `rollout.engines.base.make_engine`), any other engine ``make_server`` (see
+    `rollout.engines.servers.Server`)."""
 
     capabilities: EngineCapabilities
     """Capabilities, which rules and the step read."""
@@ -104,7 +105,7 @@ ENGINES: dict[str, EngineSpec] = {
                 "attention": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
                 "latent_attention": (576,),
             },
-            # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
+            # vLLM does not pad the experts of gpt-oss (fused_moe/experts/cpu_moe.py).
             host_expert_rows=32,
         ),
     ),
@@ -124,9 +125,9 @@ ENGINES: dict[str, EngineSpec] = {
     ),
 }
 
-# Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
-# capability that is part of the engine interface is assumed. Stop texts and rules that depend on earlier
-# tokens are not: an engine that does not implement them would sample from other distributions.
+# Capabilities of a user's engine, named by its path. The class is not imported before a run starts, so assume
+# every capability that is part of the engine interface. Do not assume stop texts and rules that depend on
+# earlier tokens: an engine that ignores them would sample from another distribution.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 

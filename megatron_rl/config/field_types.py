@@ -59,12 +59,12 @@ def entry_class(hint: Any) -> type | None:
 
 
 def accepts_mapping(hint: Any) -> bool:
-    """Return whether a type accepts a mapping with names of any kind."""
+    """Return whether a type accepts a mapping with arbitrary names."""
     return any(typing.get_origin(option) is dict for option in union_members(hint))
 
 
 def value_paths(cls: type, prefix: str = "") -> list[str]:
-    """Return the dotted path of every field below a dataclass that is not a section itself.
+    """Return the dotted paths of all plain values in a dataclass and its sections.
 
     Each path begins with ``prefix``.
     """
@@ -94,7 +94,7 @@ def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert_to(option: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a plain value to ``option``, one member of a union; return as `convert_value` does."""
+    """Convert a plain value to ``option``, one member of a union; return the same pair as `convert_value`."""
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
     # bool is a subclass of int, so `steps: true` would otherwise be 1 step.
@@ -137,7 +137,7 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _convert_tuple(item_type: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a list to a tuple of values of ``item_type``; return as `convert_value` does.
+    """Convert a list to a tuple of ``item_type``; return the same pair as `convert_value`.
 
     A text with ranges of integers, such as ``0-3,8``, is also accepted for a tuple of integers.
     """
@@ -153,7 +153,7 @@ def _convert_tuple(item_type: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert_mapping(value_type: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a mapping of names to values of ``value_type``; return as `convert_value` does."""
+    """Convert the values of a mapping to ``value_type``; return the same pair as `convert_value`."""
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         return False, raw
 
@@ -166,7 +166,7 @@ def _convert_mapping(value_type: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def type_text(hint: Any) -> str:
-    """Return a type as text for the ``expected`` line of an error.
+    """Describe a type in words, for the ``expected`` line of an error.
 
     Example:
         >>> type_text(int | None)
@@ -176,7 +176,7 @@ def type_text(hint: Any) -> str:
 
 
 def _option_text(option: Any) -> str:
-    """Return one member of a union as text."""
+    """Describe one member of a union in words."""
     simple_texts = {
         int: "an integer",
         float: "a number",
@@ -206,26 +206,26 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
     """Return the fix for a value of the wrong type: a similar value that the key at ``path`` accepts."""
     name = path.rpartition(".")[2]
     accepted_types = union_members(hint)
-    takes_number = int in accepted_types or float in accepted_types
+    accepts_number = int in accepted_types or float in accepted_types
 
-    # Ordered from the most to the least likely mistake.
+    # Check the most likely mistake first.
     if str in accepted_types and accepts_mapping(hint) and not isinstance(raw, str):
         return f"write a name, or names and values below `{name}:`"
     if str in accepted_types and isinstance(raw, bool | int | float):
         return f'put it in quotes: {name}: "{raw}"'
     if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in accepted_types:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
-    if isinstance(raw, str) and takes_number and _reads_as_number(raw):
+    if isinstance(raw, str) and accepts_number and _is_number_text(raw):
         return f"write it without quotes: {name}: {raw}"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
-    takes_list = any(typing.get_origin(option) is tuple for option in accepted_types)
-    if takes_list and not isinstance(raw, list):
+    accepts_list = any(typing.get_origin(option) is tuple for option in accepted_types)
+    if accepts_list and not isinstance(raw, list):
         return f"write a list: {name}: [{raw}]"
     return f"write {name}: followed by {type_text(hint)}"
 
 
-def _reads_as_number(text: str) -> bool:
+def _is_number_text(text: str) -> bool:
     """Return whether a text is a finite number in Python's syntax."""
     try:
         return math.isfinite(float(text))
@@ -234,15 +234,15 @@ def _reads_as_number(text: str) -> bool:
 
 
 def parse_ranges(text: str) -> tuple[int, ...] | None:
-    """Return the ranks of a text such as ``0-3,8``, or None for any other text.
+    """Parse a text such as ``0-3,8`` to ranks; return None for invalid text.
 
     Example:
         >>> parse_ranges("0-3,8")
         (0, 1, 2, 3, 8)
     """
     ranks: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", item)
+    for range_text in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", range_text)
         if match is None:
             return None
 
@@ -256,7 +256,7 @@ def parse_ranges(text: str) -> tuple[int, ...] | None:
 
 
 def format_ranges(values: Sequence[int]) -> str:
-    """Return integers as a text such as ``0-3,8``; the inverse of `parse_ranges`.
+    """Format integers as a text such as ``0-3,8``, the inverse of `parse_ranges`.
 
     Example:
         >>> format_ranges([0, 1, 2, 3, 8])

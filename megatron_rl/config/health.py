@@ -49,7 +49,7 @@ class HealthRule:
     meaning: str
     """Meaning of the firing rule, as a clause of a warning."""
     metrics: tuple[str, ...]
-    """Metrics that it reads; ``*`` stands for any part of a name."""
+    """Metrics that the rule reads; ``*`` matches any part of a name."""
     usual: str = ""
     """Values of healthy runs, as text."""
     above: float | None = None
@@ -250,27 +250,28 @@ RULE_OF: Mapping[str, HealthRule] = {rule.name: rule for rule in RULES}
 
 
 def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
-    """Return the health rules of a run: `RULES` with the configuration's changes, then the user's rules."""
-    changes = config.health.rules
+    """Return the health rules of a run: `RULES` as changed by the configuration, then the user's rules."""
+    settings_by_name = config.health.rules
     rules: list[HealthRule] = []
-    unique_names = dict.fromkeys([*RULE_OF, *changes])
+    unique_names = dict.fromkeys([*RULE_OF, *settings_by_name])
     for name in unique_names:
         rule = RULE_OF.get(name)
         if name == "mismatch" and rule is not None:
             # The band is the threshold `mismatch.warn`, whose default depends on the dtype.
             rule = replace(rule, above=config.mismatch.warn)
 
-        change = changes.get(name)
-        if change is not None and not change.on:
+        settings = settings_by_name.get(name)
+        if settings is not None and not settings.on:
             continue
         if rule is None:
-            assert change is not None and change.metric is not None, "the configuration is checked"
-            rule = HealthRule(name, f"{change.metric} is outside its band", (change.metric,))
+            assert settings is not None and settings.metric is not None, "the configuration is checked"
+            rule = HealthRule(name, f"{settings.metric} is outside its band", (settings.metric,))
 
+        # A rule's own settings have precedence over `health.act`.
         rule = replace(rule, act=config.health.act)
-        if change is not None:
-            values = {field: getattr(change, field) for field in ("above", "below", "steps", "act")}
-            explicit = {field: value for field, value in values.items() if value is not None}
-            rule = replace(rule, **explicit)
+        if settings is not None:
+            values = {field: getattr(settings, field) for field in ("above", "below", "steps", "act")}
+            explicit_values = {field: value for field, value in values.items() if value is not None}
+            rule = replace(rule, **explicit_values)
         rules.append(rule)
     return tuple(rules)

@@ -1,8 +1,8 @@
-"""Models and data sets on the Hugging Face Hub, named ``hf://`` as huggingface_hub's own file system does.
+"""Models and data sets on the Hugging Face Hub, with names that begin with ``hf://`` as in huggingface_hub.
 
-The one idea: a name is replaced by the path of its copy in the Hub's cache when a configuration is loaded, so
-that all later code reads only local files. The first use pins the revision: later uses on this machine read
-the same copy without a request to the Hub.
+The one idea: when a configuration is loaded, each name is replaced by the path of its copy in the Hub's
+cache, so all later code reads only local files. The first use pins the revision: later uses on this machine
+read the same copy without a request to the Hub.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAME = re.compile(
 _EXPECTED = "hf://ORG/NAME of a model, or hf://datasets/ORG/NAME/PATH of a data set; @REVISION after NAME"
 _WEIGHTS = "*.safetensors"
 _OMITTED = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*", "*.h5", "*.msgpack", "original/*", "metal/*")
-"""Files of model repositories that are never read: the same weights in other formats."""
+"""Patterns of model files that are never downloaded: the same weights in other formats."""
 
 
 @dataclass(frozen=True)
 class HubCopy:
-    """Copy of a Hub repository on this machine, or of some files of it.
+    """Local copy of a Hub repository, or of some of its files.
 
     Example: ``hf://datasets/openai/gsm8k/main/train-*.parquet`` is ``HubCopy("openai/gsm8k", "dataset",
     None, "main/train-*.parquet")``.
@@ -72,7 +72,7 @@ class HubCopy:
         return " ".join(arguments)
 
     def path(self, snapshot: Path) -> Path:
-        """Return the path that a configuration needs in ``snapshot``, the folder of a revision."""
+        """Return the local path for the configuration; ``snapshot`` is the folder of the revision."""
         if self.files is None:
             return snapshot
         return snapshot / self.files
@@ -87,7 +87,7 @@ def parse_hub_name(name: str) -> HubCopy | None:
     if match is None:
         return None
 
-    # The cache joins ORG and NAME by --, which the Hub therefore allows in neither.
+    # Besides the pattern, the Hub forbids some names, such as names with `--`, its separator in the cache.
     try:
         validate_repo_id(match["repo"])
     except HFValidationError:
@@ -96,14 +96,14 @@ def parse_hub_name(name: str) -> HubCopy | None:
     kind = "model"
     if match["data"]:
         kind = "dataset"
-    # A model is downloaded as a whole, so only the name of a data set has a path, and must have one.
+    # A data set needs a path of files. A model must not have a path: it is downloaded completely.
     if (kind == "dataset") != bool(match["path"]):
         return None
     return HubCopy(match["repo"], kind, match["revision"], match["path"])
 
 
 def model_source(path: str) -> str:
-    """Return the path of a model as a configuration names it: a copy in the Hub's cache by its name there.
+    """Return the ``hf://`` name of a model in the Hub's cache; return any other path unchanged.
 
     Example:
         >>> model_source("/cache/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218")
@@ -113,7 +113,7 @@ def model_source(path: str) -> str:
     """
     folder = Path(path)
     repository = folder.parent.parent.name
-    # The folder of a revision has its commit as name, which tells a reader nothing.
+    # The cache stores a revision in models--ORG--NAME/snapshots/COMMIT.
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
         return path
     return PREFIX + repository.removeprefix("models--").replace("--", "/", 1)
@@ -122,9 +122,9 @@ def model_source(path: str) -> str:
 def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
-    The files of data sets and the small files of models are always downloaded, the weights of models only
-    ``with_weights``. Return directory -> copy for the copies that are not complete on this machine; without a
-    network such a directory does not exist. Errors of malformed names are appended to ``errors``.
+    Files of data sets and small files of models are always downloaded, weights only ``with_weights``. Returns
+    the copies that are incomplete on this machine, by directory; without a network, a directory may not
+    exist. Errors about malformed names are appended to ``errors``.
     """
     incomplete: dict[str, HubCopy] = {}
     for key, leaf in list(tree.leaves()):
@@ -134,9 +134,9 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
         if not any(_is_hub_name(name) for name in names):
             continue
 
-        values: list[Any] = []
+        resolved_names: list[Any] = []
         for name in names:
-            value = name
+            resolved_name = name
             copy = None
             if _is_hub_name(name):
                 copy = parse_hub_name(name)
@@ -151,29 +151,29 @@ def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool
                         )
                     )
             if copy is not None:
-                value = str(_local_path(copy, with_weights, incomplete))
-            values.append(value)
+                resolved_name = str(_local_path(copy, with_weights, incomplete))
+            resolved_names.append(resolved_name)
 
-        # The origin keeps the names, which the values no longer show.
+        # Add the original names to the origin, so that `check` can print them.
         names_text = ", ".join(str(name) for name in names)
         leaf.origin = Origin(leaf.origin.kind, f"{leaf.origin.detail}: {names_text}")
         if isinstance(leaf.value, list):
-            leaf.value = values
+            leaf.value = resolved_names
         else:
-            leaf.value = values[0]
+            leaf.value = resolved_names[0]
     return incomplete
 
 
 def _is_hub_name(value: Any) -> bool:
-    """Return whether a value is a name on the Hugging Face Hub, valid or malformed."""
+    """Return whether a value is an ``hf://`` name, valid or malformed."""
     return isinstance(value, str) and value.startswith(PREFIX)
 
 
 def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy]) -> Path:
-    """Return the path of a Hub repository's copy on this machine; download it if necessary.
+    """Return the local path of a Hub repository's copy; download missing files.
 
-    The weights of a model are downloaded only ``with_weights``. A copy that lacks files is added to
-    ``incomplete``, which maps its directory to the copy with the reason.
+    Weights of a model are downloaded only ``with_weights``. An incomplete copy is added, with the reason, to
+    ``incomplete`` under its directory.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
@@ -182,8 +182,8 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
     try:
         snapshot = _download_snapshot(copy, cache, with_weights)
     except Exception as error:  # of the Hub, of the disk, or of the HTTP library, which differs by version
-        # Each copy has its own folder. The last part is the model's name, by which a config.json that the
-        # package ships is found.
+        # Use a unique path that does not exist. Its last component is the model's name, by which
+        # the package's own config.json of a known model is found.
         snapshot = cache / "not-downloaded" / _unique_file_name(copy)[:12] / copy.repo.split("/")[1]
         reason = first_line(error)
         if isinstance(error, GatedRepoError):
@@ -197,28 +197,27 @@ def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy
 
 
 def _unique_file_name(copy: HubCopy) -> str:
-    """Return a file name that belongs to this copy alone: the hash of its repository, revision and files."""
-    # Hash the name, since file names cannot contain its separators, and dropping them could make two names
-    # equal.
+    """Return a unique file name for a copy: the hash of its repository, revision and files."""
+    # Hash the JSON text: a file name cannot contain `/`, and without separators two names could be equal.
     name = json.dumps([copy.kind, copy.repo, copy.revision, copy.files])
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
-    """Return the folder of the pinned revision of a copy; download missing files into ``cache``.
+    """Return the folder of a copy's pinned revision; download missing files into ``cache``.
 
-    The first download pins the revision. ``with_weights``: whether a model's weights are downloaded, too.
+    The first download pins the revision. Weights of a model are downloaded only ``with_weights``.
     """
     from filelock import FileLock
     from huggingface_hub import snapshot_download
 
     pins = cache / ".megatron_rl"
     pins.mkdir(parents=True, exist_ok=True)
-    # A pin is a file with the path of the revision's folder.
+    # The pin is a text file with the path of the revision's folder.
     pin = pins / _unique_file_name(copy)
 
-    # All ranks of a node load the configuration at the same time: the first one downloads, and the others
-    # wait for the lock and then find its copy.
+    # All ranks of a node load the configuration at the same time. The first rank downloads; the others wait
+    # for the lock and then use its copy.
     with FileLock(pin.with_suffix(".lock")):
         revision = copy.revision
         if pin.is_file():
@@ -229,18 +228,20 @@ def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
             if snapshot.is_dir() and (not needs_weights or has_weights(snapshot)):
                 return snapshot
 
-        ignored: list[str] = []
+        ignored_patterns: list[str] = []
         if copy.kind == "model":
-            ignored += _OMITTED
+            ignored_patterns += _OMITTED
             if not with_weights:
-                ignored.append(_WEIGHTS)
+                ignored_patterns.append(_WEIGHTS)
         folder = snapshot_download(
             copy.repo,
             repo_type=copy.kind,
             revision=revision,
             allow_patterns=copy.files,
-            ignore_patterns=ignored,
+            ignore_patterns=ignored_patterns,
         )
+
+        # Write the pin atomically: an interrupted process must not leave an incomplete path.
         temporary = pin.with_suffix(f".{os.getpid()}")
         temporary.write_text(folder, encoding="utf-8")
         temporary.replace(pin)
@@ -248,7 +249,7 @@ def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
 
 
 def has_weights(snapshot: Path) -> bool:
-    """Return whether every weight file of a model is in the folder of its revision."""
+    """Return whether the folder of a model's revision contains all weight files."""
     files = weight_files(snapshot)
     if files is None:
         try:

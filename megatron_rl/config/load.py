@@ -1,7 +1,7 @@
 """Loading of a configuration from YAML and overrides, and writing it as YAML.
 
-The one idea: `load` never raises. It returns the configuration with every mistake and the origin of every
-value, so that ``check`` can report them together with its own findings; `load_config` raises them instead.
+The one idea: `load` never raises. It returns the configuration with all errors and the origin of every value,
+so ``check`` can report the errors together with its own findings. `load_config` raises the errors instead.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class LoadedConfig:
     broken: frozenset[str] = frozenset()
     """Paths whose value is a placeholder or a default because of a mistake."""
     files: tuple[Path, ...] = ()
-    """Files that were read: the loaded file, each of its bases, each followed by its own bases."""
+    """Files that were read: the loaded file, then each of its bases followed by the base's own bases."""
     tree: Section = field(default_factory=Section)
-    """Explicit values as written, overrides included."""
+    """Values as the user wrote them, including overrides."""
     hub: Mapping[str, HubCopy] = field(default_factory=dict)
-    """Copies of the Hugging Face Hub that are not complete on this machine, by directory."""
+    """Directory -> copy of a Hugging Face repository that is incomplete on this machine."""
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with all errors."""
@@ -65,11 +65,10 @@ class LoadedConfig:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = False) -> LoadedConfig:
-    """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
+    """Load a YAML file with ``key.path=value`` overrides; collect errors instead of raising them.
 
-    With ``base: other.yaml`` in it, the file overrides the values of another file, or of a list of files, of
-    which later ones override earlier ones; see `read_with_base`. The files of models that are named on the
-    Hugging Face Hub are downloaded, their weights only with ``with_weights``.
+    The file may name base files with ``base: other.yaml``, see `read_with_base`. Models and data sets with
+    ``hf://`` names are downloaded; weights of models only with ``with_weights``.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
@@ -79,7 +78,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = F
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
-    """Load YAML text as `load` loads a file; ``name`` stands for the file in origins and errors."""
+    """Load a configuration from YAML text, see `load`; ``name`` is the file name in origins and errors."""
     errors: list[UserError] = []
     tree = read_tree(text, name, errors)
     if errors and not tree.children:
@@ -88,7 +87,7 @@ def load_text(text: str, overrides: Iterable[str] = (), name: str = "configurati
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Return the typed configuration of a YAML file; raise UserErrors with every mistake at once."""
+    """Return the typed configuration of a YAML file; raise UserErrors with all errors of the file."""
     return load(path, overrides).valid()
 
 
@@ -99,15 +98,15 @@ def _parse_loaded_tree(
     errors: list[UserError],
     with_weights: bool = False,
 ) -> LoadedConfig:
-    """Apply the overrides to the tree of the file at ``path``, and parse it to a configuration.
+    """Apply the overrides to the tree of the file at ``path``, and parse the tree to a configuration.
 
-    Before that, names on the Hugging Face Hub are replaced by local paths, and names of sampling profiles by
-    their settings.
+    Before parsing, ``hf://`` names are replaced by local paths, and names of sampling profiles by their
+    settings.
     """
     apply_overrides(tree, overrides, errors)
-    hub = resolve_hub_names(tree, errors, with_weights)
+    incomplete_copies = resolve_hub_names(tree, errors, with_weights)
 
-    # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
+    # Check for `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _set_megatron_model_path(tree)
     resolve_profile_names(tree, errors)
@@ -119,7 +118,7 @@ def _parse_loaded_tree(
         tuple(state.errors),
         frozenset(state.broken),
         tree=tree,
-        hub=hub,
+        hub=incomplete_copies,
     )
 
 
@@ -137,9 +136,9 @@ def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse
 
 
 def _set_megatron_model_path(tree: Section) -> None:
-    """Set ``model.path`` to the folder in run_dir for the config.json and tokenizer of ``model.megatron``.
+    """Set an unset ``model.path`` to the folder for the config.json and tokenizer of ``model.megatron``.
 
-    Do nothing if ``model.path`` is set or ``model.megatron`` is not.
+    The folder is in ``run_dir``. Without ``model.megatron``, the tree stays unchanged.
     """
     model = tree.children.get("model")
     run_dir = tree.children.get("run_dir")
@@ -155,11 +154,11 @@ def _set_megatron_model_path(tree: Section) -> None:
 def to_plain(value: Any, name: str = "") -> Any:
     """Convert a configuration, or the value of the key ``name``, to plain values for YAML and JSON."""
     if dataclasses.is_dataclass(value):
-        items = dataclasses.fields(value)
-        return {item.name: to_plain(getattr(value, item.name), item.name) for item in items}
+        names = [item.name for item in dataclasses.fields(value)]
+        return {field_name: to_plain(getattr(value, field_name), field_name) for field_name in names}
     if isinstance(value, dict):
         return {key: to_plain(inner, key) for key, inner in value.items()}
-    # Write the ranks of a large job as ranges; an empty list has none.
+    # Write ranks as ranges, since a large job has many; ranges cannot express an empty list.
     if isinstance(value, tuple) and name == "ranks" and value:
         return format_ranges(value)
     if isinstance(value, tuple):
@@ -168,7 +167,7 @@ def to_plain(value: Any, name: str = "") -> Any:
 
 
 def flatten(config: RunConfig) -> dict[str, Any]:
-    """Return the values of all keys of a configuration by their dotted paths, such as ``actor.lora.rank``."""
+    """Map the dotted path of each key of a configuration, such as ``actor.lora.rank``, to its value."""
     return {path: value for path, _, value in iter_settings(config)}
 
 
@@ -186,9 +185,9 @@ def describe_changes(saved_text: str, config: RunConfig) -> list[str]:
     """Return a line of text for each setting that differs from the run being resumed.
 
     ``saved_text`` is the `dump` of that run's configuration. Settings that do not affect numerical results
-    are left out.
+    are omitted.
     """
-    # Parse the saved text instead of comparing texts: a newer version may have further keys, at defaults.
+    # Compare values, not texts: this version may have new keys, whose defaults the saved text lacks.
     loaded = load_text(saved_text, name="config.yaml")
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
@@ -202,30 +201,29 @@ def describe_changes(saved_text: str, config: RunConfig) -> list[str]:
         value = values.get(name)
         if saved_value == value or name.startswith(_RESULT_INDEPENDENT):
             continue
-        # Configurations of earlier versions have algorithm.name alone, without its losses and other pieces.
+        # Earlier versions saved only algorithm.name, without the derived losses and other algorithm settings.
         if name.startswith("algorithm.") and saved_value is None:
             continue
         line = f"{name} was {one_line(to_plain(saved_value))} and is {one_line(to_plain(value))}"
         # The reward and the profile of a source change neither its prompts nor their order.
-        is_of_responses = name.startswith("data.sources.") and name.endswith((".reward", ".profile"))
-        if name.startswith(_PROMPT_ORDER) and not is_of_responses:
+        keeps_prompts = name.startswith("data.sources.") and name.endswith((".reward", ".profile"))
+        if name.startswith(_PROMPT_ORDER) and not keeps_prompts:
             line += ": the order of the prompts changes"
         lines.append(line)
     return lines
 
 
-def _entries(section: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of a section, or of a mapping of sections."""
+def _named_values(section: Any) -> list[tuple[str, Any]]:
+    """Return the (name, value) pairs of a section, or of a mapping of sections."""
     if isinstance(section, dict):
         return list(section.items())
     return [(item.name, getattr(section, item.name)) for item in dataclasses.fields(section)]
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """Return the configuration as it is written to disk: values whose names indicate a secret are redacted.
+    """Redact the values whose names indicate a secret; the result can be written to disk.
 
-    Only mappings with names of the user's choice can have such values: the arguments of the user's own code
-    and of vLLM.
+    Only mappings with names chosen by the user can contain secrets: arguments of the user's code and of vLLM.
     """
     rollout = config.rollout
     environment = rollout.environment
@@ -240,7 +238,7 @@ def without_secrets(config: RunConfig) -> RunConfig:
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
-    """Return YAML that loads to an equal configuration; ``origins`` become comments next to the values."""
+    """Format a configuration as YAML that loads to an equal one; ``origins`` become comments."""
     lines: list[str] = []
     _append_lines(config, 0, "", origins or {}, lines)
     return "\n".join(lines) + "\n"
@@ -251,7 +249,7 @@ def _append_lines(
 ) -> None:
     """Append the YAML lines of the section at a path to ``lines``, indented by ``depth`` levels."""
     indent = "  " * depth
-    for name, value in _entries(section):
+    for name, value in _named_values(section):
         path = key_path(section_path, name)
         if is_section(value):
             lines.append(f"{indent}{name}:")

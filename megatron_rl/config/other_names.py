@@ -1,13 +1,12 @@
-"""Names that are not keys: names in other projects, former names of ours, and errors for unknown names.
+"""Names that are not keys: names from other projects, former names of ours, and errors for unknown names.
 
-The one idea: other projects' names of a key are listed on its field (see `setting`), so that this module only
-inverts that mapping. A name includes as many of its sections as make it unique, as in
+The one idea: the field of a key lists its names in other projects (see `setting`), and this module inverts
+that mapping. A listed name includes as many enclosing sections as make it unique, as in
 ``checkpointing.metric_name``; the longest match wins.
 
-`record_unknown_name` records the facts: the name, its value, and the names that its section has. The meaning
-of the name is decided by `check.unknown_names`, which can test whether a run would accept the guess. A user's
-own class and a piece of an algorithm have no other sections, so `record_unknown_name` itself suggests a
-name.
+`record_unknown_name` records an unknown name with its value and the valid names of its section.
+`check.unknown_names` later replaces the suggestion by a better one from the whole configuration, after
+testing whether a run would accept it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from megatron_rl.config.setting import ForeignName, key_path, setting_of
 from megatron_rl.config.source import Leaf, Section
 from megatron_rl.errors import UserError, nearest
 
-# Former key of this project -> current key. Configurations of older runs contain former keys, and `resume`
-# reads them; keys below a former key are now below its current one.
+# Former key of this project -> current key, also for all keys below it. `resume` reads configurations of
+# older runs, which contain former keys.
 RENAMED: Mapping[str, str] = {
     **FORMER_SETTINGS,
     "data.eval": "evaluation.sets.NAME.data",
@@ -150,7 +149,7 @@ NO_COUNTERPART: Mapping[str, str] = {
 }
 """Name in other projects without a counterpart -> the reason, or its replacement."""
 
-# Sections of other projects whose keys are spread over several of our sections.
+# Sections of other projects whose keys are in several of our sections.
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
     "trainer": ForeignName("verl", "the top level (steps, run_dir, world_size), evaluation, checkpoint"),
@@ -168,7 +167,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """Counterpart of a name that is not a key.
+    """Our counterpart of a former key, or of another project's name for a key.
 
     Example:
         >>> find_counterpart("train_batch_size").ours
@@ -202,9 +201,10 @@ class OtherName:
 
 @functools.cache
 def foreign_names() -> Mapping[str, OtherName]:
-    """Return every name of other projects with its counterpart.
+    """Map each name of a key in another project to its counterpart here.
 
-    If several sections have a class of keys, such as a layout, the counterpart is in the first of them.
+    If several sections have the same keys, such as the layouts of roles, the counterpart is in the first
+    section.
     """
     counterparts: dict[str, OtherName] = {}
     for path, foreign in foreign_keys():
@@ -217,10 +217,7 @@ def foreign_names() -> Mapping[str, OtherName]:
 
 
 def find_counterpart(path: str) -> OtherName | None:
-    """Return the key that replaces a dotted name, which is a former key or the name of another project.
-
-    Returns None for a name that neither has.
-    """
+    """Return the counterpart of a dotted name, a former key or another project's name; None if unknown."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former_key, key in RENAMED.items():
@@ -237,11 +234,11 @@ def find_counterpart(path: str) -> OtherName | None:
 
 
 def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
-    """Return the counterpart of a dotted name inside the section that it was written in.
+    """Return the counterpart of a dotted name if it is a key of ``section``, which contains the name.
 
     For example, ``eval_temperature`` in ``evaluation.sets.NAME`` is the set's own ``temperature``.
-    ``value_paths`` are the paths of the section's own values, relative to it. Returns None if the counterpart
-    is not among them.
+    ``value_paths`` are the paths of all keys of the section, relative to the section. Returns None if the
+    counterpart is not one of them.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:
@@ -256,12 +253,12 @@ def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) 
 
 
 def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
-    """Yield our key and another project's name of it, for each name that a field lists."""
+    """Yield (key, name in another project) for each name that a field of the configuration lists."""
     yield from _iter_foreign_names(RunConfig, "")
 
 
 def _iter_foreign_names(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
-    """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
+    """Yield (key, name in another project) for all keys of ``cls``; ``prefix`` is added to each key."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         setting = setting_of(item)
@@ -306,7 +303,7 @@ class ErrorCollector(Protocol):
     def record_error(
         self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
     ) -> None:
-        """Record the error ``message`` about the value at ``path``; ``fields`` are those of `UserError`."""
+        """Record an error about the value at ``path``; ``fields`` are further fields of `UserError`."""
         ...
 
     def location_text(self, path: str, node: Leaf | Section | None) -> str:
@@ -319,16 +316,16 @@ class ErrorCollector(Protocol):
 def record_unknown_name(
     key: str, node: Leaf | Section, path: str, value_paths: list[str], collector: ErrorCollector
 ) -> None:
-    """Record the unknown name ``key`` in the section at ``path``, with a suggestion, in ``collector``.
+    """Append the error for the unknown name ``key`` in the section at ``path``, with a suggestion.
 
-    ``value_paths`` are the paths of the section's own values, relative to it.
+    ``value_paths`` are the paths of all keys of the section, relative to the section.
     """
     full_name = key_path(path, key)
     is_former_section = any(name.startswith(f"{full_name}.") for name in RENAMED)
     if is_former_section and isinstance(node, Section) and not node.children:
         return  # older versions wrote this section into each run folder, even if it was empty
 
-    # The paths list each key of an inner section; siblings of the unknown name are the sections themselves.
+    # The valid names in this section are the first components of the paths.
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in value_paths))
     noun = "section" if isinstance(node, Section) else "name"
     message = f"`{full_name}` is not a known {noun}"
@@ -363,7 +360,7 @@ def record_unknown_name(
 
 
 def _unknown_names_text(key: str, node: Leaf | Section) -> str:
-    """Return an unknown name, or the first 8 paths below an unknown section, as text for ``got``."""
+    """Format an unknown name, or the first 8 paths in an unknown section, for the ``got`` of its error."""
     if isinstance(node, Leaf):
         return f"`{key}`"
 

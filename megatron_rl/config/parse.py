@@ -54,14 +54,17 @@ class ParseState:
     def record_broken_value(
         self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
     ) -> None:
-        """Record a mistake, and mark the value at ``path`` as broken: it is replaced by a default."""
+        """Record an error, and mark the value at ``path`` as broken: it is replaced by a default."""
         self.record_error(path, node, message, **fields)
         self.broken.add(path)
 
     def record_error(
         self, path: str, node: Leaf | Section | None, message: str, **fields: str | None
     ) -> None:
-        """Record an error about a node whose value is kept; ``fields`` are those of `UserError`."""
+        """Record an error about a node without replacing its value.
+
+        ``fields`` are ``expected``, ``got`` and ``fix`` of the `UserError`.
+        """
         self.errors.append(UserError(message, where=self.location_text(path, node), **fields))
 
     def location_text(self, path: str, node: Leaf | Section | None) -> str:
@@ -74,17 +77,17 @@ class ParseState:
 def parse_section(
     cls: type, section: Section, state: ParseState, path: str = "", defaults: Any = None
 ) -> Any:
-    """Return an instance of ``cls`` made from the section at ``path``; invalid values get their default.
+    """Convert the section at ``path`` to an instance of ``cls``; invalid values are replaced by defaults.
 
-    Mistakes, and the origin of each value, are recorded in ``state``.
+    Errors and the origin of each value are recorded in ``state``.
 
-    ``defaults`` is the default of the enclosing section's field, which may differ from the class's defaults:
-    its values are used for the keys that ``section`` does not have.
+    ``defaults`` is an instance of ``cls`` with the values for missing keys; None for the defaults of the
+    class. The field that contains the section may have another default than its class.
     """
     settings = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 
     # Report unknown names first: a misspelled name explains a missing key.
-    section = _collect_rest(settings, section)
+    section = _collect_unknown_names(settings, section)
     for key, node in section.children.items():
         if key not in settings:
             known_paths = [name for name in value_paths(cls) if name.partition(".")[0] in settings]
@@ -115,16 +118,16 @@ def parse_section(
 def _record_missing_key(
     item: dataclasses.Field, hint: Any, key: str, path: str, state: ParseState
 ) -> Section | None:
-    """Record the error for a required key that is missing; return the node to parse in its place.
+    """Record the error for a missing required key, and return the node to parse in place of its value.
 
-    The node is an empty section for the key of a section, else None. ``item`` is the field of the key,
-    ``hint`` its type, and ``path`` the path of the section around it.
+    The node is an empty section if the key is a section, else None. ``item`` is the field of the key,
+    ``hint`` its type, and ``path`` the path of the section that lacks the key.
     """
     if section_class(hint) is not None and key not in state.broken:
-        # An empty section makes the errors name each of its required keys.
+        # Parsing an empty section reports each of its required keys.
         return Section()
 
-    # In an invalid section, a missing key would be a second error for one mistake.
+    # Do not report a missing key in an invalid section, which already has an error.
     jobs = setting_of(item).jobs
     if path not in state.broken and (not jobs or state.job in jobs):
         state.record_broken_value(
@@ -139,9 +142,9 @@ def _record_missing_key(
 
 
 def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: Any = None) -> Any:
-    """Return an instance of a user's own class made from ``settings`` at ``path``; see `parse_section`.
+    """Convert ``settings``, the section at ``path``, to an instance of a user's dataclass.
 
-    Raises UserErrors. Any other exception of the class itself passes through.
+    See `parse_section`. Raises UserErrors; exceptions of the class itself are not caught.
     """
     # The settings have no origins here, so errors name the key of their section.
     state = ParseState()
@@ -152,51 +155,55 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
     return instance
 
 
-def _collect_rest(settings: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Move names that are not keys of a section into the key that collects them; return the new section.
+def _collect_unknown_names(settings: dict[str, dataclasses.Field], section: Section) -> Section:
+    """Move unknown names of a section into its key with ``takes_rest``, if any; return the new section.
 
-    ``settings`` maps the keys of the section to their fields. ``environment: {name: my_env.py:Calculator,
-    digits: 3}`` thus gives ``digits`` to the user's class.
+    ``settings`` maps the keys of the section to their fields. In ``environment: {name: my_env.py:Calculator,
+    digits: 3}``, ``digits`` thus becomes an argument of the user's class.
     """
-    rest_key = next((name for name, item in settings.items() if setting_of(item).takes_rest), None)
-    rest = {key: node for key, node in section.children.items() if key not in settings}
-    if rest_key is None or not rest:
+    collecting_keys = [name for name, item in settings.items() if setting_of(item).takes_rest]
+    unknown_children = {key: node for key, node in section.children.items() if key not in settings}
+    if not collecting_keys or not unknown_children:
         return section
 
-    # The configuration may also write the key itself.
-    explicit_section = section.children.get(rest_key)
-    explicit: dict[str, Leaf | Section] = {}
+    # The configuration may also write the collecting key itself.
+    collecting_key = collecting_keys[0]
+    explicit_section = section.children.get(collecting_key)
+    explicit_children: dict[str, Leaf | Section] = {}
     if isinstance(explicit_section, Section):
-        explicit = explicit_section.children
+        explicit_children = explicit_section.children
+
     children = {key: node for key, node in section.children.items() if key in settings}
-    children[rest_key] = Section(explicit | rest, section.origin)
+    children[collecting_key] = Section(explicit_children | unknown_children, section.origin)
     return Section(children, section.origin)
 
 
 def _restores_default(node: Leaf | Section | None) -> bool:
-    """Return whether a node is a null that replaces a value of the base or of the file."""
+    """Return whether a node is a null that replaces an earlier value, and so restores the default."""
     return isinstance(node, Leaf) and node.unsets
 
 
 def _typed_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str = ""
 ) -> Any:
-    """Return the value of type ``hint`` of the key at ``path``: a mapping of sections, a section or a value.
+    """Convert the node of the key at ``path`` to type ``hint``: a section, named sections or a plain value.
 
-    ``node`` is None for a key that is not written. ``default`` is dataclasses.MISSING for a key without one.
-    ``number_means`` is that of the key's `Setting`, for the fix of a bare number.
+    Without a node, return ``default``, which is dataclasses.MISSING for a required key. ``number_means`` is
+    the attribute of the key's `Setting`, for the fix of a bare number.
     """
-    entry = entry_class(hint)
-    if entry is not None and isinstance(node, Section) and node.children:
-        entries = {}
+    named_section_cls = entry_class(hint)
+    if named_section_cls is not None and isinstance(node, Section) and node.children:
+        named_sections = {}
         for name, child in node.children.items():
-            # `NAME: null` removes an entry of the base.
+            # `NAME: null` removes a section of the base file.
             if not _restores_default(child):
-                entries[name] = _typed_value(entry, child, dataclasses.MISSING, f"{path}.{name}", state)
-        return entries
+                named_sections[name] = _typed_value(
+                    named_section_cls, child, dataclasses.MISSING, f"{path}.{name}", state
+                )
+        return named_sections
 
-    section = section_class(hint)
-    if section is None:
+    section_cls = section_class(hint)
+    if section_cls is None:
         return _plain_value(hint, node, default, path, state, number_means)
     if node is None:
         _record_default_origins(default, path, state)
@@ -212,15 +219,15 @@ def _typed_value(
         if is_null:
             node = Section(origin=node.origin)
         else:
-            # Use the defaults, so that later rules have a complete configuration.
-            _record_single_value(section, node, path, state)
+            # Continue with the defaults, so that later rules can read a complete configuration.
+            _record_single_value(section_cls, node, path, state)
             node = Section()
     defaults = None if default is dataclasses.MISSING else default
-    return parse_section(section, node, state, path, defaults)
+    return parse_section(section_cls, node, state, path, defaults)
 
 
 def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) -> None:
-    """Record the mistake of a single value in place of a section, whose class is ``cls``."""
+    """Record the error of a single value in place of a section of class ``cls``."""
     names = ", ".join(item.name for item in dataclasses.fields(cls) if is_setting(item))
     state.record_broken_value(
         path,
@@ -233,16 +240,16 @@ def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) ->
 
 
 def _section_fix(cls: type, value: Any, path: str) -> str:
-    """Return the fix for a single value in place of a section: the value below the section's usual key.
+    """Return the fix for a single value in place of a section of class ``cls``.
 
-    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key of the class ``cls``
-    accepts the value.
+    If the class has a ``VALUE_KEY`` that accepts the value, the fix writes the value under that key, such as
+    ``reward: {function: my.py:f}`` for ``reward: my.py:f``.
     """
     key = getattr(cls, "VALUE_KEY", None)
     if key is not None:
         accepted, typed = convert_value(field_hints(cls)[key], value)
-        item = next(item for item in dataclasses.fields(cls) if item.name == key)
-        if accepted and setting_of(item).value_error(f"{path}.{key}", typed) is None:
+        fields_by_name = {item.name: item for item in dataclasses.fields(cls)}
+        if accepted and setting_of(fields_by_name[key]).value_error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
 
     name = path.rpartition(".")[2]
@@ -252,13 +259,13 @@ def _section_fix(cls: type, value: Any, path: str) -> str:
 def _plain_value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, state: ParseState, number_means: str
 ) -> Any:
-    """Return the typed value of a key that is not a section; the arguments are those of `_typed_value`."""
+    """Convert the node of a key that is not a section to type ``hint``; see `_typed_value`."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         state.origins[path] = DEFAULT
         return fallback
 
-    # Record the origin of an invalid value too: `check` prints the line that wrote it.
+    # Record the origin of an invalid value, too: `check` prints the line that contains it.
     state.origins[path] = node.origin
     raw = node.plain()
     # Accept Python's None for YAML's null.
@@ -303,7 +310,7 @@ def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
 
 
 def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
-    """Return the default of a field: its value in ``defaults`` if given, else that of its class."""
+    """Return the default of a field: its value in ``defaults`` if given, else the default in the class."""
     if defaults is not None:
         return getattr(defaults, item.name)
     if item.default_factory is not dataclasses.MISSING:
@@ -312,7 +319,7 @@ def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
 
 
 def _record_default_origins(value: Any, path: str, state: ParseState) -> None:
-    """Record the origin of every value of a section that is not written at all."""
+    """Record the default origin for every value of a section that the configuration does not contain."""
     if not dataclasses.is_dataclass(value):
         state.origins[path] = DEFAULT
         return

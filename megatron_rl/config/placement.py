@@ -20,14 +20,15 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.traffic import SharedBytes, best_rank_order, byte_text, shared_bytes
 
-# Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset.
+# Placement presets that split the ranks into halves. Roles whose `RoleSpec.placement` is the preset use the
+# second half.
 HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
 
 
 def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the configuration with the ranks of every role set, from its layout or else from ``placement``.
+    """Fill in the ranks of every role without explicit ranks, according to the preset ``placement``.
 
-    A critic, reference or reward model without a layout gets the actor's sizes.
+    A critic, reference or reward model without a layout has the actor's parallel sizes.
     """
     has_halves = config.placement in HALF_PRESETS and world_size >= 2
     half = world_size // 2
@@ -58,22 +59,22 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
-    """Return every role's layout section by its path, such as ``critic.layout``; None for an unset one."""
+    """Map the path of each role's layout, such as ``critic.layout``, to the section; None if it is unset."""
     return {f"{path}.layout": section.layout for path, section in role_sections(config).items()}
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return the Megatron settings of every role by their path, such as ``critic.megatron``.
+    """Map the path of each role's Megatron settings, such as ``critic.megatron``, to the settings.
 
-    None for a role whose section does not set them.
+    The settings are None if the section does not set them.
     """
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
 def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the path and the values of Megatron's settings of a role's section, such as ``critic``.
+    """Return the path and the values of the Megatron settings of a role's section, such as ``critic``.
 
-    They are the section's own if it sets them, else the actor's.
+    A section without Megatron settings inherits the actor's.
     """
     path = f"{section}.megatron"
     settings = megatron_sections(config).get(path)
@@ -83,7 +84,7 @@ def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Ma
 
 
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
-    """Return the path and the values of Megatron's settings for the model of a role's ``layout``.
+    """Return the path and the values of the Megatron settings for the role with this ``layout``.
 
     A role that inherits the actor's settings does not inherit uneven stages if its pipeline sizes differ.
     """
@@ -99,9 +100,9 @@ def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, M
 
 
 def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
-    """Return the layout of a section at ``path`` whose ranks are set, with its other defaults filled in.
+    """Convert the layout section at ``path`` to a `ParallelLayout`; its ranks must be set.
 
-    Sizes that do not fit together are not an error here: ``check`` reports them from the layout.
+    Sizes that do not fit together are not an error here: ``check`` reports them.
     """
     assert section.ranks is not None
 
@@ -123,9 +124,9 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
 
 
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Return the layout of each role of the job by its name.
+    """Map the name of each role of the job to its layout.
 
-    Sizes that do not fit together are not an error here.
+    Sizes that do not fit together are not an error here: ``check`` reports them.
     """
     config = with_ranks(config, world_size)
     layouts = {}
@@ -146,18 +147,18 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> AcceleratedJob:
     """Return the properties of a job that decide its environment variables on accelerators."""
     rollout = config.rollout
-    arguments = rollout.vllm
+    vllm_arguments = rollout.vllm
     # vLLM's custom all-reduce (0.32) shares the buffers of CUDA graphs by IPC handles, which memory in
     # expandable segments does not have: the engine would exit while it captures the graphs.
     captures_all_reduce = (
         config.job == TRAIN
         and rollout.capabilities.in_process
         and rollout.tensor > 1
-        and not arguments.get("disable_custom_all_reduce")
-        and not arguments.get("enforce_eager")
+        and not vllm_arguments.get("disable_custom_all_reduce")
+        and not vllm_arguments.get("enforce_eager")
     )
-    models = {role: layout for role, layout in layouts.items() if role != "rollout"}
-    return AcceleratedJob(models, captures_all_reduce)
+    model_layouts = {role: layout for role, layout in layouts.items() if role != "rollout"}
+    return AcceleratedJob(model_layouts, captures_all_reduce)
 
 
 def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
@@ -178,7 +179,7 @@ def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
 
 
 class GroupCounts(NamedTuple):
-    """Process groups of several ranks: each is a communicator, with buffers on its ranks."""
+    """Numbers of process groups with several ranks, each a communicator that allocates buffers."""
 
     total: int
     """Groups in the job."""
@@ -208,7 +209,7 @@ def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int)
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
-    """Return how many bytes of weights each pair of an actor rank and a rollout rank have in common.
+    """Return the bytes of weights that each pair of an actor rank and a rollout rank has in common.
 
     ``config`` must have the ranks of every role, as `with_ranks` sets them.
     """
@@ -227,17 +228,17 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
     """Order the rollout ranks so that a weight sync transfers the fewest bytes; also return the reason.
 
-    Consecutive ranks form a replica of the engine. A rank of a replica already has some of its weights, as a
-    rank of the actor, and receives only the others: how many depends on the order.
+    Consecutive ranks form a replica of the engine. A rollout rank that is also an actor rank already has some
+    of the replica's weights and receives only the rest. The order decides how many bytes it receives.
     """
     ranks = config.rollout.ranks
     assert ranks is not None
-    shared = shared_weights(config, shape)
-    # Ranks within a node exchange faster than ranks of different nodes.
-    best_order = best_rank_order(shared, ranks, config.gpus_per_node)
+    common_bytes = shared_weights(config, shape)
+    # Ranks of one node exchange weights faster than ranks of different nodes.
+    best_order = best_rank_order(common_bytes, ranks, config.gpus_per_node)
 
-    best_bytes = shared.traffic(best_order).received_most
-    ascending_bytes = shared.traffic(ranks).received_most
+    best_bytes = common_bytes.traffic(best_order).received_most
+    ascending_bytes = common_bytes.traffic(ranks).received_most
     reason = f"the order in which the busiest rank receives least per weight sync: {byte_text(best_bytes)}"
     if best_bytes < ascending_bytes:
         reason += f", not {byte_text(ascending_bytes)}"

@@ -4,9 +4,9 @@ The one idea: a role is a row of `ROLES`, and all code that loops over roles (pl
 `check`, the planner, the build, the score phase) reads that row. A new frozen role that computes a number per
 token is one row here and one section in `config.schema`.
 
-Two names remain literals in the package, since the algorithm is about them and a run has exactly one of each:
-``actor``, the trained policy, whose layout and model are the defaults of the other roles, and ``rollout``,
-the engine that samples, which has no Megatron model.
+Two role names are literals in the package, since a run has exactly one role of each name. ``actor`` is the
+trained policy; its layout and model are the defaults of the other roles. ``rollout`` is the engine that
+samples; it has no Megatron model.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ RoleConfig = (
     ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | TaskTeacherConfig | RewardModelConfig
 )
 
-# Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
+# Output layer of a policy, which computes the log-prob of each token and the entropy of the distribution.
 VOCABULARY = "vocabulary"
 
 # Scalar output layer, one number per token, of a critic or a reward model.
 NUMBER = "number"
 
-# The role can be the actor as it was before its adapters were trained: one model, adapters switched off.
+# The role can use the actor's model with its adapters switched off, which is the actor before training.
 INITIAL = "initial"
 
 # The role can have its own adapters on the base weights of the actor.
@@ -55,13 +55,13 @@ class AlgorithmNeed:
     attribute: str
     """Attribute of `Algorithm` that is true if the algorithm needs the role."""
     reason: str
-    """Reason why a run has the role although its section is not set; ``{name}`` is the algorithm's."""
+    """Reason why a run has the role although its section is not set; ``{name}`` is the algorithm's name."""
     unused: str
     """Warning of a run that has the role although its algorithm does not need it."""
     lacks: str
-    """Reason why the algorithm does not need it; ``{advantage}`` is its advantage estimator's class."""
+    """Reason why an algorithm does not need the role; ``{advantage}`` is its advantage estimator's class."""
     choice: str
-    """Setting that chooses an algorithm that needs it."""
+    """Setting with which an algorithm needs the role."""
 
 
 @dataclass(frozen=True)
@@ -75,34 +75,34 @@ class RoleSpec:
     name: str
     """Name in layouts, estimates and texts; with `named` each model is ``name.NAME``."""
     section: str
-    """Configuration path of its section; with `named`, of the mapping from NAME to sections."""
+    """Configuration path of the role's section; with `named`, of the mapping from NAME to section."""
     section_class: type
-    """Class of its section; an instance without arguments is the default section."""
+    """Class of the section; an instance without arguments is the default section."""
     phase: str
-    """Phase of a step in which it runs inference: generate, reward or score."""
+    """Phase of a step in which the role runs inference: generate, reward or score."""
     head: str | None
-    """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None if it has no such model."""
+    """Output layer of the role's Megatron model, `VOCABULARY` or `NUMBER`; None without a Megatron model."""
     outputs: tuple[str, ...] = ()
     """Names in `Scores` of the head's outputs per token; empty for a reward model, whose output is NAME."""
     top_outputs: tuple[str, ...] = ()
-    """Columns for the ids and log-probs of its most likely tokens, for algorithms that read them."""
+    """Columns for the ids and log-probs of the most likely tokens, for algorithms that read them."""
     trains: bool = False
-    """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
+    """Whether a step trains the role's weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
     by_task: bool = False
-    """Whether each model computes only the rows of its tasks, into columns that all these models share."""
+    """Whether each model computes only the rows of its own tasks; all of them write to the same columns."""
     metric_prefix: str = ""
-    """Group of its metrics; empty if it is the role's name."""
+    """Prefix of the role's metrics; empty for the role's name."""
     need: AlgorithmNeed | None = None
-    """Property of an algorithm that requires it; None if a run has it only if its section is set."""
+    """Property of an algorithm that requires the role; None if the role exists only if its section is set."""
     placement: str | None = None
-    """Placement preset that gives it the second half of the ranks, separate from the actor."""
+    """Placement preset that places the role on the second half of the ranks, separate from the actor."""
     shares: str | None = None
-    """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
+    """How the role can share weights with the actor, `INITIAL` or `ADAPTED`; None if it cannot."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return the sections of the role that are set, by configuration path."""
+        """Map the configuration path of each section that the role has in ``config`` to the section."""
         section = attrgetter(self.section)(config)
         if self.named:
             return {f"{self.section}.{name}": model for name, model in section.items()}
@@ -201,8 +201,8 @@ ROLLOUT = RoleSpec(
     placement="standalone",
 )
 
-# Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
-# ranks: all ranks must call collectives in the same order.
+# Every role, in the order of layouts and printed tables. Roles on shared ranks also work in this order: all
+# ranks must call collectives in the same order.
 ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, TASK_TEACHERS, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
@@ -210,7 +210,7 @@ MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
 
 
 def teacher_of_task(config: RunConfig) -> dict[str, str]:
-    """Return the role that teaches each task with a separate teacher: task -> ``teachers.NAME``."""
+    """Map each task with a separate teacher to the role of its teacher, ``teachers.NAME``."""
     roles: dict[str, str] = {}
     for name, section in config.teachers.items():
         # A teacher without tasks teaches the task of its own name.
@@ -233,7 +233,7 @@ def spec_at(path: str) -> RoleSpec:
 
 
 def role_sections(config: RunConfig) -> dict[str, RoleConfig]:
-    """Return the section of every role with a model by its configuration path, the actor's first."""
+    """Map the configuration path of each role with a model to its section, the actor first."""
     sections: dict[str, Any] = {}
     for spec in MODEL_ROLES:
         sections |= spec.sections(config)
@@ -241,7 +241,7 @@ def role_sections(config: RunConfig) -> dict[str, RoleConfig]:
 
 
 def learner_sections(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]:
-    """Return the sections of the roles that the step trains, by configuration path, the actor's first."""
+    """Map the configuration path of each role that a step trains to its section, the actor first."""
     sections: dict[str, Any] = {}
     for spec in MODEL_ROLES:
         if spec.trains:
@@ -250,7 +250,7 @@ def learner_sections(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]
 
 
 def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> RunConfig:
-    """Return the configuration in which ``change(path, section)`` replaces the section of each role."""
+    """Replace the section of each role with a model by ``change(path, section)``."""
     sections = {path: change(path, section) for path, section in role_sections(config).items()}
     for path, section in sections.items():
         config = with_value(config, path, section)
@@ -258,7 +258,10 @@ def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> 
 
 
 def explicit_model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the model path of each role except the actor, by its section; None for the actor's model."""
+    """Map the section path of each role except the actor to the role's model path.
+
+    A model path of None means the actor's model.
+    """
     paths = {}
     for path, section in role_sections(config).items():
         if not isinstance(section, ActorConfig):

@@ -16,9 +16,9 @@ STAGES = "stages"
 
 
 class RunFolder:
-    """Paths of one run, below the folder ``path``.
+    """Paths of all files and folders of a run, below the run folder ``path``.
 
-    The directory of a model is created complete, so its existence means that the stage has ended.
+    A stage publishes its model directory atomically, so the directory exists only if the stage has ended.
 
     Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """
@@ -26,7 +26,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-        # The configuration, and the times and settings of the starts.
+        # Configuration, and the times and settings of each start.
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
         self.starts = self.path / "starts.json"
@@ -55,7 +55,7 @@ class RunFolder:
         return self.path / f"{stage}.jsonl"
 
     def measured_stages(self) -> list[str]:
-        """Return the stages that have a metrics file, the supervised one first."""
+        """Return the stages that have a metrics file, ``sft`` first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
         # A name with a dot is a file that `set_aside` renamed.
         stages = [name for name in names if "." not in name]
@@ -74,7 +74,7 @@ class RunFolder:
         return self.reward_models / name
 
     def megatron_model(self, role: str) -> Path:
-        """Return the folder that points to the Megatron checkpoint with a role's weights."""
+        """Return the folder with the reference to the Megatron checkpoint of a role's weights."""
         return self.path / "megatron" / role
 
     def rank_log(self, rank: int) -> Path:
@@ -86,7 +86,7 @@ class RunFolder:
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories, where they do not exist yet; return this object."""
+        """Create the run folder and its subfolders unless they exist; return this object."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self
@@ -116,7 +116,7 @@ class RunFolder:
         publish_folder(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
-        """Return the time of the run's first start; None if the folder has no valid one."""
+        """Return the time of the run's first start; None if no valid time is stored."""
         with suppress(OSError, ValueError):
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None
@@ -124,14 +124,14 @@ class RunFolder:
     def store_first_start(self, proposed_time: datetime) -> datetime:
         """Store ``proposed_time`` as the time of the first start if none is stored; return the stored time.
 
-        All processes that see the folder get the same time.
+        All processes that share the folder return the same time.
         """
         temporary = self.first_start.with_name(
             f"{self.first_start.name}.{socket.gethostname()}.{os.getpid()}"
         )
         temporary.write_text(proposed_time.isoformat(), encoding="utf-8")
 
-        # Creating a hard link is atomic and fails if the name exists, so the first process decides.
+        # Creating a hard link is atomic and fails if the name exists, so the first process sets the time.
         with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(temporary, self.first_start)
         if self.read_first_start() is None:
@@ -149,7 +149,7 @@ class RunFolder:
 
 
 def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
-    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None if there is none."""
+    """Return the nearest parent of a checkpoint that has a config.yaml, or None outside of a run folder."""
     for parent in checkpoint.resolve().parents:
         folder = RunFolder(parent)
         if folder.config.is_file():
@@ -160,7 +160,7 @@ def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
 def set_aside(path: Path) -> Path | None:
     """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path.
 
-    Returns None if there is nothing at ``path``, or nothing in it.
+    If ``path`` does not exist or is empty, return None and rename nothing.
     """
     if not path.exists():
         return None
@@ -172,6 +172,8 @@ def set_aside(path: Path) -> Path | None:
         return None
 
     number = 1
-    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    target = path.with_name(f"{path.stem}.{number}{path.suffix}")
+    while target.exists():
         number += 1
+        target = path.with_name(f"{path.stem}.{number}{path.suffix}")
     return path.rename(target)

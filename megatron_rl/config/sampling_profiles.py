@@ -1,7 +1,7 @@
 """Sampling profiles by name, from the configuration or registered by Python code.
 
-The one idea: a name is replaced by the profile's settings before the configuration is parsed. So everything
-else reads plain values, and the configuration that a run saves needs none of the user's files.
+The one idea: a name is replaced by the profile's settings before the configuration is parsed. So all other
+code reads plain values, and a saved configuration does not depend on the user's files.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatron_rl.user_code import import_user_module
 _KEY = "rollout.sampling_profile"
 
 _registered_profiles: dict[str, dict[str, Any]] = {}
-"""Name -> settings of the profiles that this process has registered."""
+"""Name -> settings of each profile that was registered in this process."""
 
 
 def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     """Register a sampling profile under a name, and return its settings.
 
-    ``settings`` are those of a profile in `rollout.sampling_profiles`. Configurations that are loaded
+    ``settings`` are the same as for a profile in `rollout.sampling_profiles`. Configurations that are loaded
     afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles`, as the
     `profile` of a source in `data.sources`, and as the task of a record. A profile of the same name in the
-    configuration replaces it. Raises UserErrors for settings that a profile does not have.
+    configuration has precedence. Raises UserErrors for unknown settings.
 
     Example:
         >>> sampling_profile("careful", temperature=0.7, top_p=0.95)
@@ -56,13 +56,13 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
 def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     """Replace the names of sampling profiles in a configuration's tree by their settings.
 
-    `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
-    for overrides of the command line. Registered profiles become profiles of the tasks with their names.
-    `data.sources.NAME.profile` remains the name of a profile in `rollout.sampling_profiles`.
+    The settings of `rollout.sampling_profile` replace values of the rollout section, except for command-line
+    overrides. Registered profiles are added to `rollout.sampling_profiles`. `data.sources.NAME.profile`
+    remains the name of a profile in `rollout.sampling_profiles`.
     """
     source_profiles = _source_profiles(tree)
     if _registered_profiles or source_profiles:
-        # Records and sources may name a profile even if there is no rollout section, or a null in its place.
+        # Records and sources may name a profile without a rollout section, or with a null in its place.
         node = tree.children.get("rollout")
         if node is None or (isinstance(node, Leaf) and node.value is None):
             tree.children["rollout"] = Section()
@@ -71,7 +71,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):
         return
 
-    # Files first: they register the profiles.
+    # Import the users' files first, since they register the profiles.
     for key, leaf in names_by_key.items():
         location, _, _ = leaf.value.rpartition(":")
         if location:
@@ -91,7 +91,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
             assert isinstance(node, Leaf)
             profiles.children[name] = _find_profile(node, key, available_profiles, errors)
 
-    # Sources: several of them, and tasks, may share one profile.
+    # Validate the profiles of the sources. They stay names, since sources and tasks may share a profile.
     task_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for key, leaf in source_profiles.items():
         _find_profile(leaf, key, task_profiles, errors)
@@ -100,7 +100,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     if isinstance(run_profile, Leaf) and _KEY in names_by_key:
         profile = _find_profile(run_profile, _KEY, available_profiles, errors)
         for setting, node in profile.children.items():
-            # An override of the command line has precedence over the profile.
+            # A command-line override has precedence over the profile.
             existing = rollout.children.get(setting)
             if existing is None or not _is_override(existing):
                 rollout.children[setting] = node
@@ -109,7 +109,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
 
 def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
-    """Return the leaves that name a profile, by their keys; none unless ``rollout`` is a section."""
+    """Map the key of each leaf in the rollout section that names a sampling profile to the leaf."""
     if not isinstance(rollout, Section):
         return {}
 
@@ -125,7 +125,7 @@ def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
 
 
 def _source_profiles(tree: Section) -> dict[str, Leaf]:
-    """Return the leaves of sources that name a profile, by their keys."""
+    """Map the key of each `profile` in `data.sources` to its leaf."""
     data = tree.children.get("data")
     sources = data.children.get("sources") if isinstance(data, Section) else None
     if not isinstance(sources, Section):
@@ -134,7 +134,7 @@ def _source_profiles(tree: Section) -> dict[str, Leaf]:
     leaves: dict[str, Leaf] = {}
     for name, source in sources.children.items():
         leaf = source.children.get("profile") if isinstance(source, Section) else None
-        # An empty text is an error of its own.
+        # Another rule reports an empty name.
         if isinstance(leaf, Leaf) and isinstance(leaf.value, str) and leaf.value:
             leaves[f"data.sources.{name}.profile"] = leaf
     return leaves
@@ -160,12 +160,12 @@ def _find_profile(
     available_profiles: Mapping[str, Section],
     errors: list[UserError],
 ) -> Section:
-    """Return the profile that a leaf names; append an error and return an empty one if it is unknown."""
+    """Return the profile that a leaf names; append an error and return an empty section if it is unknown."""
     location, _, name = leaf.value.rpartition(":")
     if name in available_profiles:
         return available_profiles[name]
 
-    # A file that cannot be imported has an error already.
+    # If the file of the profile could not be imported, this key already has an error.
     if not any(error.where == key for error in errors):
         similar_name = nearest(name, list(available_profiles))
         fix = "write file.py:NAME for a profile that megatron_rl.sampling_profile registers in file.py"
@@ -187,7 +187,7 @@ def _find_profile(
 
 
 def _is_override(node: Leaf | Section) -> bool:
-    """Return whether the command line wrote a node, or a part of it."""
+    """Return whether a command-line override set a node or a value below it."""
     if isinstance(node, Leaf):
         return node.origin.kind == "override"
     return any(leaf.origin.kind == "override" for _, leaf in node.leaves())
@@ -197,7 +197,7 @@ def _to_node(value: Any, origin: Origin) -> Leaf | Section:
     """Convert a plain value to a node of the configuration's tree."""
     if isinstance(value, Mapping):
         return Section({str(key): _to_node(inner, origin) for key, inner in value.items()}, origin)
-    # A tree has lists, as YAML does.
+    # Leaves contain lists, as YAML does, and no tuples.
     if isinstance(value, tuple):
         value = list(value)
     return Leaf(value, origin)

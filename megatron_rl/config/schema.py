@@ -1,8 +1,8 @@
 """Every key of a run's configuration, as typed, frozen values; importable without torch.
 
-The one idea: a user states intent; a field left at None is derived, and ``check`` prints its value and the
-reason. Each field describes its own meaning, unit and bounds, see `setting`. `RunConfig` has the sections;
-the larger ones have a file each in `sections`.
+The one idea: a user sets only what matters to the run. A field left at None is derived, and ``check`` prints
+its value and the reason. Each field describes its own meaning, unit and bounds, see `setting`. `RunConfig`
+contains all sections; each larger section has a file in `sections`.
 """
 
 from __future__ import annotations
@@ -465,7 +465,7 @@ class RunConfig:
 
     @property
     def reward_functions(self) -> dict[str, str]:
-        """Return the functions that reward training samples by key: the run's, and those of sources."""
+        """Map the configuration key of each reward function for training samples to its import path."""
         functions: dict[str, str] = {}
         if self.reward.function is not None:
             functions["reward.function"] = self.reward.function

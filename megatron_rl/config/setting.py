@@ -12,9 +12,9 @@ A configuration field is declared with `setting`, or with `required` for a key w
 
 Units and bounds of common kinds of numbers have names in `sections.bounds`.
 
-The one idea: the field is the only description of a key. Parsing and its errors, the check of the value
-(`value_errors`), the documentation and the suggestions for names of other projects all read it. A section is
-a field whose type is such a dataclass; sections of one type have the same keys.
+The one idea: the field is the only description of a key. Parsing, the check of the value (`value_errors`),
+the documentation and the suggestions for names of other projects all read the field. A section is a field
+whose type is a dataclass with such fields; sections of one type have the same keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ S = TypeVar("S")
 # Metadata of a dataclass field that is not a configuration key.
 NO_SETTING: Mapping[str, Any] = {"setting": None}
 
-# Marks a value of another project's setting that needs no setting here: the user removes the line.
+# Our value for a value of another project that needs no setting here: the user removes the line.
 REMOVED = "(no line)"
 
 
@@ -47,16 +47,16 @@ class ForeignName:
     project: str
     """Project that has the name; ``common`` for several."""
     name: str
-    """Name there, with as many enclosing sections as make it unique."""
+    """Name in that project, with as many enclosing sections as make it unique."""
     conversion: str = ""
-    """Difference between the value there and ours, empty without a difference."""
+    """How the other project's values differ from ours; empty if they are the same."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
-    """Their value -> ours, `REMOVED` for a value that needs no setting here."""
+    """Other project's value -> our value, `REMOVED` for a value that needs no setting here."""
     piece: str = ""
-    """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
+    """Piece of an algorithm that has the setting, if the algorithm's default piece does not have it."""
 
     def difference_text(self) -> str:
-        """Return the difference between their values and ours as one sentence; empty if there is none."""
+        """Describe how the other project's values differ from ours; return an empty text if they do not."""
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)
@@ -74,7 +74,7 @@ class ForeignName:
 class Setting:
     """Description of one key of the configuration: its meaning, valid values, and names in other projects.
 
-    Example: ``Setting("Training steps.", unit="steps", at_least=1)`` refuses 0.
+    Example: ``Setting("Training steps.", unit="steps", at_least=1)`` does not accept 0.
     """
 
     meaning: str
@@ -104,13 +104,14 @@ class Setting:
     example: str = ""
     """Value in the fix of a missing key."""
     number_means: str = ""
-    """Section to suggest in the error for a bare number in its place, such as ``{name: loss, coef: VALUE}``.
+    """Section to suggest if a user writes a bare number instead of the section.
 
-    ``VALUE`` stands for the number. Empty without a suggestion."""
+    For example ``{name: loss, coef: VALUE}``, in which ``VALUE`` is replaced by the number. Empty without a
+    suggestion."""
     per_task: bool = False
     """Whether a sampling profile can set the key for one task."""
     takes_rest: bool = False
-    """Whether the key collects every name of its section that is not a field."""
+    """Whether the key collects all names of its section that are not fields."""
     jobs: tuple[str, ...] = ()
     """Jobs that require the key; if empty, a key without a default is required by every job."""
     instead: str | None = None
@@ -121,7 +122,7 @@ class Setting:
     """Pairs of a key below this section and a name of that key in another project."""
 
     def bounds_text(self) -> str:
-        """Return the bounds of a number as text, empty without bounds.
+        """Describe the bounds of a number in words; return an empty text without bounds.
 
         Example:
             >>> Setting("", at_least=0, less_than=1).bounds_text()
@@ -149,9 +150,9 @@ class Setting:
         )
 
     def value_error(self, path: str, value: Any) -> UserError | None:
-        """Return the error for an invalid value of the key at ``path``, None for a valid one.
+        """Return the error for an invalid value of the key at ``path``, or None for a valid value.
 
-        The value has the type of the key; its bounds, or whether it is a choice, are validated.
+        ``value`` must have the type of the key. Its bounds and choices are validated.
         """
         # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
@@ -173,7 +174,7 @@ class Setting:
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
-        """Return the error for a text that is not a choice, with the nearest spelling and the reason."""
+        """Return the error for a text that is not a choice, with a suggestion and the reason if available."""
         # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
         suggestion = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
@@ -208,10 +209,10 @@ def setting(
     their values differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from
     its values to ours.
 
-    A section that other projects do not have lists its keys in ``also_called_below``: our key below the
-    section -> project -> names. A key of a piece of an algorithm is written ``PIECE: KEY``.
+    ``also_called_below`` contains the names for keys inside the section: key -> project -> names. A key that
+    only one piece of an algorithm has is written ``PIECE: KEY``.
     """
-    # Convert the names, which fields write as text for brevity, to objects.
+    # Parse the names, which fields write as text for brevity.
     values = their_values or {}
     names = tuple(_foreign_names(also_called or {}, conversion, values))
     names_below = []
@@ -237,7 +238,7 @@ def required(meaning: str, **attributes: Any) -> Any:
 
 
 def setting_of(item: dataclasses.Field) -> Setting:
-    """Return the description of a dataclass field; an empty one if it was not declared with `setting`."""
+    """Return the `Setting` of a dataclass field, an empty one if it was not declared with `setting`."""
     return item.metadata.get("setting") or Setting("")
 
 
@@ -247,13 +248,13 @@ def is_setting(item: dataclasses.Field) -> bool:
 
 
 def iter_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Yield (path, description, value) of every key in ``section``, which is at ``prefix``, and below it."""
+    """Yield (path, description, value) for every key at any depth; ``prefix`` is the path of ``section``."""
     for path, item, value in _fields_of(section, prefix):
         if not is_section(value):
             yield path, setting_of(item), value
         elif isinstance(value, dict):
-            for name, entry in value.items():
-                yield from iter_settings(entry, f"{path}.{name}")
+            for name, named_section in value.items():
+                yield from iter_settings(named_section, f"{path}.{name}")
         else:
             yield from iter_settings(value, path)
 
@@ -263,16 +264,18 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
     Example: ``with_value(config, "actor.layout.tensor", 2)``.
     """
-    # Match the longest name at the start of the path, since a user's name in a mapping may contain dots.
     if isinstance(section, dict):
-        entries = section
+        values_by_name = section
     else:
-        entries = {item.name: getattr(section, item.name) for item in dataclasses.fields(section)}
-    name = max((name for name in entries if f"{path}.".startswith(f"{name}.")), key=len)
+        values_by_name = {item.name: getattr(section, item.name) for item in dataclasses.fields(section)}
 
-    # The rest of the path is that of a value inside the entry.
+    # A user's name in a mapping may contain dots: choose the longest name at the start of the path.
+    matching_names = [name for name in values_by_name if f"{path}.".startswith(f"{name}.")]
+    name = max(matching_names, key=len)
+
+    # The remaining path is inside the named section.
     if name != path:
-        value = with_value(entries[name], path.removeprefix(f"{name}."), value)
+        value = with_value(values_by_name[name], path.removeprefix(f"{name}."), value)
 
     if isinstance(section, dict):
         return {**section, name: value}
@@ -280,13 +283,13 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
 
 def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
-    """Yield (path, section) of every section of the class ``cls`` in ``section``, which is at ``prefix``."""
+    """Yield (path, section) for every section of class ``cls``; ``prefix`` is the path of ``section``."""
     if isinstance(section, cls):
         yield prefix, section
     for path, _, value in _fields_of(section, prefix):
         if isinstance(value, dict) and is_section(value):
-            for name, entry in value.items():
-                yield from sections_of(entry, cls, f"{path}.{name}")
+            for name, named_section in value.items():
+                yield from sections_of(named_section, cls, f"{path}.{name}")
         elif dataclasses.is_dataclass(value):
             yield from sections_of(value, cls, path)
 
@@ -294,12 +297,12 @@ def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[
 def is_section(value: Any) -> bool:
     """Return whether a value is a section: a dataclass, or a non-empty mapping of names to dataclasses."""
     if isinstance(value, dict):
-        return bool(value) and all(dataclasses.is_dataclass(entry) for entry in value.values())
+        return bool(value) and all(dataclasses.is_dataclass(inner) for inner in value.values())
     return dataclasses.is_dataclass(value)
 
 
 def key_path(section: str, name: str) -> str:
-    """Return the dotted path of a name in the section at a path, which is empty at the top.
+    """Join the path of a section, empty for the top level, and a name in it to a dotted path.
 
     Example:
         >>> key_path("", "actor"), key_path("actor", "layout")
@@ -309,13 +312,13 @@ def key_path(section: str, name: str) -> str:
 
 
 def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
-    """Yield the path, the dataclass field and the value of every field of the section at ``prefix``."""
+    """Yield (path, dataclass field, value) for every field; ``prefix`` is the path of ``section``."""
     for item in dataclasses.fields(section):
         yield key_path(prefix, item.name), item, getattr(section, item.name)
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
-    """Return the errors for single values in a section and all sections below it."""
+    """Return the errors of all values in a section, at any depth."""
     errors = []
     for path, description, value in iter_settings(section, prefix):
         error = description.value_error(path, value)
@@ -330,11 +333,11 @@ def _foreign_names(
     their_values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield a `ForeignName` for each name that other projects have for a key.
+    """Yield a `ForeignName` for each name of a key in other projects.
 
-    ``projects`` maps a project to its names, separated by commas. ``conversion`` says how their value differs
-    from ours, for all names or by name; ``their_values`` maps a name to its values and ours. ``piece`` is the
-    piece of an algorithm that has the key.
+    ``projects`` maps a project to its names, separated by commas. ``conversion`` describes how their values
+    differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from its values to
+    ours. ``piece`` is the piece of an algorithm that has the key.
     """
     for project, names in projects.items():
         for name in names.split(", "):
@@ -352,7 +355,7 @@ def _value_text(value: Any) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Return a bound as text, an integer without a decimal point."""
+    """Format a bound as text, without a decimal point if it is an integer."""
     # From 1e15 on, scientific notation is easier to read.
     if float(value).is_integer() and abs(value) < 1e15:
         return str(int(value))

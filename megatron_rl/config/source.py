@@ -1,9 +1,9 @@
-"""Parsing of YAML and overrides into a tree of plain values with the origin of each.
+"""Parsing of YAML and command-line overrides into a tree of plain values, each with its origin.
 
-The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
-name it. `_parse_yaml` is also the only place that refuses oversized input: later code sees no text longer
-than `MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, no integer of more than 64
-bits, and no text with characters that file systems and JSON cannot represent.
+The one idea: every value keeps its file and line, or its override, so any later error can name them.
+`_parse_yaml` alone rejects oversized input: texts longer than `MAX_TEXT`, trees with more than `MAX_VALUES`
+values or `MAX_DEPTH` levels, integers of more than 64 bits, and characters that file systems and JSON cannot
+represent. Later code needs no such checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from megatron_rl.config.setting import key_path
 from megatron_rl.errors import UserError, missing_file_error, unreadable_file_error
 
-# Key with which a configuration file names its base. It is not a key of a run: merging removes it.
+# Key with which a configuration file names its base files. Merging removes the key.
 BASE_KEY = "base"
 
 
@@ -59,12 +59,12 @@ class Leaf:
     value: Any
     """Plain value as YAML reads it."""
     origin: Origin
-    """File and line, or override, in which the value was written."""
+    """File and line, or override, that set the value."""
     unsets: bool = False
     """Whether the value is a null that replaces another value, and so restores the default."""
 
     def plain(self) -> Any:
-        """Return the value, as `Section.plain` does."""
+        """Return the value without its origin."""
         return self.value
 
 
@@ -79,7 +79,7 @@ class Section:
     children: dict[str, Leaf | Section] = field(default_factory=dict)
     """Name -> node, in the order of the text."""
     origin: Origin = DEFAULT
-    """Where the name of the section was written."""
+    """File and line, or override, with the name of the section."""
 
     def plain(self) -> dict[str, Any]:
         """Return the values without their origins."""
@@ -95,10 +95,10 @@ class Section:
                 yield path, node
 
 
-# Size limits. A configuration with every key has about 3,000 characters, so a text beyond the limits is the
-# wrong file, or has aliases that multiply one another. Later functions need no guards.
+# Size limits. A configuration with every key has about 3,000 characters, so a larger text is the wrong file,
+# or has nested aliases.
 
-# Number of characters.
+# Number of characters of a text.
 MAX_TEXT = 1 << 18
 
 # Number of values after the expansion of aliases: 40 lines of aliases can expand to 2^40 values.
@@ -117,21 +117,22 @@ _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class _LimitError(yaml.MarkedYAMLError):
-    """Error for a YAML node beyond one of the limits; ``context`` is the limit, ``problem`` the excess."""
+    """Error for a YAML node that exceeds a limit; ``context`` is the limit, ``problem`` the actual value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 loader of PyYAML within the limits, with three differences.
+    """YAML 1.1 loader that enforces the size limits and differs from PyYAML's in three points.
 
-    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `duplicates` collects duplicate
-    names of a mapping, of which PyYAML would silently use the last.
+    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), and a date stays text. `duplicates` collects the
+    duplicate names of mappings, for which PyYAML would silently use the last value.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        # Duplicate names in a mapping: the later node and the first one.
+        # Pairs of the node with a duplicate name and the node with its first occurrence.
         self.duplicates: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
-        # Id of each node -> its number of values and levels with expanded aliases, None inside the node.
+        # Id of a node -> (number of values, number of levels) after the expansion of aliases; None while the
+        # node is being measured.
         self._sizes: dict[int, tuple[int, int] | None] = {}
 
     def read_root(self) -> yaml.Node | None:
@@ -145,14 +146,14 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _measure_node(self, node: yaml.Node) -> tuple[int, int]:
-        """Return the number of values in a node, with aliases expanded, and the number of nested levels.
+        """Return the number of values in a node and its number of levels, after the expansion of aliases.
 
-        Raises `_LimitError` if one of them exceeds its limit.
+        Raises `_LimitError` if either number exceeds its limit.
         """
         mark = node.start_mark
         if id(node) in self._sizes:
             size = self._sizes[id(node)]
-            # The expansion of such an alias would be infinite.
+            # The alias refers to a node that contains it, so its expansion would be infinite.
             if size is None:
                 raise _LimitError(
                     "an *alias of a complete value", None, "an *alias inside its own &anchor", mark
@@ -176,10 +177,10 @@ class _Loader(yaml.SafeLoader):
         return count, levels
 
     def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        """Return the child nodes of a YAML node: items of a list, or names and values of a mapping.
+        """Return the items of a list node, or the names and values of a mapping node.
 
         Raises `_LimitError` for a name that is not text, and for text with characters that JSON and file
-        systems cannot represent.
+        systems cannot represent. Collects duplicate names.
         """
         if isinstance(node, yaml.SequenceNode):
             return node.value
@@ -195,10 +196,9 @@ class _Loader(yaml.SafeLoader):
         return []
 
     def _collect_duplicates(self, node: yaml.MappingNode) -> None:
-        """Collect the duplicate names of a mapping; raise `_LimitError` for one that is not text.
+        """Add duplicate names of a mapping to `duplicates`; raise `_LimitError` unless all names are text.
 
-        This must precede the conversion, where ``<<`` adds the names of other mappings: overriding one of
-        those is valid.
+        Call this before ``<<`` inserts the names of other mappings: a mapping may override inserted names.
         """
         first_nodes: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
@@ -212,7 +212,7 @@ class _Loader(yaml.SafeLoader):
                 first_nodes[key.value] = key
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; raise `_LimitError` for one of more than 64 bits."""
+        """Convert a node to an integer; raise `_LimitError` if it has more than 64 bits."""
         value = super().construct_yaml_int(node)
         if -INTEGER_END <= value < INTEGER_END:
             return value
@@ -236,7 +236,7 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML writer that quotes text which `_Loader` would read as a number, and leaves dates unquoted."""
+    """YAML dumper that quotes text which `_Loader` would read as a number, and leaves dates unquoted."""
 
 
 # Use the loader's resolvers, so that every written text is read back unchanged.
@@ -244,7 +244,7 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def one_line(value: Any) -> str:
-    """Return a value as YAML on one line that `read_tree` reads back."""
+    """Format a value as one line of YAML that `read_tree` parses to the same value."""
     text = yaml.dump(
         value,
         Dumper=_Dumper,
@@ -253,7 +253,7 @@ def one_line(value: Any) -> str:
         allow_unicode=True,
         sort_keys=False,
     )
-    # PyYAML ends a lone scalar with a document end.
+    # PyYAML writes the document end `...` after a scalar.
     text = text.removesuffix("\n").removesuffix("\n...").strip()
 
     # YAML would write a line break as several lines; JSON escapes it, and JSON strings are valid YAML.
@@ -262,16 +262,16 @@ def one_line(value: Any) -> str:
     return text
 
 
-# Function from the number of a line, counted from 1, to the origin of a value on that line.
+# Function that maps a line number, counted from 1, to the origin of a value on that line.
 OriginOf = Callable[[int], Origin]
 
 
 def _parse_yaml(
     text: str, noun: str, origin_of: OriginOf, errors: list[UserError], *, fix: str
 ) -> Leaf | Section | None:
-    """Parse YAML text to a node of the tree; append the error of invalid or oversized text and return None.
+    """Parse YAML text to a tree; for invalid or oversized text, append an error and return None.
 
-    ``noun`` names the text and ``fix`` is the fix of invalid YAML, for errors. Empty text is null.
+    ``noun`` names the text in the error, and ``fix`` is the error's fix for invalid YAML. Empty text is null.
     """
     try:
         if len(text) > MAX_TEXT:
@@ -295,7 +295,7 @@ def _parse_yaml(
             )
         )
 
-    # A scalar that does not match its tag raises a ValueError, such as `!!int many`, or an ArithmeticError.
+    # A scalar that does not match its tag, such as `!!int many`, raises a ValueError or an ArithmeticError.
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         mark = getattr(error, "problem_mark", None)
         line = 1
@@ -311,9 +311,9 @@ def _parse_yaml(
 
 
 def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
-    """Parse YAML text into a tree; mistakes are appended to ``errors`` and their values left out.
+    """Parse the YAML text of a configuration file; return an empty section if the text is invalid.
 
-    ``name`` is the file in the origins of values and errors.
+    Errors are appended to ``errors``. ``name`` is the file name in the origins of values and errors.
     """
 
     def origin_of(line: int) -> Origin:
@@ -337,13 +337,14 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
 
 
 def read_file(path: Path, errors: list[UserError], location: str | None = None) -> Section:
-    """Read a configuration file; mistakes are appended to ``errors`` and their values left out.
+    """Read and parse a configuration file; return an empty section if that fails.
 
-    ``location`` is the line that names the file, by default the file itself.
+    Errors are appended to ``errors``. ``location`` is the origin of the file's name, for an error about a
+    file that cannot be read; None for the path itself.
     """
     location = location or str(path)
     try:
-        # The file may be a shell's pipe, or an endless device: read at most the size of a valid text, with up
+        # The path may be a pipe or an endless device: read no more than the largest valid text, which has up
         # to 4 bytes per character in UTF-8.
         with path.open("rb") as file:
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
@@ -360,13 +361,14 @@ def read_file(path: Path, errors: list[UserError], location: str | None = None) 
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
-    """Read a configuration file and merge it over its base files, and these over theirs.
+    """Read a configuration file and merge it over its base files, recursively.
 
-    ``base`` is one name or a list of names, relative to the folder of the file that has it; a later file of a
-    list is merged over the earlier ones. Sections are merged name by name; any other value, also a list,
-    replaces the base's, and null restores the default. Every value keeps the origin of the file that wrote
-    it. Return the tree and the files that were read, ``path`` first; the tree is None if a file cannot be
-    read. Mistakes are appended to ``errors``.
+    ``base`` is a file name or a list of file names, relative to the folder of the file that contains it. In a
+    list, later files are merged over earlier ones. Sections are merged name by name. Any other value, also a
+    list, replaces the value of the base, and null restores the default. Every value keeps its origin.
+
+    Returns the tree, and the files that were read, ``path`` first. None replaces the tree if a file cannot be
+    read. Errors are appended to ``errors``.
     """
     files: list[Path] = []
     tree = _read_over_bases([path], None, files, errors)
@@ -376,10 +378,10 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
 def _read_over_bases(
     chain: list[Path], location: str | None, files: list[Path], errors: list[UserError]
 ) -> Section | None:
-    """Read the last file of ``chain`` merged over its bases; return None if a file cannot be read.
+    """Read the last file of ``chain`` and merge it over its bases; return None if a file cannot be read.
 
-    ``chain`` has the files that lead to it, each a base of the one before; ``location`` is the place of its
-    name. It and its bases are appended to ``files``.
+    Every file of ``chain`` is a base of the file before it. ``location`` is the origin of the last file's
+    name. All files that are read are appended to ``files``.
     """
     files.append(chain[-1])
     error_count = len(errors)
@@ -395,7 +397,7 @@ def _read_over_bases(
     if not bases:
         return None
 
-    # The bases first, in their order, since each replaces values of those before it.
+    # Merge in order: each base replaces values of earlier bases, and the file itself replaces all of them.
     merged = Section()
     for base in bases:
         base_tree = _read_over_bases([*chain, base], str(node.origin), files, errors)
@@ -407,7 +409,7 @@ def _read_over_bases(
 
 
 def refuse_base(tree: Section, errors: list[UserError]) -> None:
-    """Remove ``base`` from a tree of overrides or text, and append an error: only files can have a base."""
+    """Remove ``base`` from a tree that was not read from a file, and append an error for it."""
     node = tree.children.pop(BASE_KEY, None)
     if node is None:
         return
@@ -423,9 +425,9 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
 
 
 def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserError]) -> list[Path]:
-    """Return the files that ``base`` names in the last file of ``chain``.
+    """Return the base files of the last file in ``chain``; ``node`` is the value of its key ``base``.
 
-    Append an error and return no files if it names none, or one of the chain.
+    For an invalid value, or a file that is already in ``chain``, append an error and return an empty list.
     """
     folder = chain[-1].parent
     origin = str(node.origin)
@@ -466,7 +468,10 @@ def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserE
 
 
 def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:
-    """Merge a file's ``section`` at ``path`` into the same section of its base, whose values it replaces."""
+    """Merge ``section`` of a file into the section ``base`` of its base file; both are at ``path``.
+
+    ``base`` is changed in place, and its values are replaced by those of ``section``.
+    """
     for key, node in section.children.items():
         base_node = base.children.get(key)
         if not isinstance(node, Section):
@@ -480,14 +485,11 @@ def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()
 
 
 def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserError]) -> None:
-    """Set ``key.path=value`` pairs in the tree, each in place of the value at its key.
-
-    Mistakes are appended to ``errors``.
-    """
-    for text in overrides:
-        key, equals, value = text.partition("=")
+    """Set the value of each override ``key.path=value`` in the tree; append errors to ``errors``."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
         names = [name.strip() for name in key.split(".")]
-        detail = text if len(text) <= 60 else f"{text[:57]}..."
+        detail = override if len(override) <= 60 else f"{override[:57]}..."
         origin = Origin("override", f"override {detail}")
 
         if not equals or not all(names) or len(names) > MAX_DEPTH:
@@ -496,7 +498,7 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
                     "an override is not of the form key=value",
                     where="command line",
                     expected="a dotted name, an equals sign and a YAML value",
-                    got=repr(text[:200]),
+                    got=repr(override[:200]),
                     fix="for example actor.layout.tensor=2",
                 )
             )
@@ -508,13 +510,13 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
-    """Return the node of an override's value; append an error and return None for invalid YAML."""
+    """Parse the value of an override to a node; for invalid YAML, append an error and return None."""
     fix = "put text with special characters in quotes: key='\"...\"'"
     return _parse_yaml(value, "the value of an override", lambda line: origin, errors, fix=fix)
 
 
 def set_node(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
-    """Set the node at a path in a tree; ``names`` are the parts of its dotted path."""
+    """Set the node at a path of the tree; ``names`` are the components of the dotted path."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
@@ -525,7 +527,7 @@ def set_node(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
 
 
 def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Set the node of a name in a section; a null that replaces another node restores the default."""
+    """Set the node of a name in a section; mark a null that replaces another node with ``unsets``."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:
         node = Leaf(None, node.origin, unsets=True)
@@ -533,11 +535,11 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 
 
 def expand_short_form(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Expand the short form of a section at ``path``; return None for any other value or path.
+    """Expand the short form of a section at ``path``; return None if the path or value has no short form.
 
-    The short forms, and the sections that they stand for:
+    The short forms and their sections are:
 
-    - ``algorithm.policy_loss: gspo`` is ``algorithm.policy_loss: {name: gspo}``, as for every piece;
+    - ``algorithm.KEY: NAME`` is ``algorithm.KEY: {name: NAME}``, such as ``policy_loss: gspo``;
     - ``rollout.environment: NAME`` is ``rollout.environment: {name: NAME}``;
     - ``evaluation.sets.math: FILE`` is ``evaluation.sets.math: {data: FILE}``;
     - ``health.rules.RULE: off`` is ``health.rules.RULE: {on: false}``.
@@ -580,11 +582,11 @@ def _to_node(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Se
     if not isinstance(node, yaml.MappingNode):
         return Leaf(loader.construct_object(node, deep=True), origin)
 
-    # flatten_mapping inserts the names of `<<` before the mapping's own, which therefore override them.
+    # flatten_mapping inserts the names of `<<` before the mapping's own names, so that these override them.
     loader.flatten_mapping(node)
     section = Section(origin=origin)
     for key_node, value_node in node.value:
-        # Use the line of the name, since the value of a section begins below it.
+        # Use the line of the name: the value of a section begins on a later line.
         child = _to_node(loader, value_node, origin_of)
         child.origin = origin_of(key_node.start_mark.line + 1)
         section.children[key_node.value] = child
@@ -592,11 +594,10 @@ def _to_node(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Se
 
 
 def _suggest_yaml_files(path: Path) -> str:
-    """Return the fix for a missing file: the YAML files in its folder, or a check of the spelling."""
-    # A folder without permission to list it has no suggestions.
+    """Return the fix for a missing file, which lists the YAML files in the same folder."""
     try:
-        names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
-    except OSError:
+        names = sorted(file.name for file in path.parent.glob("*.yaml"))[:8]
+    except OSError:  # no permission to list the folder
         names = []
     if not names:
         return "check the spelling and the current directory"
@@ -604,13 +605,13 @@ def _suggest_yaml_files(path: Path) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Return a value as a user wrote it, with the name of its kind, shortened for a message.
+    """Format a value with its YAML type, as in ``3 (integer)``, shortened for an error message.
 
     Example:
         >>> describe_value(3), describe_value([1, 2])
         ('3 (integer)', '[1, 2] (list)')
     """
-    # `bool` comes before `int`, since it is a subclass of it.
+    # Match bool before int, since bool is a subclass of int.
     match value:
         case None:
             return "null (nothing)"

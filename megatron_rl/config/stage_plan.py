@@ -1,7 +1,7 @@
 """Stages before reinforcement learning: their order, their settings, and the model that each writes.
 
-The one idea: a stage has ended when its model exists, since a model gets its final name when it is complete.
-A restart needs no other state to continue with the right stage.
+The one idea: a stage has ended when its model exists, since a model is renamed to its final name when it is
+complete. A restart needs no other state to continue with the right stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_rl.config.sections.stages import StageConfig
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Stage before reinforcement learning: its settings, the role that it trains, the model that it writes.
+    """Stage before reinforcement learning, with its settings, its trained role and its output model.
 
     Example: ``StagePlan("sft", "sft", "actor", config.sft, Path("RUN_DIR/stages/sft/hf"))``.
     """
@@ -79,10 +79,10 @@ _REINFORCEMENT = (
     "preference",
 )
 
-# Keys among these that the job of one stage reads as well, since they limit the rows of every job.
+# Keys of the job `train` that single-stage jobs read as well, since they limit the rows of every job.
 _ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
 
-# Job of one stage -> the section that describes the stage.
+# Single-stage job -> configuration section of the stage.
 SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
 
 
@@ -94,7 +94,7 @@ def job_reads(job: str, path: str) -> bool:
 
 
 def _stage_keys(job: str) -> tuple[str, ...]:
-    """Return the keys among `_REINFORCEMENT` that the job of one stage reads."""
+    """Return the keys at or below `_REINFORCEMENT` that a single-stage job reads."""
     return (*_ROW_LIMITS, SECTIONS[job].partition(".NAME")[0])
 
 
@@ -104,43 +104,44 @@ def _is_at_or_below(path: str, *sections: str) -> bool:
 
 
 def reset_unread_keys(config: RunConfig) -> RunConfig:
-    """Return the configuration in which every key that its job does not read has its default.
+    """Reset every key that the configuration's job does not read to its default.
 
-    The job of one stage thus depends only on its own settings, and mistakes in others do not stop it.
+    Mistakes in these keys then cannot stop a single-stage job.
     """
     if config.job not in SECTIONS:
         return config
     config = _reset_section(config, config.job, "")
 
-    # Drop reward models without training, which a stage would load without using them.
+    # Remove reward models without training, which a stage would load without using them.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 
 
 def _reset_section(section: Any, job: str, prefix: str) -> Any:
-    """Return a section in which the keys that a job ignores have their defaults.
+    """Reset the keys of a section that a job does not read to their defaults.
 
     ``prefix`` is the section's path with a dot at the end, empty for the complete configuration.
     """
-    values = {}
+    changed_values = {}
     for item in fields(section):
         path = f"{prefix}{item.name}"
         value = getattr(section, item.name)
         default = item.default if item.default_factory is MISSING else item.default_factory()
 
-        # A section is read if one of the keys below it is.
+        # A job reads a section if it reads a key in the section.
         is_read = job_reads(job, path) or any(_is_at_or_below(name, path) for name in _stage_keys(job))
         if not is_read and default is not MISSING:
-            values[item.name] = default
+            changed_values[item.name] = default
         elif is_dataclass(value):
-            values[item.name] = _reset_section(value, job, f"{path}.")
-    return replace(section, **values)
+            changed_values[item.name] = _reset_section(value, job, f"{path}.")
+    return replace(section, **changed_values)
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """Return the stages that still have to run; of the actor's stages, those after the last ended one.
+    """Return the stages that still have to run.
 
-    An earlier stage whose model was deleted does not run again, since a later one has started from it.
+    If a stage of the actor has ended, earlier stages of the actor do not run again, even if their models were
+    deleted: the ended stage started from these models.
     """
     plans = stage_plans(config)
     first_pending = 0
@@ -151,37 +152,37 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
 
 
 def existing_models(config: RunConfig) -> dict[str, str]:
-    """Return the existing folders of models and adapters that a run reads, each with the key that names it.
+    """Map each existing folder of a model or adapter that a run reads to the configuration key that names it.
 
-    The model that a stage has written is named by the key of the stage.
+    The key of a stage's output model is the path of the stage's section.
     """
-    # The last stage of each role.
-    last_plans = {plan.role: plan for plan in stage_plans(config) if plan.has_ended}
-    named_folders = [(str(plan.model), plan.where) for plan in last_plans.values()]
-    named_folders.append((config.model.path, "model.path"))
+    # Later stages of a role replace earlier ones.
+    last_plan_by_role = {plan.role: plan for plan in stage_plans(config) if plan.has_ended}
+    folders_and_keys = [(str(plan.model), plan.where) for plan in last_plan_by_role.values()]
+    folders_and_keys.append((config.model.path, "model.path"))
     for section_path, section in role_sections(config).items():
         model = getattr(section, "path", None)
         lora = getattr(section, "lora", None)
         if model is not None:
-            named_folders.append((model, f"{section_path}.path"))
+            folders_and_keys.append((model, f"{section_path}.path"))
         if lora is not None and lora.path is not None:
-            named_folders.append((lora.path, f"{section_path}.lora.path"))
+            folders_and_keys.append((lora.path, f"{section_path}.lora.path"))
 
-    # Insert in reverse order, so that the first of several keys with the same folder is used.
-    return {folder: key for folder, key in reversed(named_folders) if Path(folder).is_dir()}
+    # Insert in reverse order: if several keys have the same folder, the first key is used.
+    return {folder: key for folder, key in reversed(folders_and_keys) if Path(folder).is_dir()}
 
 
 def starting_model(config: RunConfig) -> str:
-    """Return the model that reinforcement learning starts from, once all stages of the actor have ended."""
+    """Return the path of the model that reinforcement learning starts from, after all stages of the actor."""
     return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor"])
 
 
 def current_model(config: RunConfig) -> str:
-    """Return the model that the actor would start from now: the result of its last ended stage."""
+    """Return the path of the actor's newest existing model: the result of its last ended stage."""
     plans = [plan for plan in stage_plans(config) if plan.role == "actor"]
     return _last_model(config, [plan for plan in plans if plan.has_ended])
 
 
 def _last_model(config: RunConfig, plans: list[StagePlan]) -> str:
-    """Return the model that the last of the stages writes; without stages, ``model.path``."""
+    """Return the output model of the last stage in ``plans``; without stages, ``model.path``."""
     return str(plans[-1].model) if plans else config.model.path

@@ -1,8 +1,9 @@
-"""Tokens of a micro-batch from a share of the GPU's memory, `batch.memory_target`.
+"""Tokens per micro-batch that fill the fraction `batch.memory_target` of the GPU's memory.
 
-The one idea: a pass needs its resident bytes plus bytes per token of its largest micro-batch. `check`
-estimates both, so a run has a budget before its first step. Each step then measures both, as maxima over all
-ranks, so every rank computes the same next budget without a message.
+The one idea: the memory of a pass is its resident bytes plus the bytes per token times the tokens of its
+largest micro-batch. `check` estimates both numbers, so a run has a budget before its first step. Each step
+then measures them as maxima over all ranks, so every rank computes the same next budget without
+communication.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ _GIB = 2**30
 _PASSES = ("score", "learn")
 """Phases with passes over micro-batches."""
 _SMALLEST_RISE = 1.1
-"""Smallest factor by which a budget rises: measured peaks vary, which must not change it in every step."""
+"""Smallest factor by which a budget rises. Measured peaks vary, and the budget should not follow each one."""
 _LARGEST_RISE = 2.0
-"""Largest factor by which a budget rises in a step: small micro-batches predict much larger ones badly."""
+"""Largest factor by which a budget rises in a step. Small micro-batches predict much larger ones badly."""
 
 
 def estimate_tokens(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], shapes: Mapping[str, ModelShape]
 ) -> tuple[int, str]:
-    """Return the largest number of tokens per micro-batch within the memory target, and the reason for it.
+    """Return the largest number of tokens per micro-batch within the memory target, and its reason as text.
 
-    ``config`` is resolved, with ``memory_target`` and ``gpu_memory_gib``; ``shapes`` as for `memory_plan`.
+    ``config`` is resolved and sets ``memory_target`` and ``gpu_memory_gib``. ``shapes`` is documented in
+    `memory_plan`.
     """
     target = config.batch.memory_target
     gpu_gib = config.gpu_memory_gib
@@ -41,13 +43,14 @@ def estimate_tokens(
     allowed_bytes = target * gpu_gib * _GIB
     bounds = microbatch_bounds(config, role_layout(config.actor.layout, "actor.layout"))
     min_tokens = bounds.row_tokens
-    max_tokens = max(min_tokens, bounds.share)
+    max_tokens = max(min_tokens, bounds.even_tokens)
 
-    # Few kinds of ranks are distinct, and connections of a weight sync do not depend on micro-batches.
-    ranks_asleep = frozenset[int]()
+    # Evaluate one rank of each distinct memory plan. The connections of a weight sync do not depend on
+    # micro-batches, so they are computed once.
+    sleeping = frozenset[int]()
     batch = None
     if config.job == TRAIN:
-        ranks_asleep = sleeping_ranks(layouts)
+        sleeping = sleeping_ranks(layouts)
         batch = batch_plan(config, layouts)
     plans = memory_plan(config, layouts, shapes, batch)
     connection_items = [item for plan in plans for item in plan.items if item.name == SYNC_CONNECTIONS][:1]
@@ -62,7 +65,7 @@ def estimate_tokens(
         peaks: list[int] = []
         for plan in plans:
             memory = rank_memory(
-                candidate, layouts, shapes, candidate_batch, plan.rank, ranks_asleep, connection_items
+                candidate, layouts, shapes, candidate_batch, plan.rank, sleeping, connection_items
             )
             peaks.extend(memory.phase_peak(phase) for phase in _PASSES)
         return max(peaks)
@@ -75,12 +78,12 @@ def estimate_tokens(
             f"{smallest_peak / _GIB:.1f} GiB, more than {target_text}"
         )
     if estimate_peak(max_tokens) <= allowed_bytes:
-        share_text = "a mini-batch"
+        batch_text = "a mini-batch"
         if bounds.microbatches > 1:
-            share_text = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
-        return max_tokens, f"{share_text} is estimated within {target_text}"
+            batch_text = f"a mini-batch in {bounds.microbatches} micro-batches, which keep the pipeline busy,"
+        return max_tokens, f"{batch_text} is estimated within {target_text}"
 
-    # The largest number within the target: ``low`` fits, ``high`` does not.
+    # Bisect: `low` tokens fit into the target, and `high` tokens do not.
     low = min_tokens
     high = max_tokens
     while high - low > 1:
@@ -94,7 +97,7 @@ def estimate_tokens(
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Tokens per micro-batch of a run with a memory target, from one step to the next.
+    """Current tokens per micro-batch of a run with a memory target, and the bounds of later values.
 
     Example: 8,192 tokens, estimated for 0.92 of a GPU with 80 GiB::
 
@@ -106,29 +109,31 @@ class TokenBudget:
     min_tokens: int
     """Tokens of the longest row."""
     max_tokens: int
-    """Upper bound of later budgets: a rank's share of a mini-batch, or less once a pass ran out of memory."""
+    """Upper bound of later budgets: a rank's tokens of a mini-batch, or less after running out of memory."""
     allowed: float
-    """Bytes of a GPU that may be occupied."""
+    """Bytes of the GPU's memory that the run may use."""
     estimate: int
-    """Tokens that `estimate_tokens` returned."""
+    """Initial budget, from `estimate_tokens`."""
 
     def after_step(
         self, resident_bytes: float | None, bytes_per_token: float | None, split_tokens: float | None
     ) -> TokenBudget:
-        """Return the budget of the next step, from measurements of this one that are maxima over all ranks.
+        """Compute the budget of the next step from the measurements of this step.
 
         Args:
-            resident_bytes: Bytes on the device when a pass began; None if no pass was measured.
-            bytes_per_token: Bytes that a pass added per token of its largest micro-batch; None likewise.
-            split_tokens: Tokens of the smaller micro-batches with which passes that ran out of memory were
-                repeated; None if no pass ran out of memory.
+            resident_bytes: Allocated bytes at the start of a pass, maximum over all ranks; None if no pass
+                was measured.
+            bytes_per_token: Bytes that a pass allocated per token of its largest micro-batch, maximum over
+                all ranks; None if no pass was measured.
+            split_tokens: Tokens per micro-batch after a pass ran out of memory and was repeated with smaller
+                micro-batches; None if no pass ran out of memory.
 
         Example:
             >>> budget = TokenBudget(4096, min_tokens=512, max_tokens=65536, allowed=80e9, estimate=4096)
             >>> budget.after_step(resident_bytes=20e9, bytes_per_token=10e6, split_tokens=None).tokens
             6000
         """
-        # Never again as large as a micro-batch that did not fit.
+        # A micro-batch size that ran out of memory is never tried again.
         max_tokens = self.max_tokens
         if split_tokens is not None:
             max_tokens = max(self.min_tokens, min(max_tokens, int(split_tokens)))
@@ -136,7 +141,7 @@ class TokenBudget:
         tokens = self.tokens
         if resident_bytes is not None and bytes_per_token:
             fitting_tokens = int((self.allowed - resident_bytes) / bytes_per_token)
-            # Ignore small rises, and limit large ones; a fall takes effect at once.
+            # Ignore small rises and limit large rises. A lower budget takes effect at once.
             if fitting_tokens < tokens or fitting_tokens >= _SMALLEST_RISE * tokens:
                 tokens = min(fitting_tokens, int(_LARGEST_RISE * tokens))
         return replace(self, tokens=max(self.min_tokens, min(tokens, max_tokens)), max_tokens=max_tokens)
@@ -146,25 +151,27 @@ class TokenBudget:
         return asdict(self)
 
     def restore(self, saved: Mapping[str, Any] | None) -> TokenBudget:
-        """Return the budget that a checkpoint has saved; this one if the saved one is of a different job.
+        """Return the budget saved in a checkpoint, or this budget if the job has changed since then.
 
-        On other GPUs, in another layout or with another target, the estimate or the limit differs. ``saved``
-        is the `state_dict` in the checkpoint; None if it has none.
+        A change of GPU, layout or memory target changes ``estimate``, ``min_tokens`` or ``allowed``.
+        ``saved`` is the `state_dict` in the checkpoint; None if the checkpoint contains no budget.
         """
         if saved is None:
             return self
 
         saved_budget = TokenBudget(**saved)
-        job = (self.estimate, self.min_tokens, self.allowed)
-        if (saved_budget.estimate, saved_budget.min_tokens, saved_budget.allowed) != job:
-            return self
-        return saved_budget
+        is_same_job = (
+            saved_budget.estimate == self.estimate
+            and saved_budget.min_tokens == self.min_tokens
+            and saved_budget.allowed == self.allowed
+        )
+        return saved_budget if is_same_job else self
 
 
 def initial_budget(config: RunConfig) -> TokenBudget | None:
     """Return the budget of the first step of a run, or None without `batch.memory_target`.
 
-    ``config`` is resolved: its tokens per micro-batch are those of `estimate_tokens`.
+    ``config`` is resolved, so its tokens per micro-batch were computed by `estimate_tokens`.
     """
     target = config.batch.memory_target
     if target is None:
@@ -177,7 +184,7 @@ def initial_budget(config: RunConfig) -> TokenBudget | None:
     return TokenBudget(
         tokens=tokens,
         min_tokens=bounds.row_tokens,
-        max_tokens=max(bounds.row_tokens, bounds.share),
+        max_tokens=max(bounds.row_tokens, bounds.even_tokens),
         allowed=target * config.gpu_memory_gib * _GIB,
         estimate=tokens,
     )

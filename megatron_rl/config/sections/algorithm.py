@@ -1,7 +1,7 @@
-"""Algorithm of a run: a named one, and replacements or settings of its pieces, such as the policy loss.
+"""Algorithm of a run: its name, and replacements or settings of its pieces, such as the policy loss.
 
-The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), so that a
-configuration changes one of them and keeps the others. The settings of a piece are the fields of its class in
+The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), and a configuration
+can change each piece without the others. The settings of a piece are the fields of its class in
 `megatron_rl.algorithms`, and are not repeated here.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.config.setting import REMOVED, setting
 
-# A name or path, a section with settings, or the algorithm's own piece.
+# A name or path, a section with settings, or None for the algorithm's own piece.
 PieceChoice = str | dict[str, Any] | None
 
 _ITS_OWN = "the named algorithm's own"
@@ -30,7 +30,7 @@ class AlgorithmConfig:
 
     VALUE_KEY: ClassVar[str] = "name"
 
-    # GRPO needs no critic, so that it is the run with the fewest models.
+    # GRPO needs no critic, so it is the run with the fewest models.
     name: str = setting(
         "grpo",
         "A named algorithm, or the path of an Algorithm of your own.",
@@ -226,7 +226,7 @@ class AlgorithmConfig:
             "grpo_kl_beta": {0: REMOVED},
         },
     )
-    # Without it, the difference between the engine's and the trainer's kernels is a bias of the gradient.
+    # Without a correction, differences between the kernels of engine and trainer bias the gradient.
     correction: PieceChoice = setting(
         None,
         "Correction of the mismatch between the log-probs of rollout and trainer.",
@@ -341,8 +341,8 @@ class AlgorithmConfig:
     )
 
 
-# Former keys of `algorithm.settings`, by piece: former name -> name in the piece, empty for the piece itself.
-# Configurations of older runs have them, and `resume` reads those.
+# Piece -> former name in `algorithm.settings` -> name in the piece, empty for the piece itself. `resume`
+# reads configurations of older runs, which contain the former names.
 _FORMER: Mapping[str, Mapping[str, str]] = {
     "advantage": {
         "advantage": "",
@@ -414,7 +414,7 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 
 
 def _former_settings() -> Iterator[tuple[str, str]]:
-    """Yield (former key, current key) for every entry of `_FORMER`."""
+    """Yield (former key, current key) for every name in `_FORMER`."""
     for piece, names in _FORMER.items():
         for former_name, name in names.items():
             current_key = f"algorithm.{piece}"
@@ -425,4 +425,4 @@ def _former_settings() -> Iterator[tuple[str, str]]:
 
 
 FORMER_SETTINGS: Mapping[str, str] = dict(_former_settings())
-"""Key from when an algorithm had one flat section of settings -> current key."""
+"""Former key, below `algorithm.settings` -> current key."""

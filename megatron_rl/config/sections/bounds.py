@@ -1,7 +1,7 @@
 """Units and bounds of common kinds of numbers, and the limits of processes that run a user's code.
 
-The one idea: every number has an upper bound. A value above it is a mistake of the user, and would overflow
-later, in torch, vLLM or a timer, where the error names no key.
+The one idea: every number has an upper bound. A larger value is a mistake of the user, and would overflow
+later in torch, vLLM or a timer, with an error that does not name the key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKENS: Kind = {"unit": "tokens", "at_least": 1, "at_most": MAX_TOKENS}
 RANKS: Kind = {"unit": "ranks", "at_least": 1, "at_most": MAX_WORLD}
 PROCESSES: Kind = {"unit": "processes", "at_least": 1, "at_most": 1024}
 
-# A time-out of 0 would fail every call; a wait of 0 is valid and means none.
+# A timeout of 0 would fail every call. A wait of 0 is valid: it means no wait.
 SECONDS: Kind = {"unit": "seconds", "more_than": 0, "at_most": _MAX_SECONDS}
 WAIT: Kind = {"unit": "seconds", "at_least": 0, "at_most": _MAX_SECONDS}
 
@@ -56,9 +56,9 @@ SHARE: Kind = {"at_least": 0, "at_most": 1}
 class LimitsConfig:
     """Limits of a process that runs the user's code, with all the processes that it starts."""
 
-    # Sizes that usual code does not exceed, but an endless list or a file written in a loop does.
+    # Usual code does not reach these limits; an endless list or a file written in a loop does.
     memory_gib: float = setting(8.0, "Memory of a process.", unit="GiB", more_than=0, at_most=1024)
-    # Python needs some for itself, its modules and the pipes of the worker.
+    # At least 16, since Python itself opens files for modules and for the pipes of the worker.
     files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
     file_gib: float = setting(1.0, "Size of the largest file.", unit="GiB", more_than=0, at_most=1024)
     processes: int = setting(

@@ -1,7 +1,7 @@
 """Data sets and the fields of a record.
 
-The one idea: ``data`` names the fields of every data set, and a set with other names overrides single ones of
-`FIELDS`. `fields_of` merges the two, with the path of the setting that named each field, for errors.
+The one idea: ``data`` names the record fields of all data sets, and the section of a data set can override
+each of `FIELDS`. `fields_of` merges the two, and retains the path of each setting for errors.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from megatron_rl.errors import UserError
 
 
 def override_field(name: str, meaning: str, **attributes: Any) -> Any:
-    """Return the dataclass field with which a data set overrides the key ``name`` of ``data``.
+    """Return a dataclass field for the section of a data set that overrides the key ``name`` of ``data``.
 
     ``attributes`` are further fields of `Setting`.
     """
     return setting(None, meaning, unset=f"data.{name}", **attributes)
 
 
-# Meanings of two keys that training data and evaluation sets have.
+# Meanings of two keys that the sources of training prompts and the evaluation sets share.
 SYSTEM_PROMPT = "System message before the messages of each prompt, which the chat template then renders."
 TEMPLATE_KWARGS = (
     "Arguments of the chat template, such as enable_thinking: false; those of a record replace them."
 )
 
-# Arguments of the chat template with values that the renderer passes itself, which would replace a user's.
+# Arguments that the renderer itself passes to the chat template: a user's values would have no effect.
 _RESERVED_TEMPLATE_KWARGS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class PromptTemplate(NamedTuple):
-    """Additions of a data set to each prompt that is rendered with the chat template."""
+    """System message and chat-template arguments that a data set adds to each of its prompts."""
 
     system_prompt: str | None = None
-    """Content of a system message before the prompt's messages; None for no such message."""
+    """Content of a system message before the prompt's messages; None for no system message."""
     kwargs: Mapping[str, Any] = {}
     """Arguments of the chat template by name."""
 
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One of several sources of training prompts, with its share of them.
+    """One of several sources of training prompts, and the share of the prompts that it provides.
 
-    A record without a task has the name of its source as its task, so that a sampling profile of that name
-    applies to it. `profile` names another one; the profile of a record's own task comes before both.
+    The task of a record without a task is the name of its source, so the sampling profile of that name
+    applies to the record. `profile` chooses another sampling profile. A profile for a record's own task has
+    precedence over both.
     """
 
     path: str | tuple[str, ...] = required(
@@ -60,6 +61,7 @@ class SourceConfig:
         more_than=0,
         at_most=1e9,
     )
+    # Sources have different origins, and so different names for the fields of a record.
     prompt_field: str | None = override_field("prompt_field", "Field of the prompt in this source.")
     ground_truth_field: str | None = override_field(
         "ground_truth_field", "Field of the reference answer that the reward reads, in this source."
@@ -97,8 +99,8 @@ class DataConfig:
     A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. It may also be
     several files whose records follow one another: a folder of shards, a pattern such as
     ``data/train-*.parquet``, or a list. A field inside another one is named with a dot:
-    ``reward_model.ground_truth``. The fields named here apply to every data set that does not name its own,
-    as ``evaluation.sets.NAME.prompt_field`` does.
+    ``reward_model.ground_truth``. The fields named here apply to every data set, unless its section overrides
+    them, such as ``evaluation.sets.NAME.prompt_field``.
     """
 
     VALUE_KEY: ClassVar[str] = "train"
@@ -135,7 +137,7 @@ class DataConfig:
         "Field of the prompt: text, or a list of messages.",
         also_called={"verl": "prompt_key", "slime": "input_key"},
     )
-    # Not every reward reads it: `check` requires the field only of data whose reward may.
+    # `check` requires this field only in data sets whose reward may read it.
     ground_truth_field: str = setting(
         "ground_truth",
         "Field of the reference answer. A record needs it if its reward may read it.",
@@ -153,14 +155,14 @@ class DataConfig:
         unset="none",
         also_called={"slime": "tool_key"},
     )
-    # Read by default, as in TRL: no other meaning of this name is known.
+    # Read by default, as in TRL: no data set is known to use this name for something else.
     chat_template_kwargs_field: str | None = setting(
         "chat_template_kwargs",
         "Field of the chat template's arguments for one record, such as {enable_thinking: false}: a mapping, "
         "or JSON text of one; null reads none. They replace equal names in `chat_template_kwargs` of the "
         "data set.",
     )
-    # None and not a default of true: text in the prompt field is often a formatted prompt already.
+    # Unset by default, not true: text in the prompt field is often a formatted prompt already.
     chat_template: bool | None = setting(
         None,
         "Render prompts with the tokenizer's chat template.",
@@ -180,7 +182,7 @@ class DataConfig:
             "ROLL": "prompt_length",
         },
     )
-    # There is no choice that truncates prompts: half a question has another answer.
+    # There is no choice that truncates prompts, since half a question has another answer.
     over_long: str = setting(
         "drop",
         "Longer prompts are left out and counted (drop), or are an error.",
@@ -219,42 +221,42 @@ class DataConfig:
 
     @property
     def source_rewards(self) -> dict[str, str]:
-        """Return the reward function of each source that has its own, by the source's name."""
+        """Map the name of each source with its own reward function to the function's import path."""
         return {name: source.reward for name, source in self.sources.items() if source.reward is not None}
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return the additions to each prompt: none, since only sources and evaluation sets have them."""
+        """Return an empty template: only sources and evaluation sets add anything to their prompts."""
         return PromptTemplate()
 
     @property
     def prompt_fields(self) -> dict[str, str]:
-        """Return the record field of the prompt, mapped to the setting that names it."""
+        """Map the record field of the prompt to the path of the setting that names the field."""
         return {self.prompt_field: self.setting_of("prompt_field")}
 
     @property
     def record_fields(self) -> tuple[str | None, ...]:
-        """Return the record fields that are read in addition to responses; None for an unused one."""
+        """Return the record fields that are read in addition to responses, with None for unused fields."""
         names = (self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field)
         return *names, self.chat_template_kwargs_field
 
     @property
     def reward_fields(self) -> dict[str, str]:
-        """Return the record fields that a reward reads, mapped to the settings that name them."""
+        """Map each record field that a reward reads to the path of the setting that names the field."""
         return {**self.prompt_fields, self.ground_truth_field: self.setting_of("ground_truth_field")}
 
 
 @dataclass(frozen=True)
 class SetFields(DataConfig):
-    """Fields of one data set: the names in ``data``, replaced by the set's own."""
+    """Record fields of one data set: the names in ``data``, with the overrides of the set's section."""
 
-    # Path of the section that has the set's own names.
+    # Path of the section that overrides names.
     section_path: str = "data"
     own_template: PromptTemplate = field(default_factory=PromptTemplate)
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return the set's additions to each prompt."""
+        """Return the system message and chat-template arguments of the data set."""
         return self.own_template
 
     def setting_of(self, name: str) -> str:
@@ -274,9 +276,9 @@ FIELDS = (
 
 
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
-    """Return the names of the record fields of the data set that ``section`` at ``path`` describes.
+    """Return the record fields of the data set that ``section`` at ``path`` describes.
 
-    Each of `FIELDS` in the section that is not None replaces the value in ``data``.
+    Each of `FIELDS` that the section sets replaces the value in ``data``.
     """
     values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
     for name in FIELDS:
@@ -284,29 +286,31 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    # A stage has neither of these settings: its conversations are rendered without additions.
+    # The sections of stages have neither of these settings.
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )
 
-    # Both belong to the chat template, so they imply it: text becomes a message of the user.
+    # Both settings require a chat template, so they turn it on: text becomes a user message.
     if values["chat_template"] is None and (template.system_prompt is not None or template.kwargs):
         values["chat_template"] = True
     return SetFields(**values, section_path=path, own_template=template)
 
 
 def reserved_kwargs_error(kwargs: Mapping[str, Any], where: str, container: str) -> UserError | None:
-    """Return the error for arguments of the chat template that the renderer passes itself, or None.
+    """Return the error if ``kwargs`` contains chat-template arguments that the renderer passes itself.
 
-    ``container`` is what the user has to remove them from: a key, or a field of a record.
+    Returns None if it contains no such argument. ``container`` is the configuration key or the record field
+    with the arguments, for the fix.
     """
-    names = [name for name in _RESERVED_TEMPLATE_KWARGS if name in kwargs]
-    if not names:
+    reserved_names = [name for name in _RESERVED_TEMPLATE_KWARGS if name in kwargs]
+    if not reserved_names:
         return None
+
     return UserError(
         "arguments of the chat template that the prompt itself sets",
         where=where,
         expected="arguments of the template's own, such as enable_thinking",
-        got=", ".join(names),
-        fix=f"remove {names[0]} from {container}",
+        got=", ".join(reserved_names),
+        fix=f"remove {reserved_names[0]} from {container}",
     )

@@ -1,7 +1,7 @@
 """Evaluation: sets of held-out prompts, how they are sampled, and the metrics of each.
 
-The one idea: an evaluation set is like a small run without training. Its fields of a record and its reward
-are those of the run unless it sets them itself.
+The one idea: an evaluation set is like a small run without training. It uses the run's record fields and
+reward unless its section overrides them.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class EvaluationSetConfig:
     system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
     chat_template_kwargs: dict[str, Any] = setting({}, TEMPLATE_KWARGS)
 
+    # Interval and sampling.
     every: int | None = setting(
         None, "Steps between evaluations of this set.", **STEPS, unset="evaluation.every", advice=NEVER
     )
@@ -98,7 +99,7 @@ class EvaluationSetConfig:
     )
 
     def sample_counts(self) -> tuple[int, ...]:
-        """Return the numbers of samples K for which there are metrics pass@K and majority@K.
+        """Return the values of K for which the metrics pass@K and majority@K are computed.
 
         Example:
             >>> EvaluationSetConfig("eval.jsonl", samples=6).sample_counts()
@@ -121,7 +122,7 @@ class EvaluationSetConfig:
         return tuple(names)
 
     def metric_names(self) -> tuple[str, ...]:
-        """Return the names of all metrics of the set except its evaluators' own, without the prefix."""
+        """Return the names of the set's metrics, without the prefix and without its evaluators' metrics."""
         estimates = self.interval_metrics()
 
         # The reward and the diversity metrics have no interval.
@@ -131,7 +132,7 @@ class EvaluationSetConfig:
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
     def user_functions(self) -> dict[str, str]:
-        """Return the reward function and the evaluators of the set, by the setting that names each."""
+        """Map the setting of the reward function and of each evaluator of the set to its import path."""
         functions: dict[str, str] = {}
         if self.reward is not None:
             functions["reward"] = self.reward

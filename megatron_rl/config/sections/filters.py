@@ -18,11 +18,13 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class FiltersConfig:
-    """Filters of finished responses: no reward function, server, judge or reward model sees a removed one.
+    """Filters of finished responses. No reward is computed for a removed response.
 
-    The first filter that applies counts, in the order of the keys here. Evaluations are not filtered.
+    A response is counted for the first filter that removes it, in the order of the keys here. Evaluations are
+    not filtered.
     """
 
+    # Filters, all of them off by default: each changes the distribution of the training data.
     empty: bool = setting(False, "Remove responses without a visible character.")
     min_tokens: int = setting(
         0,
@@ -50,6 +52,7 @@ class FiltersConfig:
         },
         conversion="ours is called for one response: path/to/file.py:function",
     )
+    # Use of the removed responses.
     on_filtered: str = setting(
         DROP,
         "Use of a removed response: its group is trained on without it (`drop`), or it has the reward "
@@ -70,7 +73,7 @@ class FiltersConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the filters that are set, in the order in which they are applied."""
-        # The cheap ones first: a function runs only on responses that these keep.
+        # Cheap filters come first: the user's function runs only on responses that pass the others.
         is_set: dict[str, Any] = {
             "empty": self.empty,
             "min_tokens": self.min_tokens > 0,
@@ -78,11 +81,12 @@ class FiltersConfig:
             "banned": bool(self.banned),
             "function": self.function is not None,
         }
+
         return tuple(name for name, value in is_set.items() if value)
 
     @property
     def reward(self) -> float | None:
-        """Return the reward of a response that a filter removes, or None if it is not trained on at all."""
+        """Return the reward of a removed response, or None if removed responses are not trained on."""
         if self.on_filtered == DROP:
             return None
 

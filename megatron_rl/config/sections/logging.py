@@ -1,4 +1,4 @@
-"""Experiment trackers that get a run's metrics in addition to its own folder."""
+"""Experiment trackers that receive a run's metrics in addition to the run folder."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", 
 class LoggingConfig:
     """Experiment trackers for metrics, samples, the configuration, versions and hardware.
 
-    They get the metrics of metrics.jsonl under the same names, from a thread of the first rank. A run never
-    waits for a tracker; if one fails, the run reports it once and continues without it. A resumed run
-    continues its curves in the trackers.
+    A thread of the first rank sends the metrics of metrics.jsonl to each tracker, under the same names. A run
+    never waits for a tracker. If a tracker fails, the run reports it once and continues without it. A resumed
+    run continues its curves in the trackers.
     """
 
     # TensorBoard needs no server and no account.

@@ -1,7 +1,7 @@
 """Models: the starting model; a role's layout, optimizer and adapters; actor, critic and reference.
 
-The one idea: every role has the same few sections, and a section that is not set is the actor's, so that
-``actor`` alone describes most runs.
+The one idea: every role has the same few sections, and inherits each unset section from the actor. So the
+section ``actor`` alone describes the models of most runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_STEPS, MAX_WORLD, POSITIVE, RANKS, SHARE
 from megatron_rl.config.setting import REMOVED, required, setting
 
-# Texts of keys that several roles have.
+# Meanings and choices of keys that several roles have.
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
 LIKE_ACTOR = "the actor's, without its uneven pipeline stages if the pipeline differs"
 AFTER_STAGES = "model.path, after `sft` and `preference` if they are set"
@@ -152,7 +152,7 @@ class LayoutConfig:
             "common": "pp, pipeline_parallel, pp_size, pipeline_parallel_size",
         },
     )
-    # Not a number of ranks: the chunks of a stage are on one rank.
+    # This size does not multiply the number of ranks: all chunks of a stage are on one rank.
     virtual_pipeline: int = setting(
         1,
         "Model chunks per pipeline stage (interleaved schedule).",
@@ -188,7 +188,7 @@ class LayoutConfig:
             "common": "ep, expert_parallel, ep_size, expert_parallel_size",
         },
     )
-    # 1 and not `tensor`, which is the default of Megatron-LM: a model gets sharded experts only on request.
+    # The default is 1, not `tensor` as in Megatron-LM: experts are sharded only on request.
     expert_tensor: int | None = setting(
         None,
         "Tensor parallelism inside each expert.",

@@ -31,8 +31,11 @@ class AutoLimitConfig:
     responses of a class, and all responses of evaluations, have the largest limit.
     """
 
+    # Bounds of the computed limit.
     at_most: int = setting(1024, "Largest limit, which memory and positions are reserved for.", **TOKENS)
     at_least: int = setting(16, "Smallest limit.", **TOKENS)
+
+    # The margin leaves room for responses to become longer: a limit at the quantile would hide the growth.
     quantile: float = setting(
         0.95,
         "Quantile of the earlier lengths from which the limit is computed.",
@@ -59,7 +62,7 @@ class AutoLimitConfig:
 def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
     """Return the valid rows of a table of response limits, sorted by prompt length.
 
-    A row is (largest number of prompt tokens, limit); the number is None for `MORE`.
+    A row is (largest number of prompt tokens, limit). `MORE` has None in place of the number.
 
     Example:
         >>> table_rows({"more": 1024, "64": 32, "512": 256})
@@ -69,6 +72,8 @@ def table_rows(table: Mapping[str, Any]) -> list[tuple[int | None, int]]:
         (int(key), limit) for key, limit in table.items() if key.isdecimal() and _is_limit(limit)
     ]
     rows: list[tuple[int | None, int]] = [*sorted(numbered_rows)]
+
+    # `MORE` comes last: the first row that covers a prompt applies.
     if _is_limit(table.get(MORE)):
         rows.append((None, table[MORE]))
     return rows
@@ -88,9 +93,9 @@ def largest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
 
 
 def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
-    """Return the smallest number of tokens to which ``value`` can limit the responses to a prompt.
+    """Return the smallest limit in tokens that ``value`` can set for the responses to a prompt.
 
-    Returns 1 for a table without a valid row, as `largest_limit` does.
+    Returns 1 for a table without a valid row, whose error is reported elsewhere.
     """
     if isinstance(value, int):
         return value
@@ -100,7 +105,7 @@ def smallest_limit(value: ResponseLimit, auto: AutoLimitConfig) -> int:
 
 
 def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig) -> int:
-    """Return the limit of the responses to a prompt, the largest one with `AUTO`.
+    """Return the limit of the responses to a prompt in tokens; with `AUTO`, the largest limit.
 
     Example:
         >>> [prompt_limit({"64": 32, "more": 256}, tokens, AutoLimitConfig()) for tokens in (64, 65)]

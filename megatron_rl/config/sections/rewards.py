@@ -1,7 +1,7 @@
 """Rewards: a function, tests of programs, a server, an LLM judge, and reward models.
 
-The one idea: any number of these can be set, and the reward of a row is the weighted sum of their results. A
-row for which one of them fails is invalid: it has no reward, which is different from a reward of 0.
+The one idea: any number of these rewards can be set, and the reward of a row is their weighted sum. If one of
+them fails for a row, the row is invalid: it has no reward, which is different from a reward of 0.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RewardModelConfig:
 class RewardLimitsConfig(LimitsConfig):
     """Limits of one call of the reward function, with all the processes that it starts.
 
-    A row whose call exceeds one of them is invalid. A run reports at its start which of them the kernel of
-    the machine does not enforce.
+    A row whose call exceeds a limit is invalid. A run reports at its start which limits the kernel of the
+    machine does not enforce.
     """
 
     # In addition to the timeout, which is wall-clock time: a call that sleeps uses no processor time.
@@ -100,8 +100,8 @@ class ServerConfig:
     )
     timeout: float = setting(30.0, "Time after which a request without response has failed.", **SECONDS)
 
-    # Retries cover temporary failures. A server that is down opens the circuit, so that a step does not wait
-    # for the retries of each of its rows.
+    # Retries handle temporary failures. After several failures the circuit opens: requests fail at once, so
+    # that a step does not wait for the retries of each of its rows.
     retries: int = setting(
         3,
         "Retries of a request if the server cannot be reached, is too slow, has an internal error, or asks "
@@ -156,7 +156,7 @@ class HttpRewardConfig(RewardServerConfig):
     samples_per_request: int = setting(1, "Samples of a request.", unit="samples", **MANY)
 
 
-# A last line of a fixed form, since `score_line` must find the number in free text.
+# The last line has a fixed form, since `score_line` must find the number in free text.
 TEMPLATE = """Problem:
 {prompt}
 
@@ -174,7 +174,7 @@ Is the answer right? Say why in a few words, and end with a line "Score: N", whe
 class JudgeConfig(RewardServerConfig):
     """LLM judge behind any server with OpenAI's chat completions.
 
-    A parser reads the reward from the judge's response; it runs contained, as reward functions do.
+    A parser reads the reward from the judge's response. Like a reward function, it runs contained.
     """
 
     url: str = required(
@@ -231,7 +231,7 @@ class CodeConfig:
         "passes (share).",
         choices=("all", "share"),
     )
-    # Two limits: an endless loop ends after one test, a slow program after all.
+    # One limit per test stops an endless loop early, and one for all tests stops a slow program.
     test_timeout: float = setting(5.0, "Time limit of a program in one test.", **SECONDS)
     timeout: float = setting(
         60.0, "Time limit of a program in all its tests; it fails the remaining ones.", **SECONDS
@@ -260,8 +260,8 @@ class RewardConfig:
     ``response``, ``turns`` and ``tokens`` are lists too, and it returns a list with a reward for each, or
     with an exception or None for a response without reward.
 
-    With several of these, the reward of a row is the sum of their rewards, each times its weight. A row for
-    which one of them fails is invalid.
+    With several rewards, the reward of a row is their weighted sum. A row is invalid if any of its rewards
+    fails.
     """
 
     VALUE_KEY: ClassVar[str] = "function"
@@ -336,7 +336,7 @@ class RewardConfig:
     )
 
     def with_function(self, function: str) -> RewardConfig:
-        """Return the settings for calls of another function, with the workers and limits of this one."""
+        """Return settings for another function that is called with the same workers and limits."""
         return RewardConfig(
             function,
             timeout=self.timeout,
@@ -347,10 +347,10 @@ class RewardConfig:
 
     @property
     def scorer_weights(self) -> dict[str, float]:
-        """Return the weight of each reward except reward models, by the name of its setting."""
+        """Map each reward that is set, except reward models, to its weight."""
         weights: dict[str, float] = {}
 
-        # The function first: the first scorer's rewards count for accuracies.
+        # The function comes first: accuracies are computed from the rewards of the first scorer.
         if self.function is not None:
             weights[FUNCTION] = self.weight
 

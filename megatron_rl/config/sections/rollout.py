@@ -47,21 +47,21 @@ from megatron_rl.config.sections.schedules import (
 from megatron_rl.config.setting import Setting, required, setting, setting_of
 from megatron_rl.errors import UserError, nearest, range_error, requirement_error
 
-# Differences to names of other projects that several keys have.
+# Conversions from names of other projects that several keys share.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _FURTHER = "ours is the fraction of further prompts"
 
 # Largest bias of a token's logit, as in the API of OpenAI: a factor of e^100 of its probability.
 MAX_BIAS = 100.0
 
-# Largest number of biases that vLLM's newer model runner takes (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
+# Largest number of biased tokens in vLLM's newer model runner (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
 MAX_BIASED_TOKENS = 1024
 
 # Orders of sampling: in rounds of tokens, with equal results in every run, or by the clock.
 CLOSED = "closed"
 OPEN = "open"
 
-# Treatment of the cached keys and values of interrupted responses after an update of the weights.
+# Whether the key-value cache of interrupted responses is recomputed or kept after a weight update.
 RECOMPUTE = "recompute"
 KEEP = "keep"
 
@@ -70,9 +70,9 @@ KEEP = "keep"
 class EnvironmentConfig:
     """Environment of a conversation with the policy; every further key is a setting of its class.
 
-    An episode whose environment fails is invalid, like one whose reward fails. The limits apply to a process
-    with all the processes that it starts; a run reports at its start which of them the kernel of the machine
-    does not enforce.
+    An episode whose environment fails is invalid, like a response whose reward fails. The limits apply to a
+    process with all the processes that it starts. A run reports at its start which limits the kernel of the
+    machine does not enforce.
     """
 
     name: str = required(
@@ -109,18 +109,18 @@ class EnvironmentConfig:
 class ServerConfig:
     """vLLM's API servers that sample for the run, and the time limits of requests to them.
 
-    Every server must respond when the run starts. If one is lost later, the other servers sample its requests
-    again; it gets new requests once it is back and has the newest weights.
+    Every server must respond when the run starts. If a server fails later, the other servers sample its
+    requests again. It receives new requests after it has recovered and has the newest weights.
     """
 
-    # Empty by default: only `engine: server` needs them.
+    # Empty by default: only `engine: server` needs servers.
     urls: tuple[str, ...] = setting(
         (),
         "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one.",
         also_called={"TRL": "vllm_server_base_url", "slime": "rollout_external_engine_addrs"},
         conversion="ours is a list, with `engine: server`",
     )
-    # A request is a complete response: minutes, for a long one on a full server.
+    # A request returns a complete response, which takes minutes for a long response on a busy server.
     request_timeout: float = setting(
         600.0, "Time after which a server that has not answered a request counts as lost.", **SECONDS
     )
@@ -478,7 +478,7 @@ class RolloutConfig:
             >>> RolloutConfig(oversample=0.3).prompts_in_flight(8)
             11
         """
-        # Floating-point error may put the product above the intended integer: 100 * 0.07 > 7.
+        # Subtract an epsilon: the product may exceed the exact integer by rounding, as in 100 * 0.07 > 7.
         return count + math.ceil(count * self.oversample - 1e-9)
 
     @property
@@ -487,7 +487,7 @@ class RolloutConfig:
         return largest_limit(self.max_response_tokens, self.auto_limit)
 
     def limit_setting(self, task: str) -> ResponseLimit:
-        """Return a task's `max_response_tokens`: that of its sampling profile, else that of the rollout."""
+        """Return `max_response_tokens` of a task, from its sampling profile or else from the rollout."""
         return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
 
     def limit_of(self, task: str, prompt_tokens: int) -> int:
@@ -496,7 +496,7 @@ class RolloutConfig:
 
     @property
     def limit_settings(self) -> dict[str, ResponseLimit]:
-        """Return every `max_response_tokens` by its path: the rollout's, and those of sampling profiles."""
+        """Map the path of each `max_response_tokens`, of the rollout or a sampling profile, to its value."""
         limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
         for task, profile in self.sampling_profiles.items():
             if "max_response_tokens" in profile:
@@ -540,7 +540,7 @@ class RolloutConfig:
         return any(changes_over_steps(value) for _, value in _schedules(self))
 
     def task_setting(self, task: str, name: str) -> Any:
-        """Return a task's value of a sampling setting: that of its profile, else that of the rollout."""
+        """Return the value of a sampling setting for a task, from its profile or else from the rollout."""
         return self.sampling_profiles.get(task, {}).get(name, getattr(self, name))
 
 
@@ -553,11 +553,12 @@ def changes_temperature(rollout: RolloutConfig) -> bool:
 
 
 def _schedules(rollout: RolloutConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path and the value of each temperature and top-p that is a section, not a number."""
+    """Yield (path, value) for each temperature and top-p that is a schedule instead of a number."""
     for name in ("temperature", "top_p"):
         values = {f"rollout.{name}": getattr(rollout, name)}
         for task, profile in rollout.sampling_profiles.items():
             values[f"rollout.sampling_profiles.{task}.{name}"] = profile.get(name)
+
         for path, value in values.items():
             if isinstance(value, Mapping):
                 yield path, value
@@ -567,7 +568,7 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of temperatures and top-p that are schedules, in the rollout and in each profile."""
     for path, value in _schedules(rollout):
         name = path.rpartition(".")[2]
-        # A positive temperature near 0 would be raised, so that it would not change linearly.
+        # Lower positive temperatures are raised to this bound, so the schedule would not be linear.
         lowest_number = 0.0
         if name == "temperature":
             lowest_number = LOWEST_TEMPERATURE
@@ -585,12 +586,12 @@ def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
-    """Return whether these filters can exclude tokens from sampling."""
+    """Return whether top-p, top-k or min-p can exclude tokens from sampling."""
     return top_p < 1 or top_k > 0 or min_p > 0
 
 
 def profile_fields() -> dict[str, Setting]:
-    """Return the keys that a sampling profile can set, with their descriptions."""
+    """Map the name of each key that a sampling profile can set to its description."""
     descriptions = {item.name: setting_of(item) for item in fields(RolloutConfig)}
 
     return {name: description for name, description in descriptions.items() if description.per_task}
@@ -599,8 +600,7 @@ def profile_fields() -> dict[str, Setting]:
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
     """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    A profile is a mapping rather than a section, so that an omitted key has the rollout's value and not a
-    default.
+    A profile is a mapping and not a section, since an omitted key has the rollout's value and not a default.
     """
     descriptions = profile_fields()
     errors = []
@@ -611,7 +611,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 errors.append(_profile_name_error(path, name, list(descriptions)))
                 continue
 
-            # The type and the bounds of the rollout's own key.
+            # Use the type and the bounds of the same key in the rollout section.
             hint = field_hints(RolloutConfig)[name]
             description = descriptions[name]
             accepted, typed_value = convert_value(hint, value)
@@ -619,6 +619,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 expected = type_text(hint)
                 if description.bounds_text():
                     expected += f", {description.bounds_text()}"
+
                 fix = "correct it, or remove it to have the value of the rollout section"
                 errors.append(range_error(path, value, expected, fix=fix))
     return errors
@@ -634,7 +635,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     if not is_auto:
         return
 
-    # `auto` takes a quantile of the lengths in a window, within two bounds.
+    # `auto` computes a quantile of the latest lengths in a window, and clamps it between two bounds.
     auto = rollout.auto_limit
     if auto.at_least > auto.at_most:
         yield UserError(
@@ -679,7 +680,7 @@ def _profile_name_error(path: str, name: str, valid_names: list[str]) -> UserErr
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop texts of the rollout and of each profile with its own, by the path of the setting."""
+    """Map the path of each setting of stop texts, in the rollout or a sampling profile, to the texts."""
     # A profile's stop texts replace the rollout's and do not add to them.
     texts: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
@@ -693,15 +694,15 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
     common = {name: getattr(rollout, name) for name in profile_fields()}
     yield "rollout", common
 
-    # A profile has the values that differ; all others are the rollout's.
+    # A profile contains only the settings that differ from the rollout's.
     for task, profile in rollout.sampling_profiles.items():
         yield f"rollout.sampling_profiles.{task}", common | profile
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits (biases, bans, penalties), and for temperatures and top-p.
+    """Yield the errors of logit rules (biases, bans, penalties) and of scheduled temperatures and top-p.
 
-    The types of these settings must be valid.
+    The settings must already have valid types.
     """
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
@@ -709,31 +710,31 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
         yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
         min_tokens = settings["min_response_tokens"]
 
-        # Limits may depend on the prompt, or follow earlier lengths: the minimum applies to each of them.
-        limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
-        if min_tokens > limit:
+        # Limits may depend on the prompt or on earlier lengths: the minimum must fit the smallest limit.
+        lowest_limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
+        if min_tokens > lowest_limit:
             yield range_error(
                 f"{path}.min_response_tokens",
                 min_tokens,
-                f"at most {limit}, the smallest limit of max_response_tokens",
+                f"at most {lowest_limit}, the smallest limit of max_response_tokens",
                 fix="lower it, or raise max_response_tokens",
             )
 
         # vLLM's server (0.32) clamps a larger bias without an error, to the range of OpenAI's API.
-        for text, bias in settings["logit_bias"].items():
+        for token_text, bias in settings["logit_bias"].items():
             if abs(bias) > MAX_BIAS:
                 expected = f"from -{MAX_BIAS:g} to {MAX_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
-                yield range_error(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
+                yield range_error(f"{path}.logit_bias.{token_text}", bias, expected, fix=fix)
 
-        # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
-        biased_count = len({*settings["logit_bias"], *settings["banned_tokens"]})
-        if biased_count > MAX_BIASED_TOKENS:
+        # A banned token is sent to vLLM as a very negative bias, so it counts towards vLLM's limit.
+        num_biased_tokens = len({*settings["logit_bias"], *settings["banned_tokens"]})
+        if num_biased_tokens > MAX_BIASED_TOKENS:
             yield UserError(
                 "more tokens have a bias or are banned than vLLM supports",
                 where=f"{path}.logit_bias",
                 expected=f"{MAX_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
-                got=f"{biased_count}",
+                got=f"{num_biased_tokens}",
                 fix="remove some",
             )
 
@@ -741,6 +742,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
     key = f"{path}.no_repeat_ngram_size"
+    # With n-grams of one token, every token could occur only once.
     if size == 1:
         yield range_error(
             key,
@@ -748,6 +750,7 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
             "0, or 2 tokens or more",
             fix="write 2 or more; rollout.frequency_penalty makes single tokens rarer",
         )
+
     if size and not rollout.capabilities.token_history:
         choices = engines_with(token_history=True)
         got = f"rollout.engine={rollout.engine}"
@@ -757,18 +760,20 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each presence or frequency penalty if a response may span several requests.
 
-    vLLM counts only the tokens of the current request; earlier turns or rounds are part of its prompt.
+    vLLM counts only the response tokens of the current request; earlier turns or rounds are in its prompt.
     """
-    # Settings with which a response continues in a second request.
-    splitting_settings = {
+    # With any of these settings, a response may continue in a second request.
+    is_set_by_key = {
         "rollout.environment": rollout.environment is not None,
         "rollout.oversample": rollout.oversample > 0,
         "rollout.partial": rollout.partial,
     }
-    splitting_key = next((key for key, is_set in splitting_settings.items() if is_set), None)
-    if splitting_key is None:
+    splitting_keys = [key for key, is_set in is_set_by_key.items() if is_set]
+    if not splitting_keys:
         return
 
+    # One of the settings is enough for the error.
+    splitting_key = splitting_keys[0]
     for path, settings in task_settings(rollout):
         for name in ("presence_penalty", "frequency_penalty"):
             if settings[name]:
@@ -782,7 +787,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def biased_token_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the texts of the tokens with a logit bias or a ban, by the path of their setting."""
+    """Map the path of each setting of biased or banned tokens to the texts of these tokens."""
     texts: dict[str, Sequence[str]] = {}
     for path, settings in task_settings(rollout):
         texts[f"{path}.banned_tokens"] = settings["banned_tokens"]
@@ -791,7 +796,7 @@ def biased_token_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
 
 
 def explicit_token_id(text: str) -> int | None:
-    """Return the id in a text such as ``token_id:17``, or None for any other text.
+    """Parse the token id in a text such as ``token_id:17``; return None for any other text.
 
     Example:
         >>> explicit_token_id("token_id:17"), explicit_token_id("17")
@@ -804,7 +809,7 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error for a text that is not a single token, although a rule on logits requires it.
+    """Return the error for a ``text`` of a logit rule that the tokenizer does not encode as a single token.
 
     ``setting`` is the path of the setting with the text, and ``tokens`` are the tokens of the text.
     """
@@ -818,9 +823,9 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary_size: int) -> UserError:
-    """Return the error for ``text``, a ``token_id:N`` whose N is not below the tokenizer's size.
+    """Return the error for a ``token_id:N`` in ``text`` whose N is not below the tokenizer's size.
 
-    ``setting`` is the path of the setting that has the text.
+    ``setting`` is the path of the setting with the text.
     """
     return UserError(
         f"{text} is not a token of this model",
@@ -838,12 +843,12 @@ def stop_text_error(
     unknown_token: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error for a stop text that no response of the model can contain, or None for any other.
+    """Return the error for a stop text that the model cannot generate, or None if it can.
 
-    ``setting`` is the path of the setting with the text, ``tokens`` are the tokens of the text, and
-    ``decoded`` is what they decode to. ``unknown_token`` is the tokenizer's token for unknown text.
+    ``setting`` is the path of the setting with the text. ``tokens`` are the tokens of the text, ``decoded``
+    is the text decoded from them, and ``unknown_token`` is the tokenizer's token for unknown text.
     """
-    # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
+    # Compare without outer spaces: a tokenizer may drop them from a text, but keeps them inside a response.
     if tokens and unknown_token not in tokens and text.strip() in decoded:
         return None
 
@@ -857,7 +862,7 @@ def stop_text_error(
 
 
 def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
-    """Return the error for a multi-token stop text with an engine that only stops at token ids."""
+    """Return the error for a stop text of several tokens if the engine stops only at token ids."""
     choices = engines_with(stop_texts=True)
     return UserError(
         f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",
@@ -910,8 +915,8 @@ class HybridEngineConfig:
 class MismatchConfig:
     """Thresholds for the difference between the log-probs of trainer and rollout.
 
-    The difference is the mean over response tokens of the absolute difference. One that rounding does not
-    explain means that the engine's weights, or its sampling distribution, differ from the trainer's.
+    The difference is the mean absolute difference over response tokens. If it is larger than rounding
+    explains, the engine's weights or its sampling distribution differ from the trainer's.
     """
 
     warn: float | None = setting(

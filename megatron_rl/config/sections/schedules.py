@@ -1,7 +1,7 @@
-"""Values of sampling that change linearly: over the steps of a run, or over the tokens of a turn.
+"""Sampling settings that change linearly over the steps of a run or over the tokens of a turn.
 
-The one idea: a value is a number, a section over steps, or a section over tokens whose ends are numbers or
-sections over steps. At one step each of them is a `LinearSchedule` over the tokens of a turn.
+The one idea: a setting is a number, a schedule over steps, or a schedule over tokens whose start and end are
+numbers or schedules over steps. At a given step, each of them is a `LinearSchedule` over tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.config.setting import Setting
 from megatron_rl.errors import UserError, range_error
 
 LOWEST_TEMPERATURE = 1e-2
-"""Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
+"""Smallest positive temperature. Lower ones are raised to it, as in vLLM, since they would overflow."""
 
 ScheduledValue = float | Mapping[str, Any]
 """A number, `{start, end, steps}`, or `{start, end, over}`."""
@@ -42,10 +42,10 @@ class LinearSchedule:
     end: float
     """Value after ``length`` steps or tokens."""
     length: int
-    """Number of steps or tokens over which the value changes, 0 for a constant one."""
+    """Number of steps or tokens over which the value changes, 0 for a constant value."""
 
     def value_at(self, index: int) -> float:
-        """Return the value of the step or token with an index, which counts from 0."""
+        """Return the value at a step or token; ``index`` counts from 0."""
         if index >= self.length:
             return self.end
         return self.start + (self.end - self.start) * index / self.length
@@ -64,9 +64,9 @@ def changes_over_tokens(value: ScheduledValue) -> bool:
 
 
 def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSchedule:
-    """Return the schedule of a valid value over the tokens of a turn at ``step``, which counts from 1.
+    """Return the schedule over the tokens of a turn that a valid setting has at ``step``.
 
-    ``step`` None is any step after the last change.
+    ``step`` counts from 1; None is any step after the last change.
 
     Example:
         >>> token_schedule({"start": {"start": 1.4, "end": 1.0, "steps": 4}, "end": 0.6, "over": 64}, step=3)
@@ -80,10 +80,10 @@ def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSche
 
 
 def smallest_value(value: ScheduledValue) -> float:
-    """Return the smallest value at any step and token; infinity for a value that is not valid."""
+    """Return the smallest value at any step and token; infinity for an invalid setting."""
     if isinstance(value, Mapping):
-        ends = [value[name] for name in ("start", "end") if name in value]
-        return min(map(smallest_value, ends), default=float("inf"))
+        endpoints = [value[name] for name in ("start", "end") if name in value]
+        return min(map(smallest_value, endpoints), default=float("inf"))
 
     is_number, _ = convert_value(float, value)
     return value if is_number else float("inf")
@@ -92,9 +92,9 @@ def smallest_value(value: ScheduledValue) -> float:
 def schedule_errors(
     path: str, value: Mapping[str, Any], description: Setting, lowest_number: float = 0.0
 ) -> Iterator[UserError]:
-    """Yield the errors of a schedule, which is the section ``value`` at ``path``.
+    """Yield the errors of the schedule ``value`` at ``path``.
 
-    ``description`` describes the key, with its bounds. ``lowest_number`` is the smallest start or end of a
+    ``description`` contains the bounds of the key. ``lowest_number`` is the smallest valid start or end of a
     schedule over tokens.
     """
     if not changes_over_tokens(value):
@@ -104,6 +104,8 @@ def schedule_errors(
     if set(value) != {"start", "end", _TOKENS}:
         yield _shape_error(path, value)
         return
+
+    # The start and end of a schedule over tokens may be schedules over steps.
     for name in ("start", "end"):
         endpoint = value[name]
         if isinstance(endpoint, Mapping):
@@ -114,7 +116,7 @@ def schedule_errors(
 
 
 def _value_at(value: ScheduledValue, step: int | None) -> float:
-    """Return a constant, or the value of a schedule over steps at ``step``, see `token_schedule`."""
+    """Return a constant, or the value of a schedule over steps at ``step``; None is after the last change."""
     if not isinstance(value, Mapping):
         return float(value)
 
@@ -127,18 +129,20 @@ def _value_at(value: ScheduledValue, step: int | None) -> float:
 def _step_errors(
     path: str, value: Mapping[str, Any], description: Setting, lowest_number: float = 0.0
 ) -> Iterator[UserError]:
-    """Yield the errors of a schedule over steps; the arguments are those of `schedule_errors`."""
+    """Yield the errors of a schedule over steps, see `schedule_errors`."""
     if set(value) != {"start", "end", _STEPS}:
         yield _shape_error(path, value)
         return
+
     for name in ("start", "end"):
         yield from _number_errors(f"{path}.{name}", value[name], description, lowest_number)
     yield from _length_errors(path, value, _STEPS)
 
 
 def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
-    """Return the error for a section that has other keys than a schedule."""
+    """Return the error for a section whose keys are not those required of a schedule."""
     fix = f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}, or over: 64 for a change over tokens"
+    # With both lengths, the user probably wants a change over steps and over tokens.
     if _STEPS in value and _TOKENS in value:
         fix = (
             "put the change over steps into start or end: "
@@ -154,11 +158,13 @@ def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
 
 
 def _number_errors(path: str, value: Any, description: Setting, lowest_number: float) -> Iterator[UserError]:
-    """Yield the error for the start or end of a schedule, if it is not a valid number of the key."""
+    """Yield an error if the start or end of a schedule is not a valid number for the key."""
     accepted, number = convert_value(float, value)
     if not accepted:
         yield range_error(path, value, f"a number, {description.bounds_text()}", fix="give a number")
         return
+
+    # A number within the bounds of the key may still be too small for a change over tokens.
     error = description.value_error(path, number)
     if error is not None:
         yield error
@@ -168,7 +174,7 @@ def _number_errors(path: str, value: Any, description: Setting, lowest_number: f
 
 
 def _length_errors(path: str, value: Mapping[str, Any], length_key: str) -> Iterator[UserError]:
-    """Yield the error for an invalid length of a schedule, which is at ``length_key`` of its section."""
+    """Yield an error if the length of the schedule ``value``, its key ``length_key``, is invalid."""
     unit, max_length = _UNITS[length_key]
     accepted, length = convert_value(int, value[length_key])
     if not accepted or not 1 <= length <= max_length:

@@ -1,6 +1,6 @@
 """Training before reinforcement learning: supervised, on preferences, and of reward models.
 
-The one idea: all three are one kind of stage, with records that have one or two responses and a row for each.
+The one idea: all three are stages over records with one or two responses, and each response is one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StageConfig:
     # Name of a record, "row" or "pair": the subclass has the key `rows_per_step` or `pairs_per_step`.
     UNIT: ClassVar[str]
 
-    # Settings that name the fields of responses; a record has a row for each.
+    # Settings that name the fields of responses. Each response of a record is one row.
     RESPONSES: ClassVar[tuple[str, ...]]
 
     data: str | tuple[str, ...] = required(
@@ -31,7 +31,7 @@ class StageConfig:
         example="data/responses.jsonl",
     )
 
-    # Data of stages and of reinforcement learning come from different sources, which name fields differently.
+    # Data sets of stages usually have other field names than the prompts of reinforcement learning.
     prompt_field: str | None = override_field(
         "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
     )
@@ -62,6 +62,7 @@ class StageConfig:
         at_most=MAX_STEPS,
     )
 
+    # Evaluation on held-out records.
     held_out: str | tuple[str, ...] | None = setting(
         None,
         "Records on which the loss is only evaluated, before the first step and after the last.",

@@ -13,9 +13,9 @@ from megatron_rl.config.setting import required, setting
 class TeacherServerConfig(ServerConfig):
     """Teacher behind a vLLM server, which computes log-probs of complete rows (`prompt_logprobs`).
 
-    The first rank that learns sends the token ids of each row. A row whose request fails is invalid, as one
-    whose reward fails. The server needs the actor's tokenizer, `--max-model-len` of at least the longest row
-    and one token, and `--max-logprobs` of at least `algorithm.distillation.k`.
+    The first rank that trains sends the token ids of each row. A row whose request fails is invalid, like a
+    row whose reward fails. The server needs the actor's tokenizer, `--max-model-len` of at least the longest
+    row and one token, and `--max-logprobs` of at least `algorithm.distillation.k`.
     """
 
     url: str = required("Address of the server's API, without /completions.", example="http://host:8000/v1")
@@ -25,5 +25,5 @@ class TeacherServerConfig(ServerConfig):
         "Name of the environment variable with the API key, such as TEACHER_API_KEY.",
         unset="no key",
     )
-    # A prefill of a long row, behind those of other rows.
+    # Enough time to prefill a long row after the other rows in the server's queue.
     timeout: float = setting(300.0, "Time after which a request without response has failed.", **SECONDS)
