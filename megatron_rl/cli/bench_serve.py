@@ -19,8 +19,8 @@ HEADROOM = 0.2
 """Fraction of the measured request rate that capacity planning leaves unused, for bursts of requests."""
 PERCENTILES = (50, 95, 99)
 """Percentiles of times that the tables show, in percent."""
-# Calls vLLM's module in place of `vllm bench serve`: that script of vLLM's CPU package does not start (0.32,
-# 0.33).
+# Program that runs vLLM's load test. It calls the module, since the script `vllm bench serve` of vLLM's CPU
+# package (0.32, 0.33) does not start.
 _LOAD_TEST = """
 import argparse, sys
 from vllm.benchmarks import serve
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Test with each number of users; print a table of measurements and one of capacities with headroom."""
+    """Run a load test for each number of users, and print the tables of `result_tables`."""
     require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
     user_counts = _parse_user_counts(arguments.users)
     url = arguments.url.rstrip("/")
@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
             response_tokens=arguments.response_tokens,
         )
 
-    text = result_tables(results)
-    print(text)
+    tables = result_tables(results)
+    print(tables)
     if arguments.out:
-        Path(arguments.out).write_text(text)
+        Path(arguments.out).write_text(tables)
     return 0
 
 
@@ -108,13 +108,13 @@ def run_load_test(
             raise _failed_test_error(url, f"vLLM's load test with {users} users failed", got)
         result = json.loads(file.read_text())
 
-    # vLLM leaves failed requests out of its times, so the server would appear faster than it is.
-    failed = requests - result["completed"]
-    if failed:
+    # vLLM excludes failed requests from its times, so the server would appear faster than it is.
+    num_failed = requests - result["completed"]
+    if num_failed:
         # The last line of a traceback is its message.
-        messages = {text.strip().rpartition("\n")[2] for text in result["errors"] if text}
+        messages = {error.strip().rpartition("\n")[2] for error in result["errors"] if error}
         got = "; ".join(sorted(messages))[:600]
-        raise _failed_test_error(url, f"{failed} of {requests} requests failed", got)
+        raise _failed_test_error(url, f"{num_failed} of {requests} requests failed", got)
     return result
 
 
@@ -171,7 +171,7 @@ def _percentile_text(
 ) -> str:
     """Format the `PERCENTILES` of the time ``metric`` in vLLM's result, separated by slashes.
 
-    ``metric`` is vLLM's name of the time: ttft, tpot or e2el. The result has milliseconds, which are
+    ``metric`` is vLLM's name of the time: ttft, tpot or e2el. Times in the result are in milliseconds and are
     multiplied by ``scale``.
     """
     times = [result[f"p{percentile}_{metric}_ms"] * scale for percentile in PERCENTILES]
@@ -197,7 +197,7 @@ def _parse_user_counts(text: str) -> Sequence[int]:
 
 
 def _fetch_served_model(url: str) -> Mapping[str, Any]:
-    """Ask the server for its models; return its first one: ``id`` is its name, ``root`` its folder."""
+    """Request the server's list of models, and return the first: ``id`` is its name, ``root`` its folder."""
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
             return json.load(response)["data"][0]

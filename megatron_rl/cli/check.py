@@ -1,4 +1,4 @@
-"""The ``check`` command: check a configuration, and print its findings and the plans derived from it."""
+"""The ``check`` command: check a configuration, and print errors, warnings and the plan of the run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and print the report; return exit code 2 if it has errors."""
-    # The option has precedence over torchrun's world size. Without either, the configuration's is used.
+    # The option has precedence over torchrun's world size, and torchrun's over the configuration's.
     job = current_launch()
     world_size = arguments.world_size
     if world_size is None and not job.alone:
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.on is not None:
         _require_gpu(arguments.on)
-    # A file that cannot be read as a configuration has no report: its errors are raised.
+    # If the file cannot be read as a configuration, there is no report: the errors are raised.
     try:
         report = load_and_check(
             arguments,
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_gpu(name: str) -> None:
-    """Raise UserError for a GPU that is not in the planner's constants.json."""
+    """Raise UserError for a GPU name that is not in the planner's constants.json."""
     constants = load_constants()
     if name not in constants.gpus and name.lower() not in constants.aliases:
         raise unknown_choice_error("--on", name, sorted(constants.aliases), fallback_fix="choose one of them")
@@ -135,7 +135,9 @@ def report_json(report: CheckReport) -> dict[str, Any]:
 
     # The data-parallel size is derived, so it is not a field of a layout.
     layouts = report.layouts or {}
-    roles = {role: {**dataclasses.asdict(layout), "data": layout.data} for role, layout in layouts.items()}
+    roles = {}
+    for role, layout in layouts.items():
+        roles[role] = dataclasses.asdict(layout) | {"data": layout.data}
     memory = [
         {
             "rank": rank_memory.rank,
@@ -145,7 +147,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         for rank_memory in report.memory
     ]
 
-    # Null if errors prevented the batch from being computed.
+    # These values are null if errors prevented their computation.
     batch = None
     if report.batch is not None:
         batch = dataclasses.asdict(report.batch)

@@ -1,7 +1,7 @@
-"""The result of a check as a picture: nodes, the roles on their ranks, and what roles send between ranks.
+"""Picture of a checked run: nodes, the roles on their ranks, and the traffic between ranks.
 
-The one idea: most nodes of a large job are equal. Nodes whose ranks have the same roles and the same shards
-are drawn once, with the indices of all their replicas and stages, so that a picture of any size is readable.
+The one idea: most nodes of a large job are equal. Nodes whose ranks have the same roles and the same division
+into replicas and stages are drawn once, so the picture of a job of any size is readable.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MAX_KINDS = 12
 _WIDE_NODE = 8
 """Largest number of ranks of a node for which each rank has a wide column."""
 
-# Sizes in pixels: width of a column and of a narrow one, height of a row, width of the names at the left,
-# height of the title, of the header of a kind of nodes, and of a line of groups.
+# Sizes in pixels: width of a column and of a narrow column, height of a row, width of the names at the left,
+# and heights of the title, of the header of a kind of nodes, and of a line of groups.
 _COLUMN = 112
 _NARROW_COLUMN = 64
 _ROW = 40
@@ -69,12 +69,12 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
     Two nodes are of one kind if their ranks have the same roles, and if each role divides both nodes into
     replicas and stages in the same way.
     """
-    # Number of ranks of a node, with (role, slot, index of the replica and stage) of each -> its nodes.
+    # (number of ranks, (role, slot, index of replica and stage) for each role on a rank) -> nodes.
     nodes_by_kind: dict[tuple[int, tuple[tuple[str, int, int], ...]], list[int]] = {}
     for node, ranks in enumerate(_node_ranks(world_size, gpus_per_node)):
         shards: list[tuple[str, int, int]] = []
         for role, layout in layouts.items():
-            # Replicas and stages by the order in which they occur on the node.
+            # Number replicas and stages in the order in which they occur on the node.
             index_on_node: dict[tuple[int, int] | None, int] = {}
             for slot, rank in enumerate(ranks):
                 if rank not in layout.ranks:
@@ -93,17 +93,17 @@ def _node_ranks(world_size: int, gpus_per_node: int) -> list[range]:
 
 
 def draw_svg(report: CheckReport, name: str) -> str:
-    """Return an SVG of a check: a box for each kind of nodes, and the groups in which each role communicates.
+    """Return an SVG of a checked run: a box per kind of nodes, and the communication groups of each role.
 
     The report must have layouts. ``name`` is the configuration's name, for the title.
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)
     per_node = min(report.config.gpus_per_node, report.world_size)
-    kinds = node_kinds(layouts, report.world_size, per_node)
-    drawn_kinds = kinds[:_MAX_KINDS]
+    all_kinds = node_kinds(layouts, report.world_size, per_node)
+    drawn_kinds = all_kinds[:_MAX_KINDS]
 
-    # Two rows for the bytes that a rank needs and receives.
+    # Add two rows for the bytes that a rank needs and receives in a weight sync.
     rows = len(layouts)
     if report.sync is not None:
         rows += 2
@@ -127,8 +127,8 @@ def draw_svg(report: CheckReport, name: str) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text_element(16, 26, f"{name} on {report.world_size} ranks", weight="bold"),
     ]
-    if len(kinds) > len(drawn_kinds):
-        note = f"{len(drawn_kinds)} of {len(kinds)} kinds of nodes are shown"
+    if len(all_kinds) > len(drawn_kinds):
+        note = f"{len(drawn_kinds)} of {len(all_kinds)} kinds of nodes are shown"
         elements.append(_text_element(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
 
     for index, kind in enumerate(drawn_kinds):
@@ -148,7 +148,7 @@ def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, 
     first_rank = kind.nodes[0] * per_node
     elements: list[str] = []
 
-    # Label the columns of a single node with ranks, those of several nodes with indices in the node.
+    # Label the columns of a single node with ranks, and the columns of several nodes with GPU indices.
     if len(kind.nodes) == 1:
         title = f"node {kind.nodes[0]}"
         labels = [f"rank {first_rank + slot}" for slot in range(kind.size)]
@@ -185,7 +185,7 @@ def _draw_role_row(
     Returns SVG elements. ``index``: position of the role, which chooses its colour. ``per_node``: ranks of a
     node. ``column``: width of a rank's column, and ``top``: vertical position of the row, both in pixels.
     """
-    # Draw the rollout in the dark colour of the arrows that lead to it.
+    # Draw the rollout in the same dark colour as the arrows to it.
     colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
     if role == ROLLOUT.name:
         colour = _ROLLOUT_COLOUR
@@ -212,7 +212,7 @@ def _draw_role_row(
             continue
         label = _bar_label(role, layout, kind, per_node, bar_slots)
 
-        # A label that is too long for its bar is cut; its tooltip is complete.
+        # Truncate a label that is too long for its bar; the tooltip shows the complete label.
         visible_label = label
         if len(label) * _CHARACTER > width:
             visible_label = label[: max(1, int(width / _CHARACTER) - 1)] + "…"
@@ -241,11 +241,11 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
 
 
 def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
-    """Label a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
+    """Return the label of a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
-    ``slots``: indices, within a node, of the ranks that the bar covers. The label has the coordinates of
-    these ranks on all nodes of ``kind``. Its letters are those of `coordinate_legend`: t tensor, c context,
-    p pipeline, d data; in the row of the rollout, r replica.
+    ``slots`` are the indices, within a node, of the ranks that the bar covers. The label lists the
+    coordinates of these ranks on all nodes of ``kind``. The letters are t tensor, c context, p pipeline and
+    d data, and r replica in the row of the rollout, see `coordinate_legend`.
     """
     coordinates = []
     for node in kind.nodes:
@@ -254,7 +254,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     if role == ROLLOUT.name:
         data_letter = "r"
 
-    # A dimension of size 1 has no term.
+    # Letter, size of the dimension and coordinates. Dimensions of size 1 are omitted.
     dimensions = [
         ("t", layout.tensor, [item.tensor for item in coordinates]),
         ("c", layout.context, [item.context for item in coordinates]),
@@ -263,7 +263,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
     ]
     terms = [f"{letter}{_index_text(indices)}" for letter, size, indices in dimensions if size > 1]
 
-    # A replica, or one of its stages, can be larger than a node.
+    # A pipeline stage of a replica can have more ranks than the node.
     stage_ranks = layout.tensor * layout.context
     if len(slots) < stage_ranks:
         terms.insert(0, f"{len(slots)} of {stage_ranks} ranks:")
@@ -271,7 +271,7 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
 
 
 def _index_text(indices: Sequence[int]) -> str:
-    """Format indices as ``0-7``, as ``0-14:2`` for every second one, or as their ends and number.
+    """Format indices as a range ``0-7``, a range with a stride ``0-14:2``, or first and last with the count.
 
     Example:
         >>> _index_text([0, 1, 2]), _index_text([0, 2, 4]), _index_text([0, 1, 5]), _index_text([3, 3])
@@ -294,7 +294,7 @@ def _index_text(indices: Sequence[int]) -> str:
 
 
 def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
-    """Draw the rows on weight syncs: the bytes of weights that each rank needs, and those it receives.
+    """Draw the rows of a weight sync: the bytes of weights that each rank needs, and the bytes it receives.
 
     Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
     vertical position of the rows, both in pixels.
@@ -310,7 +310,7 @@ def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: 
         if ranks[0] not in sync.needed:
             continue
 
-        # An arrow to the rollout's row above, then three numbers, each of the node with the most.
+        # Draw an arrow to the rollout's row above, then three numbers, each the maximum over the nodes.
         centre = _column_centre(slot, column)
         across_nodes = sync.received_across_nodes
         sizes = [
@@ -320,8 +320,8 @@ def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: 
         ]
         arrow = f"M{centre} {top + 22}v-16m-5 7l5 -7l5 7"
         elements.append(f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>')
-        for line, (colour, size) in enumerate(sizes):
-            baseline = top + 36 + 16 * line
+        for line_index, (colour, size) in enumerate(sizes):
+            baseline = top + 36 + 16 * line_index
             text = byte_text(size)
             elements.append(_text_element(centre, baseline, text, colour, anchor="middle", size=12))
     return elements
@@ -330,7 +330,9 @@ def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: 
 def _draw_groups(
     layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, per_node: int, top: int
 ) -> list[str]:
-    """Draw what ranks exchange inside a node and across nodes: each role's groups, and a weight sync.
+    """Draw the communication groups of each role and the traffic of a weight sync.
+
+    Traffic inside a node and traffic across nodes have different colours.
 
     Returns SVG elements. ``per_node``: ranks of a node. ``top``: vertical position in pixels.
     """
@@ -364,7 +366,7 @@ def _draw_groups(
 
 
 def _draw_labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list[str]:
-    """Draw a line with a name and coloured labels, which are pairs of a text and its colour.
+    """Draw a line with a name and coloured labels; ``labels`` are (text, colour) pairs.
 
     Returns SVG elements; ``top`` is the vertical position in pixels.
     """
@@ -381,7 +383,7 @@ def _draw_labels(name: str, labels: Sequence[tuple[str, str]], top: int) -> list
 
 
 def nodes_per_group(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int]:
-    """Return dimension -> largest number of nodes that a group of it spans, for dimensions larger than 1.
+    """Map each dimension with a size above 1 to the largest number of nodes that one of its groups spans.
 
     Example:
         >>> nodes_per_group(ParallelLayout(tuple(range(16)), tensor=2), gpus_per_node=8)

@@ -1,7 +1,7 @@
-"""The result of a check as text: five lines and the findings, and on request every section.
+"""Text of a checked configuration: five summary lines, errors and warnings, and on request every section.
 
-The five lines answer what a user asks before a start: whether it runs, how large it is, whether it fits, what
-a weight sync moves, and how long a step takes.
+The summary lines contain the verdict, the size of the run, the memory of the fullest rank, the bytes of a
+weight sync, and the predicted seconds of a step.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _MAX_VALUE_COLUMN = 44
 _RANKS_IN_A_ROW = 8
 """Largest number of ranks in one block of the table of ranks."""
 _MAX_BLOCKS = 8
-"""Largest number of blocks up to which all ranks of a job are printed."""
+"""Largest number of blocks of ranks that are printed completely."""
 _MEMORY_COLUMN = 12
 """Width of a phase's column in the memory table."""
 _MAX_OTHER_RANKS = 5
 """Number of ranks after the fullest whose peak memory is printed."""
 _LABEL_COLUMN = 14
-"""Width of the labels in the section HEALTH."""
+"""Width of the column of labels in the section HEALTH."""
 _BatchRow = tuple[str, str]
 """Row of the section BATCH: a quantity, and its computed value."""
 _SECTION_NAMES = (
@@ -76,11 +76,11 @@ _SECTION_NAMES = (
 def report_text(
     report: CheckReport, name: str, simulated: list[RankSimulation] | None = None, *, verbose: bool = False
 ) -> str:
-    """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
+    """Format the report of a check: summary lines, simulated ranks, warnings and errors.
 
-    ``name`` is the configuration's name, ``simulated`` is None without a simulation. ``verbose`` adds the
-    sections: configuration, algorithm, batch, roles, data, accelerator, memory by item, weight sync, health
-    rules.
+    ``name`` is the configuration's name. ``simulated`` contains the simulated ranks, or None without a
+    simulation. ``verbose`` adds the sections: configuration, algorithm, batch, roles, data, accelerator,
+    memory by item, weight sync, health rules.
     """
     blocks = ["\n".join(summary_lines(report, name))]
     if verbose:
@@ -88,7 +88,7 @@ def report_text(
     if simulated is not None:
         blocks.append(_format_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
 
-    # The user starts the servers with this command, so it is always shown.
+    # Always show the command that starts the servers, since the user has to run it.
     if not report.config.rollout.capabilities.in_process and report.shape is not None:
         note = "one at each address of rollout.server.urls"
         blocks.append(_format_section("SERVERS", note, _server_lines(report.config)))
@@ -98,7 +98,7 @@ def report_text(
         blocks.append("\n".join(numbered_lines(report.warnings, "warning")))
     if report.errors:
         blocks.append("\n".join(numbered_lines(report.errors, "error")))
-    # The sections move the verdict off the screen, so repeat it.
+    # The sections scroll the verdict off the screen, so repeat it at the end.
     if verbose:
         blocks.append(_verdict_line(report))
     elif not report.errors:
@@ -107,10 +107,10 @@ def report_text(
 
 
 def _verbose_sections(report: CheckReport) -> list[str]:
-    """Return the sections of a verbose report, without those for which an early error left no results."""
+    """Return the sections of a verbose report, without sections that errors prevented from being computed."""
     blocks = [_configuration_section(report)]
 
-    # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
+    # Explicit input comes first, then the derived memory and traffic.
     if report.layouts is not None:
         blocks.append(_plan_sections(report))
     if report.data_stats:
@@ -143,7 +143,7 @@ def _verbose_sections(report: CheckReport) -> list[str]:
 
 
 def summary_lines(report: CheckReport, name: str) -> list[str]:
-    """Return the first five lines: verdict, size, memory, weight sync and predicted seconds of a step."""
+    """Return the five summary lines: verdict, run, memory, weight sync and predicted seconds of a step."""
     rows = [
         ("run", _run_line(report)),
         ("memory", _memory_line(report)),
@@ -156,7 +156,7 @@ def summary_lines(report: CheckReport, name: str) -> list[str]:
 
 
 def _run_line(report: CheckReport) -> str:
-    """Describe the model and the job (its stages, or algorithm, steps, prompts and samples) as one line."""
+    """Describe the model and the job (stages, algorithm, steps, prompts and samples) in one line."""
     config = report.config
     model = Path(model_source(config.model.path)).name
     if report.shape is not None:
@@ -175,7 +175,7 @@ def _run_line(report: CheckReport) -> str:
 
 
 def _parameter_text(shape: ModelShape) -> str:
-    """Format a model's number of parameters; for a mixture of experts, also of those active per token."""
+    """Format a model's number of parameters, and the number of active parameters if it has experts."""
     text = f"{_short_number(shape.parameters)} parameters"
     if shape.active_parameters != shape.parameters:
         text += f" ({_short_number(shape.active_parameters)} active)"
@@ -191,25 +191,25 @@ def _short_number(number: float) -> str:
 
 
 def _memory_line(report: CheckReport) -> str:
-    """Describe the memory of the fullest rank, and the memory of its device, as one line."""
+    """Describe the peak memory of the fullest rank, as a fraction of its GPU's memory, in one line."""
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
     phase = max(PHASES, key=fullest.phase_peak)
     text = f"{_bytes_text(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
 
-    limit = report.config.gpu_memory_gib
-    if limit is None:
+    gpu_gib = report.config.gpu_memory_gib
+    if gpu_gib is None:
         return f"{text}; not compared, since no GPU is named (--on GPU)"
-    return f"{text}, {fullest.peak / 2**30 / limit:.0%} of {limit:g} GiB"
+    return f"{text}, {fullest.peak / 2**30 / gpu_gib:.0%} of {gpu_gib:g} GiB"
 
 
 def _weight_sync_line(report: CheckReport) -> str:
-    """Describe the bytes that one weight sync moves as one line."""
+    """Describe the bytes that one weight sync transfers in one line."""
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
-        # Servers shard the model by their own command lines, which the run does not see.
+        # The command lines of servers, which the run cannot read, decide how they shard the model.
         if not report.config.rollout.capabilities.in_process:
             return "not computed: the servers choose their own layout"
         return f"not computed: {_missing_reason(report)}"
@@ -232,7 +232,7 @@ def _weight_sync_line(report: CheckReport) -> str:
 
 
 def _step_line(report: CheckReport) -> str:
-    """Describe the predicted seconds of a step, by phase, as one line."""
+    """Describe the predicted seconds of a step, in total and by phase, in one line."""
     prediction = predict_checked_step(report)
     if prediction.step is None:
         return f"not predicted: {prediction.reason}"
@@ -245,7 +245,7 @@ def _step_line(report: CheckReport) -> str:
     tokens = f"responses of {prediction.response_tokens:,.0f} tokens"
     text = f"{prediction.step.total:.3g} s predicted on {gpu}: {phases}; {tokens}"
 
-    # The prediction is of a step that syncs weights and samples each prompt once.
+    # The predicted step syncs weights and samples each prompt once. Mention settings that change this.
     if report.config.hybrid_engine.every != 1:
         text += "; with a weight sync"
     if report.config.rollout.filters.refill:
@@ -254,7 +254,7 @@ def _step_line(report: CheckReport) -> str:
 
 
 def _missing_reason(report: CheckReport) -> str:
-    """Return the reason why the report does not estimate memory and the weight sync."""
+    """Return the reason why the report has no estimate of memory and weight sync."""
     if report.errors:
         return "the configuration has errors"
     return "the model's config.json is not on this machine"
@@ -264,7 +264,7 @@ def _plan_sections(report: CheckReport) -> str:
     """Return the sections ALGORITHM, BATCH and ROLES, or empty text for a report without layouts."""
     if report.layouts is None:
         return ""
-    # A job of one stage has no training step.
+    # A single-stage job has no training step of reinforcement learning.
     note = ""
     if report.batch is not None:
         note = "one training step, from prompts to micro-batches"
@@ -277,7 +277,7 @@ def _plan_sections(report: CheckReport) -> str:
 
 
 def _algorithm_lines(report: CheckReport) -> list[str]:
-    """Return the lines on the algorithm's resolved pieces: key, name with settings, and origin."""
+    """Return a line for each resolved piece of the algorithm: key, name with settings, and origin."""
     section = report.config.algorithm
     rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
     for key in KINDS:
@@ -302,7 +302,7 @@ def _algorithm_lines(report: CheckReport) -> list[str]:
 
 
 def _origin_text(report: CheckReport, path: str) -> str:
-    """Return the file and line, or the override, of an explicit value; empty for any other."""
+    """Return the file and line, or the override, of an explicit value; empty for other values."""
     origin = report.origins[path]
     if origin.kind in ("file", "override"):
         return origin.detail
@@ -310,7 +310,7 @@ def _origin_text(report: CheckReport, path: str) -> str:
 
 
 def _verdict_line(report: CheckReport) -> str:
-    """Return the line with the verdict of a check: READY, NOT READY or NOT TRIED, and the counts."""
+    """Return the verdict (READY, NOT READY or NOT TRIED) with the number of errors and warnings."""
     warnings = _count_text(len(report.warnings), "warning")
     if report.errors:
         return f"NOT READY: {_count_text(len(report.errors), 'error')}, {warnings}"
@@ -331,17 +331,17 @@ def _format_section(title: str, note: str, lines: list[str]) -> str:
 
 
 def _range_text(values: tuple[int, int]) -> str:
-    """Format a (smallest, largest) pair such as ``3-4``, or one number if both are equal."""
-    smallest, largest = values
-    if smallest == largest:
-        return f"{smallest:,}"
-    return f"{smallest:,}-{largest:,}"
+    """Format a (minimum, maximum) pair such as ``3-4``, or one number if both are equal."""
+    minimum, maximum = values
+    if minimum == maximum:
+        return f"{minimum:,}"
+    return f"{minimum:,}-{maximum:,}"
 
 
 def _count_text(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
     """Format a number with its noun, in the plural unless the number is 1.
 
-    The plural is ``plural`` if given, else the noun with ``ending``.
+    The plural is ``plural`` if given, else ``noun`` followed by ``ending``.
     """
     if number == 1:
         return f"{number:,} {noun}"
@@ -365,10 +365,10 @@ def _configuration_section(report: CheckReport) -> str:
     derived: list[tuple[str, str, str]] = []
     defaults: list[str] = []
     for path, value in flatten(report.config).items():
-        # A job of one stage does not read the keys of the others.
+        # A single-stage job does not read the keys of other jobs.
         if not job_reads(report.config.job, path):
             continue
-        # The section ALGORITHM has the pieces in full.
+        # The section ALGORITHM prints the pieces.
         if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
             continue
         origin = report.origins[path]
@@ -393,7 +393,7 @@ def _configuration_section(report: CheckReport) -> str:
 def _column_lines(rows: list[tuple[str, str, str]]) -> list[str]:
     """Format rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
-    # Limit the column, so that one long value does not move all origins off the screen.
+    # Limit the column width: one long value would move all origins off the screen.
     value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
     return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
@@ -413,10 +413,10 @@ def _health_lines(config: RunConfig) -> list[str]:
     for label, act in (("warn", WARN), ("end the run", STOP)):
         names = ", ".join(rule.name for rule in rules if rule.act == act)
         lines += _labelled_lines(label, names)
-    disabled_names = [name for name, change in config.health.rules.items() if not change.on]
+    disabled_names = [name for name, settings in config.health.rules.items() if not settings.on]
     lines += _labelled_lines("off", ", ".join(disabled_names))
 
-    # Bands of the defaults are in docs/health.md.
+    # Print only the bands that the user changed; docs/health.md lists the default bands.
     for rule in rules:
         if rule.name in config.health.rules:
             metrics = ", ".join(rule.metrics)
@@ -431,7 +431,7 @@ def _health_lines(config: RunConfig) -> list[str]:
 
 def _labelled_lines(label: str, text: str) -> list[str]:
     """Return a label with its wrapped text as lines, or no lines for an empty text."""
-    # Do not break lines at hyphens: a name in two parts cannot be searched for.
+    # Do not break lines at hyphens: a split name cannot be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
     wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False)
     if not wrapped:
@@ -452,7 +452,7 @@ def _data_section(report: CheckReport) -> str:
 
 
 def batch_lines(report: CheckReport) -> list[str]:
-    """Return the lines of the section BATCH: a quantity at the left, its computed value at the right."""
+    """Return the lines of the section BATCH, in the form ``quantity = computed value``."""
     rows = [_stage_row(plan) for plan in stage_plans(report.config)]
     if report.batch is not None:
         rows += _step_rows(report, report.batch)
@@ -463,31 +463,31 @@ def batch_lines(report: CheckReport) -> list[str]:
 def _step_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
     """Return the rows about a training step, from its prompts to its passes over the data."""
     config = report.config
-    # Numbers of rows that do not divide evenly are printed as a range.
+    # If rows do not divide evenly, their numbers are ranges.
     minibatch_text = f"{_range_text(batch.rows_per_minibatch)} rows"
     updates_text = f"{_count_text(batch.updates, 'optimizer step')} per training step"
     prompt_tokens = config.data.max_prompt_tokens
     response_tokens = batch.longest_row - prompt_tokens
 
-    # With over-sampling more rows are in flight than a step trains on.
+    # With over-sampling, more rows are in flight than the step trains on.
     in_flight_text = f"{batch.prompts_in_flight * batch.samples:,} rows"
     if config.rollout.oversample:
         in_flight_text += f" of {batch.prompts_in_flight:,} prompts in flight"
-    replicas = _count_text(batch.replicas, "rollout replica")
-    minibatches = _count_text(batch.optimizer_steps, "mini-batch", "es")
-    copies = _count_text(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
+    replicas_text = _count_text(batch.replicas, "rollout replica")
+    minibatches_text = _count_text(batch.optimizer_steps, "mini-batch", "es")
+    copies_text = _count_text(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
         (
-            f"{in_flight_text} / {replicas}",
+            f"{in_flight_text} / {replicas_text}",
             f"{_range_text(batch.rows_per_replica)} rows to generate per replica",
         ),
         (
-            f"{batch.rows:,} rows / {minibatches}",
+            f"{batch.rows:,} rows / {minibatches_text}",
             f"{minibatch_text} per mini-batch; x {_count_text(batch.epochs, 'epoch')} = {updates_text}",
         ),
         (
-            f"{minibatch_text} / {copies}",
+            f"{minibatch_text} / {copies_text}",
             f"{_range_text(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
@@ -517,9 +517,9 @@ def _step_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
 
 
 def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
-    """Return the lines of the report about checkpoints: optimizer layout, host memory, seconds of a write.
+    """Return the rows about checkpoints: optimizer layout, host memory and seconds of a write.
 
-    Returns no lines if no role has an optimizer.
+    The list is empty if no role has an optimizer.
     """
     config = report.config
     memory = checkpoint_memory(config, report.layouts or {}, report.memory)
@@ -535,31 +535,31 @@ def _checkpoint_rows(report: CheckReport) -> list[_BatchRow]:
         optimizer_text = f"optimizers gathered for any layout, {_bytes_text(memory.gathered)} on a rank"
         other_layout = SAME
     # An asynchronous checkpoint is written from a host copy while the next steps run.
-    blocking_part = "the copy to the host" if settings.asynchronous else "it"
+    blocking_step = "the copy to the host" if settings.asynchronous else "it"
     host_memory_text = f"{_bytes_text(memory.host_bytes(saved_layout))} of host memory a node"
     host_memory_text += f" ({_bytes_text(memory.host_bytes(other_layout))} with {other_layout})"
 
-    seconds = memory.write_seconds
-    limit = settings.stop_seconds or 0
-    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {limit:g} s for it"
-    if seconds > limit:
+    write_seconds = memory.write_seconds
+    stop_seconds = settings.stop_seconds or 0
+    rate_text = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stopped job has {stop_seconds:g} s for it"
+    if write_seconds > stop_seconds:
         rate_text += ", which is too short: raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
     return [
         (
             f"checkpoint every {_count_text(settings.every, 'step')}",
-            f"{optimizer_text}; steps wait for {blocking_part}",
+            f"{optimizer_text}; steps wait for {blocking_step}",
         ),
         ("memory of a checkpoint", host_memory_text),
-        (f"checkpoint written in {seconds:,.0f} s", f"at {rate_text}"),
+        (f"checkpoint written in {write_seconds:,.0f} s", f"at {rate_text}"),
     ]
 
 
 def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
-    """Return the rows on the concurrent episodes of an environment; none without an environment."""
+    """Return the rows about concurrent episodes; an empty list without an environment."""
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    # The replica with the most rows determines the concurrency.
+    # Count the episodes of the replica with the most rows.
     _, most_rows = batch.rows_per_replica
     in_flight = episodes_in_flight(report.config, batch)
     running_groups = in_flight // batch.samples * batch.replicas
@@ -568,7 +568,7 @@ def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
     if queued_groups:
         queue_text = f"{_count_text(queued_groups, 'group')} of the step wait in the queue"
 
-    # If the configuration sets no limit, the engine's own limit may still apply.
+    # If the configuration sets no limit, the default limit of the engine may apply.
     engine_limit = ""
     if in_flight == most_rows:
         engine_limit = " (fewer if the engine's own limit is lower)"
@@ -595,9 +595,9 @@ def _episode_rows(report: CheckReport, batch: BatchPlan) -> list[_BatchRow]:
 
 
 def _order_text(config: RunConfig) -> str:
-    """Describe which rows a step trains on in the order of the rollout (closed or open)."""
+    """Describe which rows a step trains on, depending on `rollout.order` and over-sampling."""
     rollout = config.rollout
-    # Start with the text for the closed order without over-sampling; other settings replace or extend it.
+    # Start with the text for the closed order without over-sampling. Other settings replace or extend it.
     text = "a step trains on exactly its own prompts"
     if rollout.oversample:
         text = f"a step trains on the first complete groups, in rounds of {rollout.round_tokens:,} tokens"
@@ -611,14 +611,14 @@ def _order_text(config: RunConfig) -> str:
 
 
 def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
-    """Return a row for each length limit of responses that is automatic or depends on the prompt."""
+    """Return a row for each response limit that is automatic or depends on the prompt length."""
     auto = rollout.auto_limit
     rows: list[_BatchRow] = []
     for path, value in rollout.limit_settings.items():
         task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
         name = "limit of responses" if task == "rollout" else f"limit of {task}"
 
-        # A plain number is part of the line on prompt and response lengths.
+        # A limit that is a plain number is printed with the lengths of prompt and response.
         if value == AUTO:
             text = (
                 f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
@@ -633,20 +633,20 @@ def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
 
 
 def _prompts_text(max_tokens: int | None) -> str:
-    """Describe the prompts of one row in a table of limits: up to ``max_tokens``, or None for longer ones."""
+    """Describe the prompts of a row in a table of limits; without ``max_tokens``, the row `more`."""
     if max_tokens is None:
         return "longer prompts"
     return f"prompts up to {max_tokens:,}"
 
 
 def _sync_interval_rows(report: CheckReport) -> list[_BatchRow]:
-    """Return the row on weight syncs that skip versions (``hybrid_engine.every``); none if no sync does."""
+    """Return a row about `hybrid_engine.every`; an empty list if every version is synced."""
     config = report.config
     interval = config.hybrid_engine.every
     if interval == 1:
         return []
 
-    # Off-policy data: its age, what the loss does about it, and the memory that it costs.
+    # Describe the age of the samples, how the loss corrects for it, and the memory for older weights.
     age = _count_text(versions_between_syncs(config), "version")
     text = f"responses are sampled from weights up to {age} older than the actor's"
     if report.algorithm is not None:
@@ -657,14 +657,14 @@ def _sync_interval_rows(report: CheckReport) -> list[_BatchRow]:
 
 
 def _interval_text(interval: int) -> str:
-    """Describe how often weights are synced: every ``interval`` (2 or more) versions, or never for 0."""
+    """Describe the interval of weight syncs: 2 or more versions, or 0 for no sync after the start."""
     if interval:
         return f"synced every {interval} versions"
     return "never synced again"
 
 
 def _correction_text(algorithm: Algorithm) -> str:
-    """Describe how the loss corrects for responses of older weights, as the end of a sentence."""
+    """Describe how the loss corrects for responses that older weights sampled, as the end of a sentence."""
     correction = algorithm.correction
     if correction.bypass or algorithm.policy_loss.follows_rollout:
         return "whose log-probs are the denominator of the loss's ratio"
@@ -678,7 +678,7 @@ def _correction_text(algorithm: Algorithm) -> str:
 
 
 def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
-    """Return the line that says where old log-probs come from; no line without an algorithm."""
+    """Return a row about the source of old log-probs; an empty list without an algorithm."""
     if report.algorithm is None:
         return []
     reason = scoring_pass_reason(report.config, report.algorithm)
@@ -690,9 +690,9 @@ def _scoring_rows(report: CheckReport) -> list[_BatchRow]:
 
 
 def _stage_row(plan: StagePlan) -> _BatchRow:
-    """Return the row on the length of a stage: its records per step, and its steps or epochs."""
+    """Return the row about the length of a stage: its records per step, and its steps or epochs."""
     settings = plan.settings
-    # A stage counts rows or pairs.
+    # The records of a stage are rows or pairs.
     rows_per_step = _count_text(settings.records_per_step, settings.UNIT)
     if settings.steps is None:
         # Epochs can be a fraction.
@@ -705,7 +705,7 @@ def _stage_row(plan: StagePlan) -> _BatchRow:
 def _data_passes_text(steps: int, batch: BatchPlan, record_count: int | None) -> str:
     """Describe the number of prompts in a run, and its passes over the data.
 
-    ``record_count`` is the number of records of the data, None if it is not known.
+    ``record_count`` is the number of records of the data, None if unknown.
     """
     prompts = steps * batch.prompts
     text = f"{prompts:,} prompts in the run"
@@ -718,9 +718,9 @@ def _data_passes_text(steps: int, batch: BatchPlan, record_count: int | None) ->
 
 
 def coordinate_legend(layouts: Mapping[str, ParallelLayout]) -> str:
-    """Explain the letters of coordinates that the table of ranks and the picture contain."""
+    """Return the legend of the coordinate letters in the table of ranks and in the picture."""
     names = ["t tensor"]
-    # Explain only the letters that the table contains.
+    # List only the letters that occur in these layouts.
     if any(layout.context > 1 for layout in layouts.values()):
         names.append("c context")
     if any(layout.data > 1 for role, layout in layouts.items() if role != ROLLOUT.name):
@@ -733,35 +733,35 @@ def coordinate_legend(layouts: Mapping[str, ParallelLayout]) -> str:
 
 
 def _role_lines(report: CheckReport) -> list[str]:
-    """Return the parallel sizes of each role, and a table of all ranks' coordinates in each role."""
+    """Return lines with the parallel sizes of each role, and a table of each rank's coordinates per role."""
     layouts = report.layouts or {}
-    world = report.world_size
+    world_size = report.world_size
     block_size = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
     lines += _unusual_checkpoint_lines(report)
-    groups = process_group_counts(layouts, world)
+    groups = process_group_counts(layouts, world_size)
     if groups.total:
         lines.append(f"{_count_text(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
 
     # For a large job, draw the first blocks and the last one.
-    starts = list(range(0, world, block_size))
+    starts = list(range(0, world_size, block_size))
     if len(starts) > _MAX_BLOCKS:
         starts = [*starts[:3], starts[-1]]
-    blocks = [range(start, min(start + block_size, world)) for start in starts]
+    blocks = [range(start, min(start + block_size, world_size)) for start in starts]
     drawn_ranks = [rank for ranks in blocks for rank in ranks]
     labels = {
         role: {rank: cell_label(role, layout, rank) for rank in drawn_ranks}
         for role, layout in layouts.items()
     }
-    # Ranks have up to five digits, coordinates may be longer.
+    # A column must fit the rank, which may have several digits, and its coordinates.
     width = max(4, *(len(label) for row in labels.values() for label in row.values())) + 1
 
     next_start = 0
     for ranks in blocks:
         if ranks.start != next_start:
-            omitted = (ranks.start - next_start) // block_size
-            lines += ["", f"... {omitted} more blocks of {block_size} ranks ..."]
+            num_omitted = (ranks.start - next_start) // block_size
+            lines += ["", f"... {num_omitted} more blocks of {block_size} ranks ..."]
         next_start = ranks.start + block_size
         lines += ["", f"{'rank':<{role_width}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
         lines.append("-" * (role_width + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
@@ -772,7 +772,7 @@ def _role_lines(report: CheckReport) -> list[str]:
 
 
 def layout_text(role: str, layout: ParallelLayout) -> str:
-    """Describe the parallel sizes of a role, and what is special about its layout, as text."""
+    """Format the parallel sizes of a role, with notes on pipeline, expert and sequence parallelism."""
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
@@ -781,9 +781,9 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
     if layout.sequence_parallel:
         notes.append("sequence parallel")
 
-    # Data-parallel copies of the engine are called replicas.
-    copies = "replicas" if role == ROLLOUT.name else "data"
-    text = f"{layout.text(copies)} = {_count_text(len(layout.ranks), 'rank')}"
+    # The data-parallel size of the engine is its number of replicas.
+    data_label = "replicas" if role == ROLLOUT.name else "data"
+    text = f"{layout.text(data_label)} = {_count_text(len(layout.ranks), 'rank')}"
     if notes:
         text += f"  ({', '.join(notes)})"
     return text
@@ -795,10 +795,10 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
 
-    # Letter, index of the rank, and size of each dimension; a dimension of size 1 is left out.
+    # Letter, index of the rank, and size of each dimension. Dimensions of size 1 are omitted.
     coordinates = [("t", tensor, layout.tensor), ("c", context, layout.context)]
     if role == ROLLOUT.name:
-        # A single replica gets an index too: its label would otherwise be empty.
+        # Show the index of a single replica, too: its label would otherwise be empty.
         coordinates.insert(0, ("r", data, max(layout.data, 2)))
     else:
         coordinates += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
@@ -810,7 +810,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 
 
 def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
-    """Return a line for each accelerator default: key and value, roles that have it, and the reason."""
+    """Return a line for each applied accelerator default: key and value, its roles, and the reason."""
     all_roles: set[str] = set()
     for default in applied:
         all_roles.update(default.roles)
@@ -819,7 +819,7 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
         value = default.row.value
         if isinstance(value, bool):
             value = str(value).lower()
-        # Environment variables, and settings of all roles, need no list of roles.
+        # Environment variables and settings of all roles have no list of roles.
         role_prefix = ""
         if default.roles and set(default.roles) != all_roles:
             role_prefix = f"{', '.join(default.roles)}: "
@@ -832,10 +832,10 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
 def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[str]:
     """Return a table of the fullest rank's memory by item and phase, and the peaks of other ranks.
 
-    ``ranks`` are sorted, the fullest first. ``gpu_gib`` is the memory of a GPU, None if it is not known.
+    ``ranks`` are sorted, the fullest first. ``gpu_gib`` is the memory of a GPU, None if unknown.
     """
     fullest = ranks[0]
-    # A job of one stage has only the phase learn.
+    # A single-stage job has only the phase learn.
     phases = [phase for phase in PHASES if fullest.phase_peak(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
@@ -874,8 +874,8 @@ def _memory_lines(ranks: tuple[RankMemory, ...], gpu_gib: float | None) -> list[
 
 
 def _unusual_checkpoint_lines(report: CheckReport) -> list[str]:
-    """Return a line for each multimodal checkpoint, of which a part is read, and each quantised one."""
-    # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
+    """Return a line for each multimodal checkpoint and each quantised checkpoint."""
+    # Use a dict as an ordered set: roles with the same checkpoint share its line.
     lines: dict[str, None] = {}
     for file in report.models.values():
         model = read_pretrained(file)
@@ -891,7 +891,7 @@ def _unusual_checkpoint_lines(report: CheckReport) -> list[str]:
 
 def _server_lines(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts an inference server for the run."""
-    # The command depends on the model's architecture.
+    # The command depends on the model's architecture, which is in its config.json.
     if not (Path(config.model.path) / "config.json").is_file():
         return ["the command that starts one is printed here once the model is in model.path"]
     command = ENGINES[config.rollout.engine].start_command
@@ -903,7 +903,7 @@ def _server_lines(config: RunConfig) -> list[str]:
 
 
 def _weight_sync_lines(report: CheckReport) -> list[str]:
-    """Return the lines on the bytes of a weight sync, compared with one that gathers complete tensors."""
+    """Return lines with the bytes of a weight sync, and for comparison of one that gathers whole tensors."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None

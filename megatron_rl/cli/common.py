@@ -1,4 +1,4 @@
-"""Arguments and checks that several commands share."""
+"""Command-line arguments and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
-    """Raise UserError for the first of the arguments ``names`` that is below 1 or above ``at_most``.
+    """Raise UserError if one of the arguments ``names`` is below 1 or above ``at_most``.
 
-    Arguments that are not given are None, and valid. ``at_most`` is None for no limit. No later code guards
-    against absurd sizes.
+    Omitted arguments are valid. Without ``at_most``, there is no upper limit.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -44,10 +43,10 @@ def require_directory(path: Path, argument: str) -> None:
     if path.is_dir():
         return
 
-    # The mistake is most likely in the last part of the path, so suggest its siblings.
+    # The mistake is most likely in the last component of the path, so list the directories next to it.
     siblings = []
     if path.parent.is_dir():
-        siblings = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir())
+        siblings = sorted(child.name for child in path.parent.iterdir() if child.is_dir())
     fix = "correct the path"
     if siblings:
         fix = f"other directories there: {', '.join(siblings[:8])}"
@@ -73,20 +72,20 @@ def load_and_check(
     without_files: bool = False,
     gpu: str | None = None,
 ) -> CheckReport:
-    """Load and check the configuration of a command; raises UserErrors if it cannot be read at all.
+    """Load and check the configuration of a command; raise UserErrors if the file cannot be read.
 
-    ``arguments`` are those of `add_config_arguments`, ``world_size`` is None for the configuration's own.
-    ``job`` replaces the configuration's own; None keeps it. ``training``: whether this is the check at the
-    start of a run. ``without_files`` reports missing files as warnings. ``gpu`` names the GPU of a cluster to
-    check for in place of this machine.
+    ``arguments`` contains the arguments added by `add_config_arguments`. ``world_size`` and ``job`` replace
+    the values in the configuration unless they are None. ``training`` is true for the check at the start of a
+    run. ``without_files`` reports missing files as warnings. ``gpu`` is the GPU of the cluster to check for;
+    None checks for this machine.
     """
-    # Appended to the user's overrides, since the last override takes effect.
+    # Append to the user's overrides, since the last override of a key takes effect.
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
 
     if gpu is not None:
-        # The memory is that of the named GPU, not that of the GPU which the file was written for.
+        # Reset the memory in the file, which belongs to another GPU.
         overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
 
     return check_file(

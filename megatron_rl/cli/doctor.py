@@ -1,4 +1,4 @@
-"""The ``doctor`` command: check the user's environment, and print the problems with their fixes."""
+"""The ``doctor`` command: check the user's environment, and print problems with their fixes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
     )
-    # For launch/setup.sh, which installs only the packages that this command lists.
+    # launch/setup.sh uses this option to install only missing packages.
     parser.add_argument(
         "--before-install",
         metavar="FILE",
@@ -103,22 +103,22 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_first_rank:
         _print_errors(errors)
 
-    world = current_launch(joins_group=True).world_size
-    measures_links = world > 1 and not arguments.gpu
-    # The tests of `--gpu` measure the links themselves.
-    if measures_links:
+    # Measure the links between ranks. The tests of `--gpu` include these measurements.
+    world_size = current_launch(joins_group=True).world_size
+    should_measure_links = world_size > 1 and not arguments.gpu
+    if should_measure_links:
         link_findings, rank_errors = _test_links(errors)
         sections["links between ranks"] = link_findings
         if rank_errors:
             sections["other ranks"] = rank_errors
-    elif world == 1 and not arguments.quick:
+    elif world_size == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
 
-    # Skip the proof after errors: without packages it would fail with a less helpful message.
+    # Skip the tests of `--gpu` after errors: without packages they would fail with a less helpful message.
     if arguments.gpu and not _has_error(sections):
-        prints_progress = is_first_rank and not arguments.json
-        sections["proof"] = _prove_machines(Path(arguments.out), world, prints_progress=prints_progress)
+        print_progress = is_first_rank and not arguments.json
+        sections["proof"] = _prove_machines(Path(arguments.out), world_size, print_progress=print_progress)
 
     if is_first_rank and arguments.json:
         record = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
@@ -126,10 +126,10 @@ def run(arguments: argparse.Namespace) -> int:
     elif is_first_rank:
         _print_sections(sections)
 
-    if measures_links:
+    if should_measure_links:
         from megatron_rl.distributed import watch
 
-        # Exit on all ranks at the same time: the launcher would end rank 0 as soon as another rank fails.
+        # Leave the job on all ranks together: the launcher terminates rank 0 as soon as another rank fails.
         sys.stdout.flush()
         watch.leave_job()
     return int(_has_error(sections))
@@ -142,7 +142,7 @@ def _has_error(sections: Sections) -> bool:
 
 
 def _print_errors(errors: list[Finding]) -> None:
-    """Print the errors of a machine whose rank does not print the table."""
+    """Print the errors that a rank other than the first has found on its machine."""
     for finding in errors:
         line = f"{socket.gethostname()}, rank {process_rank()}: {finding.name}: {finding.text}"
         if finding.fix:
@@ -150,31 +150,30 @@ def _print_errors(errors: list[Finding]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _prove_machines(folder: Path, world: int, *, prints_progress: bool) -> list[Finding]:
+def _prove_machines(folder: Path, world_size: int, *, print_progress: bool) -> list[Finding]:
     """Test the machines with `proof.prove_machine`, and return the findings. Collective over the world.
 
-    ``folder`` is for the files of the tests, ``world`` the number of ranks. With ``prints_progress``, a line
-    is printed at the end of each test.
+    The tests write their files into ``folder``. With ``print_progress``, a line is printed after each test.
     """
-    # It imports torch, which a machine that lacks packages may not have.
+    # Import here, since the module imports torch, which may not be installed.
     from megatron_rl.planning.proof import prove_machine
 
     findings = []
-    for finding in prove_machine(folder, world):
+    for finding in prove_machine(folder, world_size):
         findings.append(finding)
-        if prints_progress:
+        if print_progress:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
         elif finding.level == "error":
-            # Print on every rank: the launcher ends the other ranks, so rank 0 may not get to print.
+            # Print errors on every rank: the launcher may terminate rank 0 before it prints them.
             print(f"rank {process_rank()}: {finding.name}: {finding.text}", file=sys.stderr, flush=True)
     return findings
 
 
 def _prepare_install(requirements: Path, lock: str | None, toolkit_version: int) -> int:
-    """Print the conflicts with the GPU stack, and write its missing packages to the file ``requirements``.
+    """Print conflicts of this machine with the GPU stack, and write missing packages to ``requirements``.
 
-    ``lock`` is the path of the file with the stack's versions, ``toolkit_version`` the major version of CUDA.
-    Returns exit code 1 if a conflict is an error, else 0.
+    ``lock`` is the path of the file with the stack's pinned versions, ``toolkit_version`` the major version
+    of CUDA. Returns exit code 1 if a conflict is an error, else 0.
     """
     if lock is None:
         raise requirement_error(
@@ -193,7 +192,7 @@ def _prepare_install(requirements: Path, lock: str | None, toolkit_version: int)
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
-    # Packages that the machine already has, such as a vendor's torch, are not installed again.
+    # Packages that are already installed, such as a vendor's build of torch, are not installed again.
     to_install = missing_requirements(lock_text, versions, toolkit_version)
     requirements.write_text("".join(f"{requirement}\n" for requirement in to_install), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
@@ -209,15 +208,15 @@ def _print_sections(sections: Sections) -> None:
                 print(f"{'':28} fix: {finding.fix}")
         print()
 
-    # The verdict is last, where a terminal shows it.
-    counts = dict.fromkeys(_MARKS, 0)
+    # Print the verdict last: a terminal shows the end of the output.
+    count_by_level = dict.fromkeys(_MARKS, 0)
     for findings in sections.values():
         for finding in findings:
-            counts[finding.level] += 1
-    if counts["error"]:
-        print(f"NOT HEALTHY: {counts['error']} to fix, {counts['warning']} warnings")
+            count_by_level[finding.level] += 1
+    if count_by_level["error"]:
+        print(f"NOT HEALTHY: {count_by_level['error']} to fix, {count_by_level['warning']} warnings")
     else:
-        print(f"HEALTHY: {counts['warning']} warnings, {counts['note']} notes")
+        print(f"HEALTHY: {count_by_level['warning']} warnings, {count_by_level['note']} notes")
 
 
 def _check_imports() -> list[Finding]:
@@ -226,7 +225,7 @@ def _check_imports() -> list[Finding]:
     Packages may fail to load even if their version numbers match.
     """
     reinstall = "rm -rf .venv, then launch/setup.sh"
-    # Name of a package, function that imports it, and fix.
+    # (name of the package, function that imports it, fix)
     checks: list[tuple[str, Callable[[], str], str]] = [
         ("torch", _import_torch, reinstall),
         ("Megatron-Core", _import_megatron, reinstall),
@@ -248,7 +247,7 @@ def _check_imports() -> list[Finding]:
             message = (str(error).splitlines() or [""])[0]
             text = f"{type(error).__name__}: {message} ({last_frame.filename}:{last_frame.lineno})"
 
-            # Without vLLM plain torch can generate.
+            # vLLM is optional, since rollout.engine=torch can generate without it.
             level = "error"
             if name == "vLLM":
                 level = "warning"
@@ -257,7 +256,10 @@ def _check_imports() -> list[Finding]:
 
 
 def _check_attention_compiler() -> list[Finding]:
-    """Check the compiler with which cuDNN builds attention kernels; no finding without torch or a GPU."""
+    """Check the compiler with which cuDNN builds attention kernels.
+
+    Returns an empty list without torch or without a GPU.
+    """
     if "torch" not in sys.modules:
         return []
 
@@ -270,7 +272,7 @@ def _check_attention_compiler() -> list[Finding]:
 
 
 def _import_torch() -> str:
-    """Import torch and test a matrix product; return a line with its version for the report."""
+    """Import torch and test a matrix product; return the version as text."""
     import torch
 
     values = torch.arange(6.0).reshape(2, 3)
@@ -280,7 +282,7 @@ def _import_torch() -> str:
 
 
 def _import_megatron() -> str:
-    """Import the modules of a role's model, which import Megatron-Core; return the device as text."""
+    """Import Megatron-Core through the module that builds models; return the device as text."""
     from megatron_rl.distributed import device
     from megatron_rl.megatron import model
 
@@ -288,7 +290,7 @@ def _import_megatron() -> str:
 
 
 def _import_transformers() -> str:
-    """Import transformers; return a line with its version."""
+    """Import transformers; return the version as text."""
     import transformers
 
     return f"transformers {transformers.__version__} loads"
@@ -305,8 +307,8 @@ def _import_vllm() -> str:
 def _test_links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     """Measure the links between ranks, and gather the errors of all ranks. Collective over the world.
 
-    ``errors`` are those of this rank. Returns the findings on the links, and the errors of all ranks but the
-    first. An error that several ranks of a machine have is reported for the lowest of them.
+    ``errors`` are the errors of this rank. Returns the findings on the links, and the errors of all ranks
+    except the first. An error that several ranks of a machine have is reported once, for the lowest rank.
     """
     from megatron_rl.distributed import device
     from megatron_rl.distributed.exchange import gather_objects
@@ -316,13 +318,15 @@ def _test_links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     links = probe_links(socket.gethostname())
 
     # Ranks of one machine usually have the same errors, so report each error once per machine.
-    lowest_rank: dict[tuple[str, Finding], int] = {}
+    rank_by_error: dict[tuple[str, Finding], int] = {}
     for rank, rank_errors in enumerate(gather_objects(errors)):
         for finding in rank_errors:
-            lowest_rank.setdefault((links.hosts[rank], finding), rank)
-    rank_findings = [
-        Finding("error", finding.name, f"{host}, rank {rank}: {finding.text}", finding.fix)
-        for (host, finding), rank in lowest_rank.items()
-        if rank > 0
-    ]
+            rank_by_error.setdefault((links.hosts[rank], finding), rank)
+
+    # Rank 0 prints its own errors with its other findings.
+    rank_findings = []
+    for (host, finding), rank in rank_by_error.items():
+        if rank > 0:
+            text = f"{host}, rank {rank}: {finding.text}"
+            rank_findings.append(Finding("error", finding.name, text, finding.fix))
     return link_findings(links), rank_findings

@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the checkpoints' directories, evaluate them, and return the exit code."""
-    # argparse assigns all following arguments to --checkpoint: those with = are overrides.
-    overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
-    checkpoint_paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
+    # argparse assigns all arguments after --checkpoint to it, also the overrides, which contain `=`.
+    values = arguments.checkpoint
+    overrides = [value for value in values if "=" in value and not Path(value).exists()]
+    checkpoint_paths = [Path(value) for value in values if value not in overrides]
 
     # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix="set evaluation.sets.held_out=path/to/eval.jsonl",
         )
 
-    # After the check, since it imports torch, Megatron-Core and the engine.
+    # Import only after the check: the module imports torch, Megatron-Core and the engine.
     from megatron_rl.trainer.offline import evaluate_checkpoints
 
     evaluate_checkpoints(config, checkpoint_paths, trusted=arguments.trust)
@@ -67,7 +68,7 @@ def require_checkpoint(path: Path) -> None:
     if is_checkpoint(path) or (path / "config.json").is_file():
         return
 
-    # A run folder, or its folder of checkpoints, is the likely mistake: suggest the newest in it.
+    # The path may be a run folder or a folder of checkpoints: suggest the newest checkpoints in it.
     run_folder = RunFolder(path)
     candidates = complete_checkpoints(run_folder.checkpoints) or complete_checkpoints(path)
     if (run_folder.model / "config.json").is_file():

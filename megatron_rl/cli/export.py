@@ -33,27 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the checkpoint's and the output's directory, export the checkpoint, and return the exit code."""
+    """Check the input and output directories, export the checkpoint, and return the exit code."""
     checkpoint = Path(arguments.checkpoint)
     out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")
 
     # A checkpoint consists of many files, which must not be mixed with existing ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        state = "a file"
+        obstacle = "a file"
         if out.is_dir():
-            state = "not empty"
+            obstacle = "not empty"
         raise UserError(
             "the export would overwrite existing files",
             where="--out",
             expected="a directory that does not exist yet, or an empty one",
-            got=f"{out} is {state}",
+            got=f"{out} is {obstacle}",
             fix="choose another directory, or remove it",
         )
 
     require_checkpoint(checkpoint)
 
-    # `require_checkpoint` also accepts a Hugging Face model, which only `eval` can use.
+    # `require_checkpoint` also accepts a Hugging Face model, which need not be exported.
     if not is_checkpoint(checkpoint):
         raise UserError(
             f"{checkpoint} is a Hugging Face model, not a training checkpoint",
@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
             fix="use it as it is; for Megatron-LM let the training job write it: checkpoint.megatron=FOLDER",
         )
 
-    # After the checks, since it imports torch and Megatron-Core.
+    # Import only after the checks: the module imports torch and Megatron-Core.
     from megatron_rl.trainer.offline import export_checkpoint
 
-    # torch and Megatron-Core warn of their own deprecations, which the user cannot change.
+    # Hide deprecation warnings of torch and Megatron-Core, about which the user can do nothing.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -45,7 +45,7 @@ EXIT_INTERRUPTED = 130
 
 
 def parse_command_line(command_line: Sequence[str]) -> argparse.Namespace:
-    """Parse a command with its arguments and overrides; exit with status 2 for unknown ones."""
+    """Parse a command with its arguments and overrides; exit with status 2 for unknown arguments."""
     parser = argparse.ArgumentParser(
         prog=CONSOLE_SCRIPT,
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",
@@ -54,7 +54,8 @@ def parse_command_line(command_line: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     # Import only the module of the called command: others may need packages that are not installed.
-    command_name = next((text for text in command_line if not text.startswith("-")), None)
+    positional_arguments = [argument for argument in command_line if not argument.startswith("-")]
+    command_name = positional_arguments[0] if positional_arguments else None
     for name, (module, help_text) in COMMANDS.items():
         description = help_text[0].upper() + help_text[1:] + "."
         command = commands.add_parser(name, help=help_text, description=description)
@@ -69,18 +70,18 @@ def parse_command_line(command_line: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure.
 
-    ``arguments`` are those of the command line; None stands for this process's own.
+    ``arguments`` is the command line without the program; None reads it from ``sys.argv``.
     """
     if arguments is None:
         arguments = sys.argv[1:]
-        # A console script has its own folder where `python -m` has the working directory, whose modules a
-        # configuration may name.
+        # A console script starts with its own folder as sys.path[0]. Use the working directory, as
+        # `python -m` does: a configuration may name modules there.
         if Path(sys.argv[0]).name == CONSOLE_SCRIPT:
             sys.path[0] = os.getcwd()
     try:
         options = parse_command_line(list(arguments))
 
-        # This process and its children connect to servers on this machine without a proxy.
+        # Let this process and its children connect to servers on this machine without a proxy.
         os.environ.update(no_proxy_variables(os.environ))
         module, _ = COMMANDS[options.command]
         return int(import_module(module).run(options))
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
     except ModuleNotFoundError as error:
-        # A missing module of this package is a bug; any other one is a package to install.
+        # A missing module of this package is a bug. Any other missing module is a package to install.
         package = (error.name or "megatron_rl").partition(".")[0]
         if package == "megatron_rl":
             raise
@@ -101,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has exited, as in `check ... | head`. Python would report this again at exit.
+        # The reader of the pipe has exited, as in `check ... | head`. Close stderr, since Python would report
+        # the error again at exit.
         sys.stderr.close()
         return 1
 
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing_package_error(package: str) -> UserError:
-    """Return the error for a package that a command imports and this Python does not have."""
+    """Return the error for a package that a command imports and that is not installed."""
     return UserError(
         "a package that this command needs is not installed for this Python",
         where=sys.executable,
@@ -129,9 +131,12 @@ def _missing_package_error(package: str) -> UserError:
 def _add_overrides(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, unparsed: list[str]
 ) -> None:
-    """Add ``key=value`` arguments after an option, which argparse leaves unparsed, to the overrides."""
-    overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
-    unrecognized = [text for text in unparsed if text not in overrides]
+    """Add the unparsed ``key=value`` arguments to the overrides; exit with status 2 for other arguments.
+
+    argparse leaves positional arguments after an option unparsed.
+    """
+    overrides = [argument for argument in unparsed if "=" in argument and not argument.startswith("-")]
+    unrecognized = [argument for argument in unparsed if argument not in overrides]
 
     # Commands without a configuration have no overrides.
     if unrecognized or (overrides and not hasattr(arguments, "overrides")):

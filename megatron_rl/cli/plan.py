@@ -1,4 +1,4 @@
-"""The ``plan`` command: search placements of a model or of a configuration, or calibrate the constants."""
+"""The ``plan`` command: search placements for a model or a configuration, or calibrate the constants."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the predicted weights; --out requires bf16 (default), the only one that runs support",
     )
 
-    # Two names for values of one setting, since the flags read better than the value.
+    # Two flags set one option, since flags are easier to read than its values.
     sampling = job.add_mutually_exclusive_group()
     sampling.add_argument(
         "--one-step-off",
@@ -151,7 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate the constants, plan a configuration, or search placements, by the arguments that are given.
+    """Calibrate constants, plan a configuration or search placements, depending on the arguments.
 
     Returns the exit code; raises UserError for invalid arguments.
     """
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model and args.model.endswith((".yaml", ".yml")):
         return _plan_configuration(args)
 
-    # Both are optional for argparse, since --calibrate needs neither.
+    # argparse does not require these two arguments, since --calibrate works without them.
     if not args.model or not args.gpus:
         raise UserError(
             "plan needs a model and a number of GPUs",
@@ -182,19 +182,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate_constants(args: argparse.Namespace) -> int:
-    """Print a run's phases with their predictions, and print or write the constants that fit them."""
+    """Fit constants to a run, print predicted and measured seconds by phase, and print or write the fit."""
     override, phases = calibrate_constants(
         args.calibrate, args.gpu, load_constants(args.constants), args.model
     )
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
-    for name, (predicted, measured) in phases.items():
-        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
+    record = {}
+    for name, (predicted_seconds, measured_seconds) in phases.items():
+        factor = predicted_seconds / measured_seconds
+        print(f"{name:12} {predicted_seconds:12.4g} {measured_seconds:12.4g} {factor:8.3f}")
+        record[name] = {"predicted": predicted_seconds, "measured": measured_seconds}
 
     if args.json:
-        record = {
-            name: {"predicted": predicted, "measured": measured}
-            for name, (predicted, measured) in phases.items()
-        }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
     # Without --out, print the override so that it can be redirected to a file.
     text = json.dumps(override, indent=1) + "\n"
@@ -239,7 +238,7 @@ def _check_precision(args: argparse.Namespace) -> None:
 
 
 def make_problem(args: argparse.Namespace) -> PlacementProblem:
-    """Return the search problem that the command line describes; raises UserError for invalid options."""
+    """Build the placement problem from the command-line options; raise UserError for invalid options."""
     _check_numbers(args)
     _check_precision(args)
     constants = load_constants(args.constants)
@@ -262,7 +261,7 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
         row_limit=float(args.prompt_tokens + args.response_tokens),
     )
 
-    # Critic and reward model have scalar heads, and the size that --critic names.
+    # Roles with a scalar head, critic and reward model, have the model of --critic.
     actor = load_shape(args.model)
     critic = actor
     if args.critic:
@@ -283,7 +282,7 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
 
 
 def _search_placements(args: argparse.Namespace) -> int:
-    """Search the placements of a plain model, print the best, and write the files that options name."""
+    """Search placements for a plain model, print the best, and write the files that the options name."""
     problem = make_problem(args)
     started = time.monotonic()
     result = search_simplest_placements(problem, args.split)
@@ -304,8 +303,8 @@ def _search_placements(args: argparse.Namespace) -> int:
 
 
 def _plan_configuration(args: argparse.Namespace) -> int:
-    """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
-    # An option with its default value cannot be distinguished from an absent one, and changes nothing.
+    """Predict a step with the layout of a configuration, search better layouts, and print both."""
+    # An option with its default value cannot be distinguished from an omitted option, and changes nothing.
     explicit_options = [name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default]
     if explicit_options:
         option = "--" + explicit_options[0].replace("_", "-")
@@ -332,14 +331,14 @@ def _plan_configuration(args: argparse.Namespace) -> int:
 
 
 def _model_path(model: str) -> str:
-    """Return the folder of a model on the command line; for a preset, its name on the Hub.
+    """Return ``model.path`` for a MODEL of the command line: its folder, or for a preset its Hub name.
 
-    A preset without a model on the Hub has the folder in which the user has to put it. A folder that only
-    another machine has, such as ``models/Qwen3-8B``, stays as it is.
+    For a preset that is not on the Hub, return ``models/PRESET``, where the user has to put the model. A
+    folder that does not exist on this machine is returned unchanged.
     """
     if not Path(model).exists():
-        is_folder = model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1
-        if is_folder:
+        looks_like_folder = model.startswith(("/", ".", "~", "models/")) or model.count("/") > 1
+        if looks_like_folder:
             return model
         repo = published_repo(model)
         return f"hf://{repo}" if repo else f"models/{model}"
@@ -349,7 +348,7 @@ def _model_path(model: str) -> str:
 
 
 def _config_paths(args: argparse.Namespace) -> Paths:
-    """Return the paths of models, data and rewards that a plan's configuration contains."""
+    """Return the paths of models, data and rewards for the configuration of a plan."""
     return Paths(
         model=args.model_path or _model_path(args.model),
         data=args.data,

@@ -31,9 +31,9 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.traffic import byte_text, received_by_other_projects
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-"""Dtypes of an engine's weights by the values of ``--dtype``."""
+"""Value of ``--dtype`` -> dtype of the engine's weights."""
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
-"""GPU types of the clusters that are predicted by default."""
+"""GPU types for which transfer times are predicted by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,15 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
         lora=_transferred_adapters(config, arguments.lora_rank),
     )
 
-    # Traffic of other systems is computed by their formulas, ours from the plan.
+    # Our traffic is counted in the plan; for comparison, formulas give the traffic of other systems.
     summary = summarise_transfer(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     is_colocated = not arguments.rollout_ranks
     peer_bytes = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
     planning_seconds = time.perf_counter() - start
 
     if arguments.json:
-        sizes = {"actor_ranks": actor.size, "rollout_ranks": len(rollout_ranks), "engine_ranks": tensor}
-        record = sizes | dataclasses.asdict(summary)
+        rank_counts = {"actor_ranks": actor.size, "rollout_ranks": len(rollout_ranks), "engine_ranks": tensor}
+        record = rank_counts | dataclasses.asdict(summary)
         record |= {"peers": peer_bytes, "planning_seconds": planning_seconds}
         print(json.dumps(record, indent=1))
     else:
@@ -145,16 +145,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _transferred_adapters(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters that ``--lora-rank`` transfers instead of the weights; None if it is not given.
+    """Return the adapters of ``rank`` that are transferred instead of the weights; None without ``rank``.
 
-    ``config`` is the model's Hugging Face configuration.
+    ``config`` is the model's Hugging Face configuration. Raises UserErrors for invalid adapters.
     """
     if rank is None:
         return None
 
     model = describe_model(config)
     lora = LoraConfig(rank, sync="adapter")
-    # The same rules as for a run.
+    # Apply the same rules as for a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
@@ -176,11 +176,11 @@ def _parse_engine_layout(text: str) -> tuple[int, bool]:
             got=text,
         )
 
-    # The only size, tensor or expert, is the number of ranks of a replica.
-    size = next(iter(sizes.values()))
-    if size < 1:
+    # The layout has a single size, tensor or expert: the number of ranks of a replica.
+    (num_ranks,) = sizes.values()
+    if num_ranks < 1:
         raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=text)
-    return size, "expert" in sizes
+    return num_ranks, "expert" in sizes
 
 
 def _summary_lines(
@@ -191,8 +191,8 @@ def _summary_lines(
 ) -> list[str]:
     """Format the summary of a planned transfer as lines of text.
 
-    ``bytes_by_method``: bytes that a rank would receive by the method of another project, by the method's
-    name. ``layouts``: description of both layouts. ``planning_seconds``: time that planning took.
+    ``bytes_by_method`` maps the name of another project's method to the bytes that a rank would receive with
+    it. ``layouts`` describes both layouts, and ``planning_seconds`` is the time spent on planning.
     """
     rows = [
         ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),
@@ -209,14 +209,13 @@ def _summary_lines(
         ("peers per rank", f"most {summary.peers_most}, mean {summary.peers_mean:.1f}"),
         ("staging per rank", f"at most {byte_text(summary.staging_most)}"),
         ("received needlessly", byte_text(summary.redundant_most)),
-        *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
-        ("first sync", f"{summary.connect_seconds:.1f} s more to connect, assumed"),
-        *(
-            (f"{name}", f"{byte_text(value)} received per rank (formula)")
-            for name, value in bytes_by_method.items()
-        ),
-        ("planned in", f"{planning_seconds:.1f} s"),
     ]
+    for gpu, seconds in summary.seconds.items():
+        rows.append((f"on {gpu}", f"{seconds:.2f} s predicted"))
+    rows.append(("first sync", f"{summary.connect_seconds:.1f} s more to connect, assumed"))
+    for method, received_bytes in bytes_by_method.items():
+        rows.append((method, f"{byte_text(received_bytes)} received per rank (formula)"))
+    rows.append(("planned in", f"{planning_seconds:.1f} s"))
 
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
+    width = max(len(label) for label, _ in rows)
+    return [f"{label:<{width}}  {value}" for label, value in rows]

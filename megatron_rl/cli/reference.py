@@ -55,7 +55,7 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": ("Weight sync and sampling ahead", ("hybrid_engine", "mismatch", "asynchrony")),
     "watch": ("Evaluation, checkpoints, health, trackers", ("evaluation", "checkpoint", "health", "logging")),
 }
-"""Page below docs/configuration -> its title and the sections of the top level on it."""
+"""Page below docs/configuration -> (title, top-level sections on the page)."""
 _GENERATED = "This page is generated from the code: `python -m megatron_rl.cli.reference {}`.\n"
 _ALGORITHMS_HEAD = f"""\
 # Algorithms
@@ -89,7 +89,7 @@ codes: 0, 2 for bad input, 1 for any other failure.
 
 {_GENERATED.format("commands")}"""
 _PYTHON_GUIDE = Path(__file__).with_name("python_guide.md")
-"""First part of the page on Python, written by hand."""
+"""File with the first, hand-written part of the page about Python."""
 _PYTHON_HEAD = f"""
 # Reference
 
@@ -107,7 +107,7 @@ _COLUMNS = ("Key, type, default", "Meaning")
 def configuration_page() -> str:
     """Return the first page of the configuration reference.
 
-    It has a table of the other pages, each about one subject such as data, and the keys at the top level.
+    The page lists the pages about single subjects, such as data, and documents the keys at the top level.
     """
     rows = []
     for name, (title, sections) in SUBJECTS.items():
@@ -118,7 +118,7 @@ def configuration_page() -> str:
 
 
 def subject_page(subject: str) -> str:
-    """Return the configuration reference's page on one subject, with a table for each class of sections."""
+    """Return the configuration page about one subject, with a table for each class of sections."""
     title, _ = SUBJECTS[subject]
     tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
@@ -129,14 +129,14 @@ def subject_page(subject: str) -> str:
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
-    """Return the tables on each page: subject -> pairs of a class and the paths of all its sections."""
+    """Map each subject to the tables on its page: pairs of a section class and the paths of its sections."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
     for path, section in _iter_sections(RunConfig, ""):
         if path:
             paths_by_class.setdefault(section, []).append(path)
 
-    # A shared table is on the page of its first path, the actor's if it has one.
+    # A shared table is on the page of its first path. Sort the actor's path first.
     for paths in paths_by_class.values():
         paths.sort(key=lambda path: not path.startswith("actor."))
     subject_of: dict[str, str] = {}
@@ -152,18 +152,18 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
 def _iter_sections(section_type: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield (path, class) of the section at ``path`` and of all sections below it.
 
-    NAME in a path stands for any entry of a mapping.
+    Named sections of a mapping are yielded once, with NAME in the path.
     """
     yield path, section_type
     for name, hint in field_hints(section_type).items():
         # The top level has an empty path, so remove the leading dot.
         field_path = f"{path}.{name}".removeprefix(".")
-        inner = section_class(hint)
-        entry = entry_class(hint)
-        if inner is not None:
-            yield from _iter_sections(inner, field_path)
-        if entry is not None:
-            yield from _iter_sections(entry, f"{field_path}.NAME")
+        inner_class = section_class(hint)
+        named_class = entry_class(hint)
+        if inner_class is not None:
+            yield from _iter_sections(inner_class, field_path)
+        if named_class is not None:
+            yield from _iter_sections(named_class, f"{field_path}.NAME")
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -173,7 +173,7 @@ def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 def _section_table(section_type: type, paths: list[str]) -> str:
-    """Return the table of the keys of a section that occurs at each of ``paths`` in the configuration."""
+    """Return the table of the keys of ``section_type``, whose sections have the given ``paths``."""
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
@@ -189,7 +189,7 @@ def _section_table(section_type: type, paths: list[str]) -> str:
 
 
 def _piece_table(key: str, kind: PieceKind) -> str:
-    """Return the table of the named pieces of one kind, with the settings of each and their bounds."""
+    """Return the table of the named pieces of one kind, with their settings and bounds."""
     rows = []
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
@@ -231,7 +231,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
 
 
 def _meaning_text(setting: Setting) -> str:
-    """Return the meaning of a setting with its choices or bounds, as a table cell."""
+    """Return the meaning of a setting with its choices or bounds, as text for a table cell."""
     allowed = _allowed_values_text(setting)
     if not allowed:
         return setting.meaning
@@ -240,7 +240,7 @@ def _meaning_text(setting: Setting) -> str:
 
 def _default_text(item: dataclasses.Field, setting: Setting) -> str:
     """Format the default of a configuration key as a table cell."""
-    # The keys of a section have their own rows: list only the values that differ from its class.
+    # The keys of a section have rows of their own: list only values that differ from the class's defaults.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
@@ -255,7 +255,7 @@ def _default_text(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _changed_defaults_text(section: Any) -> str:
-    """List the values of a default section that differ from the defaults of its class; empty if none do."""
+    """List the values of a default section that differ from the defaults of its class, as text."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -274,8 +274,8 @@ def _allowed_values_text(setting: Setting) -> str:
     return choices
 
 
-# Formulas of the algorithms' page. Docstrings have equations as plain text, which a reader of the code wants.
-# The page has the same equations in TeX: GitHub renders them there, and docs/mathml.py for the site.
+# Formulas of the algorithms' page. Docstrings contain equations as plain text, readable in the code. The page
+# contains the same equations in TeX, which GitHub and docs/mathml.py render.
 
 RATIO_CLIP = r"\operatorname{clip}(r, 1 - \text{clip_low}, 1 + \text{clip_high})"
 LOG_RATIO = r"\sum_t (\log p_t - \log p_t^{\text{rollout}})"
@@ -358,15 +358,15 @@ FORMULAS: dict[str, str] = {
         r"\text{coef} \, (\log p_{\text{teacher}} - \log p_{\text{actor}})"
     ),
 }
-"""Equation as a docstring has it, on one line -> its TeX."""
+"""Equation in a docstring, on one line -> its TeX."""
 
 _CODE = re.compile(r"`([^`]+)`")
 
 
 def replace_equations(text: str) -> str:
-    """Return Markdown in which the code of equations is replaced by formulas, in the notation of GitHub.
+    """Replace the equations of `FORMULAS` in Markdown text by formulas in GitHub's notation.
 
-    GitHub renders the content of ``$`…`$`` without any other change, such as of underscores.
+    The notation is ``$`…`$``, in which GitHub does not interpret underscores as Markdown.
 
     Example:
         >>> replace_equations("`A = alpha R` with `alpha`")
@@ -385,11 +385,11 @@ def replace_equations(text: str) -> str:
 
 
 def algorithms_page() -> str:
-    """Return the page with every named algorithm's pieces, and with every piece's equation and source."""
+    """Return the page with the pieces of each algorithm, and the equation and source of each piece."""
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
-        # Leave out pieces that are the same as GRPO's, except the two that define an algorithm.
+        # Omit pieces that are the same as GRPO's, except the two that define an algorithm.
         links: list[str] = []
         for key, piece in algorithm.pieces().items():
             if piece == defaults[key] and key not in ("advantage", "policy_loss"):
@@ -409,7 +409,7 @@ def algorithms_page() -> str:
         # A line for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
         describing_kinds = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
-        blocks += [f"Those of `{other}`.\n" for other in describing_kinds if other != key]
+        blocks += [f"Those of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]
         for piece_class, described_under in first_kind.items():
             if described_under == key:
                 text = replace_equations(_markdown_docstring(piece_class))
@@ -418,7 +418,7 @@ def algorithms_page() -> str:
 
 
 def _changed_settings_text(piece: Piece, default: Piece) -> str:
-    """Return the settings in which ``piece`` differs from ``default``, in parentheses; empty if in none."""
+    """Format the settings in which ``piece`` differs from ``default``, in parentheses; empty if equal."""
     changes: list[str] = []
     for item in dataclasses.fields(piece):
         value = getattr(piece, item.name)
@@ -465,17 +465,17 @@ def _argument_syntax(action: argparse.Action) -> str:
 
 def _help_text(action: argparse.Action) -> str:
     """Return the help of an argument with its default and choices filled in."""
-    parts: list[str] = []
+    clauses: list[str] = []
     if action.help:
-        parts.append(action.help.replace("%(default)s", str(action.default)).replace("%%", "%"))
+        clauses.append(action.help.replace("%(default)s", str(action.default)).replace("%%", "%"))
     if action.choices:
         choices = ", ".join(f"`{choice}`" for choice in action.choices)
-        parts.append(f"one of {choices}")
-    return "; ".join(parts)
+        clauses.append(f"one of {choices}")
+    return "; ".join(clauses)
 
 
 def python_page() -> str:
-    """Return the page on Python: the guide, then every public name with its signature and docstring."""
+    """Return the page about Python: the guide, then every public name with its signature and docstring."""
     blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
@@ -486,7 +486,7 @@ def python_page() -> str:
             declaration = f"def {name}{_wrap_signature(_signature_text(value))}"
             members = ()
 
-        # Each entry has the signature as Python, the docstring, and a table of the members.
+        # Write the signature as Python code, the docstring, and a table of the members.
         code = f"```python\n{declaration}: ...\n```"
         blocks.append(f"## {name}\n\n`{module}`\n\n{code}\n\n{_markdown_docstring(value)}\n")
 
@@ -511,15 +511,15 @@ def _signature_text(item: Any) -> str:
         item = item.__func__
 
     text = str(inspect.signature(item))
-    # A default without a literal, such as a sentinel of dataclasses.
+    # Abbreviate a default without a literal, such as a sentinel of dataclasses.
     text = re.sub(r"<[^>]*>", "...", text)
-    # Annotations are strings, which inspect prints in quotes.
+    # Remove the quotes that inspect prints around annotations, which are strings.
     text = re.sub(r"(: |-> )(['\"])(.*?)\2", r"\1\3", text)
     return re.sub(r"\((self|cls)(, )?", "(", text)
 
 
 def _wrap_signature(signature: str) -> str:
-    """Format a signature with a line for each parameter if it is long; return a short one unchanged."""
+    """Split a long signature into one line per parameter; return a short signature unchanged."""
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     parameters_text, _, result = signature[1:].rpartition(")")
@@ -543,7 +543,7 @@ def _split_parameters(text: str) -> Iterator[str]:
 
 
 def other_names_page() -> str:
-    """Return the page with other projects' names for our keys, in a table per project."""
+    """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, foreign in foreign_keys():
         row = f"| `{foreign.name}` | `{path}` | {_table_cell(foreign.difference_text())} |"
@@ -575,7 +575,7 @@ def other_names_page() -> str:
 
 
 def _markdown_docstring(value: Any) -> str:
-    """Return a docstring as Markdown, with a link for each paper; empty if ``value`` has none."""
+    """Return the docstring of ``value`` as Markdown with links to papers; empty without a docstring."""
     # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
@@ -583,7 +583,7 @@ def _markdown_docstring(value: Any) -> str:
 
 
 def _table_cell(text: str) -> str:
-    """Format a text as a cell of a Markdown table: on one line, with its bars escaped."""
+    """Format a text as a cell of a Markdown table: on one line, with escaped vertical bars."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

@@ -19,7 +19,7 @@ from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.sections.schedules import token_schedule
 
 HOST_MEMORY = "0.25"
-"""Fraction of a host's memory that the server may use without a GPU: other programs need the rest."""
+"""Fraction of the host's memory that a server without a GPU may use; other programs need the rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_directory(source, "SOURCE")
     model = find_or_export_model(source, trusted=arguments.trust)
 
-    # A model of a run is sampled as in training, and named after the run.
+    # The model of a run has the run's sampling parameters as defaults, and the run's name.
     folder = folder_of_checkpoint(model)
     defaults: dict[str, Any] = {}
     named_folder = model
@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
 def find_or_export_model(source: Path, *, trusted: bool = False) -> Path:
     """Return the folder of the Hugging Face model to serve; export a training checkpoint first if necessary.
 
-    ``source`` is such a folder, a checkpoint or a run folder. The model of a run folder is the one that the
-    run wrote at its end, or else that of its newest checkpoint. With ``trusted`` a checkpoint is loaded even
-    if that may run code.
+    ``source`` is a Hugging Face model, a training checkpoint or a run folder. A run folder is served with the
+    model that the run wrote at its end, or else with its newest checkpoint. With ``trusted``, a checkpoint is
+    loaded even if loading may run code.
     """
     if (source / "config.json").is_file():
         return source
@@ -100,13 +100,13 @@ def find_or_export_model(source: Path, *, trusted: bool = False) -> Path:
 
 
 def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
-    """Return the sampling parameters of a run, under their names in a generation_config.json."""
+    """Return the sampling parameters of a run with their names in generation_config.json."""
     rollout = load_config(folder.config).rollout
 
-    # A server has constant values: a schedule over steps or tokens has reached its end.
+    # A server supports only constant values: use the last value of a schedule over steps or tokens.
     top_p = token_schedule(rollout.top_p).end
 
-    # Filters that are off are left out, as vLLM's defaults are off.
+    # Omit filters that are off, since they are also off by default in vLLM.
     defaults: dict[str, Any] = {
         "temperature": token_schedule(rollout.temperature).end,
         "max_new_tokens": rollout.response_limit,
@@ -125,9 +125,9 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    ``name`` is the name by which requests address the model, ``defaults`` are the sampling parameters of
-    requests that set none. The command runs the server's module, since the ``vllm`` script of vLLM's CPU
-    package (0.32) does not start.
+    ``name`` is the model's name in requests. ``defaults`` are sampling parameters for requests that do not
+    set them. The command runs the server's module, since the ``vllm`` script of vLLM's CPU package (0.32)
+    does not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
@@ -136,7 +136,7 @@ def server_command(model: Path, name: str, host: str, port: int, defaults: dict[
     if defaults:
         command += ["--override-generation-config", json.dumps(defaults)]
 
-    # By default vLLM takes 0.92 of the memory, which on a host without GPU is shared with other programs.
+    # By default vLLM reserves 0.92 of the memory, which a host without GPU shares with other programs.
     if shutil.which("nvidia-smi") is None:
         command += ["--gpu-memory-utilization", HOST_MEMORY]
     return command

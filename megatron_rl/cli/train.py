@@ -30,13 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered_lines(report.warnings, "warning")), file=sys.stderr, flush=True)
 
-    # Raises the errors, after the warnings that may explain them.
+    # Raise the errors only after printing the warnings, which may explain them.
     config = report.valid()
     if process_rank() == 0:
         lines = [*summary_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]
         print("\n".join(lines), flush=True)
 
-    # Import after the check, since it takes long. Output of the libraries goes to the rank's log.
+    # Import only after the check, since the import is slow. The libraries' output goes to the rank's log.
     log = RunFolder(config.run_dir).create().rank_log(process_rank())
     with redirect_output(log, is_main=False):
         from megatron_rl.trainer import run as trainer
