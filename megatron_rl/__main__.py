@@ -1,4 +1,4 @@
-"""Run a command: ``python -m megatron_rl COMMAND …``, as ``megatron-rl`` does, or under torchrun."""
+"""Entry point of ``python -m megatron_rl COMMAND …``, which runs the same commands as ``megatron-rl``."""
 
 import sys
 

@@ -1,8 +1,8 @@
 """The user's callbacks: classes whose methods are called in each step on the first rank.
 
-A callback has at least one of `METHODS`, which receive copies of the values. The first exception disables the
-callback with a warning, and the run continues. Methods run synchronously: a callback with long work should
-use a thread. The module can be imported without torch, so that `check` loads callbacks as a run does.
+A callback defines at least one of `METHODS`, whose arguments are copies. The first exception disables the
+callback with a warning, and the run continues. Methods run synchronously: a slow callback should start a
+thread. This module does not import torch, so `check` can load callbacks, too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from megatron_rl.errors import UserError, first_line, nearest, single_errors
 from megatron_rl.user_code import load_object
 
 METHODS = ("on_step_begin", "on_samples", "on_step_end")
-"""``on_step_begin(step)``; ``on_samples(step, samples)``, the columns of the step's table of samples by name;
-``on_step_end(step, metrics)``, the numbers of the step's line in metrics.jsonl by name."""
+"""``on_step_begin(step)``; ``on_samples(step, samples)``, where ``samples`` maps column names of the step's
+sample table to values; ``on_step_end(step, metrics)``, where ``metrics`` maps names to numbers as in the
+step's line of metrics.jsonl."""
 
 _KEY = "callbacks"
 
@@ -33,7 +34,7 @@ class Callbacks:
         self._callbacks: dict[str, Any] = {path: load_callback(path)() for path in paths}
 
     def call_method(self, method: str, *values: Any) -> None:
-        """Call a method of each callback that has it, with copies of the values."""
+        """Call ``method`` of each callback that defines it, with copies of ``values``."""
         for path, callback in list(self._callbacks.items()):
             function = getattr(callback, method, None)
             if function is None:
@@ -42,14 +43,14 @@ class Callbacks:
                 function(*copy.deepcopy(values))
             except Exception as error:  # the user's code may raise anything
                 del self._callbacks[path]
-                text = f"warning: {path} failed in {method} and is not called any more"
-                self._print_line(f"{text}: {first_line(error)}")
+                warning = f"warning: {path} failed in {method} and is not called any more"
+                self._print_line(f"{warning}: {first_line(error)}")
 
 
 def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
-    """Yield the errors for callbacks that cannot be loaded or have none of `METHODS`.
+    """Yield the error for each callback that cannot be loaded or defines none of `METHODS`.
 
-    ``paths`` are the import paths of their classes.
+    ``paths`` are import paths of callback classes.
     """
     for path in paths:
         try:
@@ -59,20 +60,19 @@ def callback_errors(paths: Iterable[str]) -> Iterator[UserError]:
 
 
 def load_callback(path: str) -> type:
-    """Load the class of a callback from ``file.py:Class`` or ``module:Class``.
+    """Load a callback class from ``file.py:Class`` or ``module:Class``.
 
-    Raises UserError unless it is a class with at least one of `METHODS`, and for a class with another method
-    ``on_...``, which the run would never call.
+    Raises UserError if it is not a class, defines none of `METHODS`, or defines an unknown method ``on_...``.
     """
-    callback = load_object(path, _KEY)
+    callback_class = load_object(path, _KEY)
 
-    # A misspelled method would silently do nothing.
-    hooks = [name for name in dir(callback) if name.startswith("on_")]
+    # Reject unknown hooks: the run would never call a misspelled method.
+    hooks = [name for name in dir(callback_class) if name.startswith("on_")]
     unknown_hooks = [name for name in hooks if name not in METHODS]
-    if isinstance(callback, type) and hooks and not unknown_hooks:
-        return callback
+    if isinstance(callback_class, type) and hooks and not unknown_hooks:
+        return callback_class
 
-    got = f"{type(callback).__name__} without any of them"
+    got = f"{type(callback_class).__name__} without any of them"
     fix = "define at least one of these methods in a class without arguments"
     if unknown_hooks:
         got = ", ".join(unknown_hooks)

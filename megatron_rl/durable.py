@@ -1,8 +1,8 @@
 """Atomic writes of files and folders, and digests that detect later damage.
 
-The one idea: everything is written under another name first, flushed to the disk (fsync of files and
-folders), and then renamed. A crash of the process or the machine leaves the old state or the new one, never
-a mixture. A folder contains a file with the digest of each of its files, against which they can be verified.
+The one idea: everything is written under a temporary name first, flushed to the disk (fsync of files and
+folders), and then renamed. A crash of the process or the machine leaves the old content or the new content,
+never a mixture. A sealed folder contains `DIGESTS`, the digest of each of its files, to verify them later.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _OUT_OF_MEMORY = (
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: after a crash it has the old content or the new one."""
+    """Write a text file atomically: after a crash it has the complete old or the complete new content."""
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -89,7 +89,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # EINVAL: the file system does not support it for folders.
+        # EINVAL: the file system does not support fsync of folders.
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -98,14 +98,15 @@ def sync_folder(folder: Path) -> None:
 
 def files_below(folder: Path) -> list[str]:
     """Return the sorted relative paths of all files below a folder, except the file of digests itself."""
-    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in names if name != DIGESTS)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    relative_paths = [file.relative_to(folder).as_posix() for file in files]
+    return sorted(path for path in relative_paths if path != DIGESTS)
 
 
 def compute_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Flush the files ``names`` of a folder to the disk and compute their digests.
 
-    Returns name -> ``size:sha256``. `_READERS` files are read in parallel. Raises OSError.
+    Returns a mapping from name to ``size:sha256``. `_READERS` files are read in parallel. Raises OSError.
     """
     paths = {name: folder / name for name in names}
     with ThreadPoolExecutor(_READERS) as readers:
@@ -113,14 +114,14 @@ def compute_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 class RunningDigest:
-    """Digest of a file whose content arrives in pieces; its text is ``size:sha256``."""
+    """Digest of a file whose content arrives in blocks; ``str(digest)`` is ``size:sha256``."""
 
     def __init__(self) -> None:
         self._state = hashlib.sha256()
         self._size = 0
 
     def update(self, content: bytes | memoryview) -> None:
-        """Append ``content`` to the file whose digest is computed."""
+        """Add the next block of the file's content."""
         self._state.update(content)
         self._size += memoryview(content).nbytes
 
@@ -129,7 +130,7 @@ class RunningDigest:
 
 
 def _compute_digest(path: Path) -> str:
-    """Flush a file to the disk, and return ``size:sha256`` of its content."""
+    """Flush a file to the disk, and return its digest ``size:sha256``."""
     digest = RunningDigest()
     require_regular_file(path)
 
@@ -160,9 +161,9 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
 
 
 def seal_folder(folder: Path, computed_digests: Mapping[str, str] | None = None) -> None:
-    """Write the file with the digests of all files of a finished folder, after which `is_sealed` is true.
+    """Write the digests of all files of a finished folder, which marks the folder as complete (`is_sealed`).
 
-    ``computed_digests`` maps names of files to digests that need not be computed again.
+    ``computed_digests`` maps file names to digests that need not be computed again.
     """
     all_digests = dict(computed_digests or {})
     remaining_names = [name for name in files_below(folder) if name not in all_digests]
@@ -192,9 +193,9 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
 
 def find_damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Compare the files ``names`` of a folder with their digests; return a line of text for each damaged one.
+    """Verify the files ``names`` of a folder, and return a line such as ``a.pt is missing`` per damaged file.
 
-    A line consists of the file's name and its damage. ``file_digests`` is the result of `read_digests`.
+    ``file_digests`` is the result of `read_digests`.
     """
     lines = []
     for name in names:
@@ -205,7 +206,7 @@ def find_damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[
 
 
 def _find_damage(path: Path, expected_digest: str) -> str | None:
-    """Return the predicate of an error sentence about a damaged file; None if the file matches the digest."""
+    """Describe the damage of a file, such as ``is missing``; return None if it matches the digest."""
     try:
         # Compare the size first, which does not need to read the file.
         size = require_regular_file(path)
@@ -249,12 +250,15 @@ def publish_folder(finished_folder: Path, final_path: Path) -> None:
 
 
 def replaced_path(path: Path) -> Path:
-    """Return the path that `publish_folder` gives to the folder ``NAME`` that it replaces: ``NAME.old``."""
+    """Return ``NAME.old``, the path to which `publish_folder` renames an existing folder ``NAME``."""
     return path.with_name(path.name + REPLACED)
 
 
 def recoverable_folders(folder: Path) -> list[Path]:
-    """Return the folders ``NAME.old`` without a ``NAME``, sorted; a killed `publish_folder` leaves them."""
+    """Return the sorted folders ``NAME.old`` for which no ``NAME`` exists.
+
+    They are left by processes that were killed in `publish_folder`.
+    """
     if not folder.is_dir():
         return []
     old_folders = (path for path in folder.iterdir() if path.suffix == REPLACED and path.is_dir())
@@ -262,10 +266,7 @@ def recoverable_folders(folder: Path) -> list[Path]:
 
 
 def recover_replaced(folder: Path) -> list[Path]:
-    """Rename each folder ``NAME.old`` to ``NAME`` if there is no ``NAME``; return the new paths.
-
-    A process that was killed during `publish_folder` leaves such a folder, see `recoverable_folders`.
-    """
+    """Rename each folder of `recoverable_folders` from ``NAME.old`` to ``NAME``; return the new paths."""
     recovered = [path.rename(path.with_suffix("")) for path in recoverable_folders(folder)]
     if recovered:
         sync_folder(folder)
@@ -333,7 +334,7 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
 
 
 def full_disk_error(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
-    """Return the error for a disk that is too full for the data that ``content`` names.
+    """Return the error for a disk without enough free space for ``content``, such as "a checkpoint".
 
     ``got`` describes the free space or the failed write; ``byte_count`` is the size of the data, None if
     unknown.

@@ -33,7 +33,7 @@ class UserError(Exception):
     where: str | None = None
     """Configuration path, ``file:line`` or command."""
     expected: str | None = None
-    """Valid values, as text; None if it would only repeat the message."""
+    """Valid values, as text; None if the text would only repeat the message."""
     got: str | None = None
     """Actual value, as text."""
     fix: str | None = None
@@ -92,14 +92,14 @@ class UserErrors(UserError):
 
 
 def single_errors(error: UserError) -> tuple[UserError, ...]:
-    """Return the single errors in an error: all errors of a `UserErrors`, or else the error itself."""
+    """Return all errors of a `UserErrors`; for a single error, return a tuple of that error."""
     if isinstance(error, UserErrors):
         return error.errors
     return (error,)
 
 
 def raise_errors(errors: Sequence[UserError]) -> None:
-    """Raise the error or errors, if there are any."""
+    """Raise a single error, or several errors as `UserErrors`; do nothing for an empty sequence."""
     if len(errors) == 1:
         raise errors[0]
     if errors:
@@ -107,9 +107,9 @@ def raise_errors(errors: Sequence[UserError]) -> None:
 
 
 def numbered_lines(errors: Iterable[UserError], noun: str) -> list[str]:
-    """Return the lines of errors, with an empty line between two; several are numbered ``error 1: …``.
+    """Format errors as lines of text, numbered ``error 1: …`` if there are several.
 
-    ``noun`` is ``error`` or ``warning``.
+    An empty line separates two errors. ``noun`` is ``error`` or ``warning``.
     """
     all_errors = tuple(errors)
     lines: list[str] = []
@@ -124,7 +124,7 @@ def numbered_lines(errors: Iterable[UserError], noun: str) -> list[str]:
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that ``name`` is most likely a misspelling of; None unless exactly one is close.
+    """Return the candidate closest to the misspelled ``name``; None unless exactly one is close.
 
     A misspelling changes one or two letters of a word, the order of the words, or the separators between
     them. Names that differ in digits or in words of one or two letters are distinct names, not misspellings
@@ -189,14 +189,14 @@ def _allowed_edits(length: int) -> int:
 
 
 def _split_name(name: str) -> list[str]:
-    """Return the words of a name in lower case; any other character than a letter or digit separates them."""
-    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+    """Split a name into lower-case words at every character that is neither a letter nor a digit."""
+    return re.findall(r"[^\W_]+", name.lower())
 
 
 def _edit_distance(source: str, target: str) -> int:
     """Return the optimal string alignment distance of two words.
 
-    It is the smallest number of insertions, deletions, replacements and swaps of adjacent letters.
+    This is the smallest number of insertions, deletions, replacements and swaps of adjacent letters.
     """
     # Dynamic programming: row i, column j of the table is the distance of source[:i] and target[:j].
     row_before_previous: list[int] = []
@@ -216,9 +216,9 @@ def _edit_distance(source: str, target: str) -> int:
 
 
 def describe_missing_path(path: Path) -> str:
-    """Describe what is at the path of a missing file, for the ``got`` line of its error.
+    """Describe why there is no regular file at a path, for the ``got`` line of an error.
 
-    The text names the topmost folder that does not exist, or a file of the folder with a similar name.
+    For a missing file, the text names the topmost missing folder, or a file with a similar name.
     """
     parent = path.parent
     if path.is_symlink() and not path.exists():
@@ -229,19 +229,19 @@ def describe_missing_path(path: Path) -> str:
         return f"{path} is a pipe, a socket or a device"
 
     if not parent.is_dir():
-        # The mistake most likely is in the topmost missing folder.
+        # Report the topmost missing folder, which most likely contains the mistake.
         while parent.parent != parent and not parent.parent.is_dir():
             parent = parent.parent
         return f"no directory {parent}"
 
-    similar_name = nearest(path.name, [entry.name for entry in parent.iterdir()])
+    similar_name = nearest(path.name, [child.name for child in parent.iterdir()])
     if similar_name is None:
         return f"no {path.name} in {parent}"
     return f"no {path.name} in {parent}; there is {similar_name}"
 
 
 def join_names(names: Sequence[str], count: int) -> str:
-    """Return the first ``count`` names as text, with the number of further ones.
+    """Join the first ``count`` names to a text that ends with the number of the remaining names.
 
     Example:
         >>> join_names(["a", "b", "c"], 2)
@@ -261,15 +261,15 @@ def first_line(error: BaseException, length: int = 300) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")[:length]
 
 
-# Recurring forms: one function for each kind of mistake that many rules find. A rule passes the key and the
-# values; the form writes the message and the `expected` and `got` lines, so that the same mistake reads the
-# same wherever it is found. A mistake that only one rule can find builds its `UserError` itself.
+# Errors that several rules report, one function for each. They write the message and the `expected` and `got`
+# lines, so the same mistake has the same text everywhere. A rule with a unique error builds its `UserError`
+# itself.
 
 
 def unknown_choice_error(
     path: str, value: Any, choices: Sequence[str], *, fallback_fix: str = "choose one of them, or remove it"
 ) -> UserError:
-    """Return the error for a key whose value is not one of its choices, with the nearest one suggested.
+    """Return the error for a key whose value is not one of its choices; suggest the nearest choice.
 
     ``fallback_fix`` is the fix if no choice is close.
 
@@ -300,7 +300,7 @@ def range_error(path: str, value: Any, expected: str, *, fix: str | None = None)
 
 
 def requirement_error(path: str, value: Any, condition: str, *, got: str, fix: str) -> UserError:
-    """Return the error for a value that has an effect only under a condition that is not met.
+    """Return the error for a value that requires a condition which is not met.
 
     Example:
         >>> condition = "lora.rank of 1 or more"
@@ -327,7 +327,7 @@ def exclusive_error(path: str, second_path: str, reason: str, *, fix: str | None
 
 
 def divisor_error(path: str, size: int, total: int, noun: str, *, fix: str | None = None) -> UserError:
-    """Return the error for a ``size`` that does not divide a ``total`` of ``noun``.
+    """Return the error for a ``size`` that does not divide ``total``, the number of ``noun``.
 
     Example:
         >>> print(divisor_error("actor.layout.tensor", 3, 32, "attention heads"))

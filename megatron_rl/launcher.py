@@ -23,10 +23,10 @@ from megatron_rl.errors import UserError, numbered_lines, raise_errors, single_e
 # Interval in seconds at which a rank checks that its launcher is alive.
 _CHECK_SECONDS = 1.0
 
-# Seconds for which other ranks wait for rank 0 to print its errors, before they print their own.
+# Seconds that other ranks wait for rank 0 to print its errors before they print their own errors.
 PATIENCE = 8.0
 
-# Seconds between the turns of a machine's ranks to print an error that rank 0 does not have.
+# Seconds per local rank that a rank waits before it prints an error which rank 0 does not have.
 _TURN_SECONDS = 2.0
 
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
@@ -37,7 +37,7 @@ CONSOLE_SCRIPT = "megatron-rl"
 LOOPBACK = "127.0.0.1"
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 
-# Environment variable with a number of processes that torch.distributed does not read -> its launcher.
+# Environment variable with the number of processes, not read by torch.distributed -> launcher that sets it.
 _OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -65,8 +65,8 @@ class Launch:
 def read_launch(environment: Mapping[str, str], *, joins_group: bool = False) -> Launch:
     """Read the launcher's environment variables; raise UserErrors for invalid values.
 
-    With ``joins_group`` the process will join the process group of its job, so the rendezvous address is
-    required too.
+    ``joins_group`` is true if the process will join the job's process group. Then the rendezvous address is
+    required, too.
     """
     errors: list[UserError] = []
     if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
@@ -105,8 +105,8 @@ def process_rank() -> int:
 def watch_launcher() -> None:
     """Start a thread that exits this process if its launcher dies.
 
-    A launcher that is killed cannot signal its ranks, which would keep devices and ports, and write into a
-    folder that the next job uses. Only ranks of torchrun are watched: other launchers end their ranks
+    A killed launcher cannot signal its ranks. They would occupy devices and ports, and write into a folder
+    that the next job uses. The thread is started only under torchrun: other launchers end their ranks
     themselves, and a process that a shell started may outlive the shell. Call this before anything slow,
     since the death of a launcher before the call is not detected.
     """
@@ -116,7 +116,7 @@ def watch_launcher() -> None:
     launcher = os.getppid()
 
     def watch() -> None:
-        # The kernel gives an orphan another parent process.
+        # When the launcher dies, the kernel assigns another parent process.
         while os.getppid() == launcher:
             time.sleep(_CHECK_SECONDS)
 
@@ -142,12 +142,12 @@ def _read_integer(
     For any other value an error is appended to ``errors`` and None is returned. A ``default`` replaces an
     unset variable.
     """
-    text = environment.get(name, "").strip()
-    if not text and default is not None:
+    value_text = environment.get(name, "").strip()
+    if not value_text and default is not None:
         return default
 
     try:
-        value = int(text)
+        value = int(value_text)
     except ValueError:
         value = None
 
@@ -173,9 +173,9 @@ def _variable_error(name: str, expected: str, got: str | None) -> UserError:
 
 
 def _unknown_launcher_error(name: str, launcher: str, process_count: str) -> UserError:
-    """Return the error for a launcher that starts several processes without the variables of torchrun.
+    """Return the error for a launcher that starts several processes without setting torchrun's variables.
 
-    ``name`` is the environment variable with the number of its processes, ``process_count``.
+    ``name`` is the launcher's environment variable whose value is ``process_count``.
     """
     return UserError(
         f"{launcher} started {process_count} processes, each of which would run as a separate job",
@@ -187,34 +187,34 @@ def _unknown_launcher_error(name: str, launcher: str, process_count: str) -> Use
 
 
 def no_proxy_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return NO_PROXY variables that exclude this machine's servers from the proxy of ``environment``.
+    """Return NO_PROXY variables that let clients reach this machine's servers without a proxy.
 
-    Existing entries are retained. Both spellings are returned, since programs differ in which one they read.
+    Hosts that ``environment`` already excludes are retained. Programs read different spellings of the name,
+    so both are returned.
 
     Example:
         >>> no_proxy_variables({"no_proxy": ".corp.example"})["NO_PROXY"]
         '.corp.example,127.0.0.1,localhost'
     """
-    entries: list[str] = []
+    hosts: list[str] = []
     for name in _NO_PROXY:
-        for entry in environment.get(name, "").split(","):
-            if entry.strip():
-                entries.append(entry.strip())
+        for host in environment.get(name, "").split(","):
+            if host.strip():
+                hosts.append(host.strip())
 
-    unique_entries = dict.fromkeys([*entries, LOOPBACK, "localhost"])
-    return dict.fromkeys(_NO_PROXY, ",".join(unique_entries))
+    unique_hosts = dict.fromkeys([*hosts, LOOPBACK, "localhost"])
+    return dict.fromkeys(_NO_PROXY, ",".join(unique_hosts))
 
 
 def report_errors(error: UserError) -> None:
-    """Print the errors of a command, on one rank for all ranks that have them.
+    """Print a command's errors once, although every rank finds them.
 
-    Every rank finds the same errors in the same input, so rank 0 prints them and exits, and the launcher ends
-    the others while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not
+    All ranks read the same input, so rank 0 prints the errors and exits, and the launcher terminates the
+    other ranks while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not
     have, such as a file that is missing on its machine only, and prints it itself. No communication between
     ranks is needed.
 
-    The errors are printed before this process ends, and so before the traceback that torchrun prints. Its
-    summary, the last lines of its output, repeats the first error.
+    The first error is also written to the file from which torchrun prints its summary.
     """
     rank = process_rank()
     if rank != 0:
@@ -222,8 +222,8 @@ def report_errors(error: UserError) -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
 
-        # The first rank of a machine prints for all its ranks that have the error. The launcher ends them
-        # while they wait for their turn, unless the ranks before them do not have it.
+        # The lowest local rank with the error prints it and exits, and the launcher terminates the ranks of
+        # the machine that still wait.
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if local_rank.isdecimal():
             time.sleep(_TURN_SECONDS * int(local_rank))

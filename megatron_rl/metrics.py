@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 from megatron_rl.durable import require_regular_file
 
-# Largest absolute value of a metric, so that its readers can add and square without overflow. A gradient norm
-# in float32 above it has diverged.
+# Largest absolute value of a metric: values up to it can be added and squared without overflow. A larger
+# gradient norm in float32 has diverged.
 LARGEST = 1e30
 
 # Largest step number: floats, which plots use, represent every integer up to it exactly.
@@ -89,7 +89,7 @@ class Metrics:
         return Metrics(sums, maxima)
 
     def values(self) -> dict[str, float]:
-        """Return name -> mean or maximum, without means whose weights sum to zero.
+        """Map each name to its mean or maximum; omit means whose weights sum to zero.
 
         Copies each device scalar to the host separately; `exchange.host_metrics` copies all of them together.
         """
@@ -100,7 +100,7 @@ class Metrics:
 
 
 def _to_float64(value: Any) -> Scalar:
-    """Convert a scalar tensor to float64: to a float if it is on the host, else on its device."""
+    """Convert a scalar tensor to a float if it is on the host, else to a float64 tensor on its device."""
     value = value.detach().double()
     if value.is_cpu:
         return value.item()
@@ -108,7 +108,7 @@ def _to_float64(value: Any) -> Scalar:
 
 
 def _larger(first: Scalar, second: Scalar) -> Scalar:
-    """Return the larger of two scalars: a device tensor if one of them is one, else a float."""
+    """Return the larger of two scalars, as a device tensor if either is a device tensor."""
     if not isinstance(second, int | float):
         return second.clamp(min=first)
     if not isinstance(first, int | float):
@@ -125,19 +125,19 @@ def merge_metrics(sources: Iterable[Metrics]) -> Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read a metrics file as one mapping per line; skip damaged lines and values that are not numbers.
+    """Read a metrics file and return one mapping from name to number per line.
 
-    `is_measurable` decides which values are numbers.
+    Damaged lines, and values for which `is_measurable` is false, are skipped.
     """
     lines, _ = read_metric_lines(Path(path))
-    measured_lines = []
+    metrics_by_line = []
     for line in lines:
-        measured_lines.append({name: value for name, value in line.items() if is_measurable(value)})
-    return measured_lines
+        metrics_by_line.append({name: value for name, value in line.items() if is_measurable(value)})
+    return metrics_by_line
 
 
 def is_measurable(value: Any) -> bool:
-    """Return whether a value is a number that can be summed, squared and plotted: up to `LARGEST`."""
+    """Return whether a value is a number of at most `LARGEST`, which does not overflow when squared."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
@@ -164,9 +164,9 @@ def read_metric_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
         require_regular_file(path)
         all_lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
 
-    for text in all_lines:
+    for line in all_lines:
         try:
-            metrics = json.loads(text)
+            metrics = json.loads(line)
         except (ValueError, RecursionError):  # an incomplete or damaged line
             continue
         if isinstance(metrics, dict) and _is_step(metrics.get("step")):

@@ -28,7 +28,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact(value: Any) -> Any:
-    """Return ``value`` with `HIDDEN` in place of every value under the name of a secret, at any depth.
+    """Return a copy of ``value`` in which `HIDDEN` replaces the value of every secret name, at any depth.
 
     Example:
         >>> redact({"url": "http://host", "auth": {"api_key": "abc"}})
@@ -38,8 +38,8 @@ def redact(value: Any) -> Any:
         visible = {}
         for name, inner in value.items():
             # Empty values stay visible: they show that no secret is set.
-            hides_inner = isinstance(name, str) and is_secret(name) and bool(inner)
-            visible[name] = HIDDEN if hides_inner else redact(inner)
+            is_hidden = isinstance(name, str) and is_secret(name) and bool(inner)
+            visible[name] = HIDDEN if is_hidden else redact(inner)
         return visible
     if isinstance(value, list | tuple):
         return type(value)(redact(inner) for inner in value)
@@ -47,7 +47,7 @@ def redact(value: Any) -> Any:
 
 
 def contains_hidden(value: Any) -> bool:
-    """Return whether `redact` hid anything in ``value``."""
+    """Return whether ``value`` contains `HIDDEN`, the replacement of a secret, at any depth."""
     if isinstance(value, Mapping):
         return any(contains_hidden(inner) for inner in value.values())
     if isinstance(value, list | tuple):

@@ -5,7 +5,7 @@ sequence (prompt followed by response). A ragged tensor is the concatenation of 
 ``lengths`` [B]. There is no padding.
 
 Every per-token tensor is aligned with its tokens: ``log_probs[t] = log p(token[t] | token[:t])``, and 0 for
-the first token of a row. All tensors are on the CPU; roles copy the ones that they need to their device.
+the first token of a row. All tensors are on the CPU; roles copy the tensors that they need to their device.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ class SamplingParameters(NamedTuple):
     min_p: float = 0.0
     """Smallest probability relative to the most likely token; 0 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, value that is added to its logit before the temperature), `BANNED` for a banned token."""
+    """(token id, bias) pairs. The bias is added to the logit before the division by the temperature; `BANNED`
+    bans the token."""
     min_response_tokens: int = 0
-    """Tokens after the prompt among which no stop token is sampled; 0 is off."""
+    """Number of response tokens before a stop token can be sampled; 0 is off."""
 
     repetition_penalty: float = 1.0
-    """Divisor of positive logits, and factor of others, of tokens in the prompt or the response; 1 is off."""
+    """Divisor of positive logits, and factor of negative logits, of tokens that occur in the prompt or the
+    response; 1 is off."""
     presence_penalty: float = 0.0
     """Value that is subtracted from the logits of the response's tokens; 0 is off."""
     frequency_penalty: float = 0.0
@@ -54,17 +56,17 @@ class SamplingParameters(NamedTuple):
     stop_texts: tuple[str, ...] = ()
     """Texts of several tokens that end the response; see `rollout.stopping`."""
 
-    # New fields come last: checkpoints have the values in order, and older ones lack the last.
+    # Add new fields at the end: checkpoints store the values in order, and older checkpoints lack the last.
     no_repeat_ngram_size: int = 0
     """Length n of the n-grams that may occur only once in prompt and response together; 0 is off."""
     last_temperature: float = 1.0
     """Temperature after ``temperature_tokens`` tokens of a turn, if these are more than 0."""
     temperature_tokens: int = 0
-    """Tokens of a turn over which the temperature changes linearly; 0 for a constant one."""
+    """Number of tokens of a turn over which the temperature changes linearly; 0 keeps it constant."""
     last_top_p: float = 1.0
     """``top_p`` after ``top_p_tokens`` tokens of a turn, if these are more than 0."""
     top_p_tokens: int = 0
-    """Tokens of a turn over which ``top_p`` changes linearly; 0 for a constant one."""
+    """Number of tokens of a turn over which ``top_p`` changes linearly; 0 keeps it constant."""
 
     @property
     def changes_over_tokens(self) -> bool:
@@ -90,18 +92,17 @@ class SamplingParameters(NamedTuple):
 
 
 class LogitRules(NamedTuple):
-    """Rules that changed the logits of one row, and the parts of the row that they count from.
+    """Rules that changed the logits of one row, with the positions in the row that they depend on.
 
     Example: ``LogitRules(SamplingParameters(logit_bias=((17, -2.0),)), prompt_tokens=8)``.
     """
 
     sampling: SamplingParameters
-    """Sampling parameters of the row, with the rules."""
+    """Sampling parameters of the row, which contain the rules."""
     prompt_tokens: int
     """Number of tokens before the first token of the response."""
     turn_starts: tuple[int, ...] = ()
-    """Index in the row of the first token of each turn, if the temperature changes over the tokens of a turn;
-    empty otherwise."""
+    """Index in the row of each turn's first token; empty if the temperature is constant over a turn."""
 
 
 FINISH_STOP = 0
@@ -125,7 +126,7 @@ class Outcome(NamedTuple):
     components: Mapping[str, float] = {}
     """Name -> value of the reward's components."""
     failure: str | None = None
-    """Reason of a failed episode; None for a valid one."""
+    """Reason of a failed episode; None for a valid episode."""
     message: str = ""
     """Description of the failure."""
     calls: tuple[Sequence[Mapping[str, Any]], ...] = ()
@@ -142,8 +143,7 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
 def row_index(lengths: Tensor, token_count: int | None = None) -> Tensor:
     """Return the row number of each token: [N] int64.
 
-    ``token_count`` is N. If it is None, N is read from ``lengths``, for which the host waits if they are on a
-    GPU.
+    ``token_count`` is N. Without it, N is computed from ``lengths``; on a GPU the host waits for the result.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(rows, lengths, output_size=token_count)
@@ -152,8 +152,8 @@ def row_index(lengths: Tensor, token_count: int | None = None) -> Tensor:
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:
     """Return the positions of all tokens of ``rows`` [b] int64, row after row: [n] int64.
 
-    For tensors with several items per token, pass the number of items of each token as ``lengths`` [N] and
-    token positions as ``rows``: the result is the positions of all items of these tokens.
+    For a tensor with several items per token, pass the number of items of each token as ``lengths`` [N] and
+    the token positions as ``rows``. The result is then the positions of all items of these tokens.
     """
     counts = lengths[rows]
     source_start = (lengths.cumsum(0) - lengths)[rows]
@@ -181,7 +181,7 @@ def turn_starts(rollouts: Rollouts) -> Tensor:
     mask = rollouts.response_mask
     follows_response = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
 
-    # The token before a row's first one belongs to another row.
+    # The token before the first token of a row belongs to another row.
     row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
     follows_response[row_starts[rollouts.lengths > 0]] = False
     return mask & ~follows_response
@@ -203,8 +203,8 @@ def observation_token_counts(rollouts: Rollouts) -> Tensor:
 def limited_counts(rollouts: Rollouts) -> Tensor:
     """Count the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
 
-    These are the policy's tokens, the environment's between and after them, and the dropped tokens of an
-    observation that did not fit.
+    These are the policy's tokens, the environment's tokens between and after them, and the dropped tokens of
+    an observation that did not fit.
 
     Example: a row of a prompt, 3 sampled tokens, an observation of 4 and 2 more sampled tokens counts 9.
     """
@@ -218,7 +218,7 @@ def limited_counts(rollouts: Rollouts) -> Tensor:
 
 
 def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the items of an optional field at ``index``, or None if the field is None."""
+    """Index an optional tensor; return None unchanged."""
     return None if values is None else values[index]
 
 
@@ -232,14 +232,14 @@ class _Rows:
     TUPLE_FIELDS: tuple[str, ...] = ()
     """Names of the tuples of length B."""
     ITEM_FIELDS: Mapping[str, str] = MappingProxyType({})
-    """Names of the tensors with several items per token -> name of the token field with their number."""
+    """Name of a tensor with several items per token -> name of the token field with the number of items."""
     lengths: Tensor
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def rows(self, ids: Sequence[int]):
-        """Return the batch of the rows with the numbers ``ids``, in that order."""
+        """Return a batch of the rows with the row numbers ``ids``, in the order of ``ids``."""
         ids = list(ids)
         row_ids = torch.tensor(ids, dtype=torch.long)
         token_positions = token_index(self.lengths, row_ids)
@@ -306,7 +306,7 @@ class PromptBatch(_Rows):
     tokens: Tensor
     """[N] int64, token ids."""
     lengths: Tensor
-    """[P] int64, tokens of each prompt."""
+    """[P] int64, number of tokens of each prompt."""
     prompt_ids: Tensor
     """[P] int64, position in the data set."""
     tasks: tuple[str, ...]
@@ -320,12 +320,12 @@ class PromptBatch(_Rows):
     sampling: tuple[SamplingParameters, ...]
     """Sampling parameters of each of the P prompts."""
     profiles: tuple[str, ...] | None = None
-    """Name of the sampling profile of each of the P prompts, the rollout's settings for a name without one;
-    None: the tasks are the names."""
+    """P names of sampling profiles; a name without a profile uses the rollout's settings. None uses each
+    prompt's task as the name."""
     sources: tuple[str, ...] | None = None
-    """Name in `data.sources` of the source of each of the P prompts; None for other prompts."""
+    """P names of the prompts' sources in `data.sources`; None if the prompts come from another data set."""
     template_kwargs: tuple[Mapping[str, Any], ...] | None = None
-    """Arguments with which the chat template renders each of the P prompts; None for no arguments."""
+    """P mappings of arguments for the chat template that renders the prompt; None for no arguments."""
 
     TOKEN_FIELDS = ("tokens",)
     ROW_FIELDS = ("lengths", "prompt_ids")
@@ -336,17 +336,17 @@ class PromptBatch(_Rows):
 
     @property
     def profile_names(self) -> tuple[str, ...]:
-        """Return the name of the sampling profile of each of the P prompts, its task if it has no other."""
-        # A batch with prompts of an older checkpoint has None for these, and names for its new prompts.
+        """Return the name of each prompt's sampling profile, which defaults to the prompt's task."""
+        # Prompts from an older checkpoint have None in place of a name.
         profiles = self.profiles or (None,) * len(self)
         return tuple(profile or task for profile, task in zip(profiles, self.tasks, strict=True))
 
     def with_offset(self, offset: int) -> PromptBatch:
-        """Return the prompts with ``offset`` added to each of ``prompt_ids``."""
+        """Return the prompts with ``offset`` added to every id of ``prompt_ids``."""
         return replace(self, prompt_ids=self.prompt_ids + offset)
 
     def repeat(self, samples: int) -> PromptBatch:
-        """Repeat each prompt ``samples`` times, copies of one prompt next to each other."""
+        """Repeat each prompt ``samples`` times; the copies of a prompt are consecutive rows."""
         row_ids: list[int] = []
         for row in range(len(self)):
             row_ids.extend([row] * samples)
@@ -378,24 +378,23 @@ class Rollouts(_Rows):
     policy_version: Tensor
     """[B] int64, version of the weights that sampled the row's oldest token."""
     temperature: Tensor
-    """[B] float32, sampling temperature, of the first token where ``rules`` change it over tokens."""
+    """[B] float32, sampling temperature; that of the first token if ``rules`` change it over tokens."""
     token_versions: Tensor | None = None
     """[N] int32, version of the weights that sampled each token, -1 on prompt tokens; None if each row was
     sampled by one version."""
     support_sizes: Tensor | None = None
     """[N] int32, number of ids in ``support`` for each token; 0 if no token was filtered out."""
     support: Tensor | None = None
-    """[K] int32, token ids that top-p, top-k and min-p left for each token, token after token; the
-    distribution of ``rollout_log_probs`` is over them."""
+    """[K] int32, token ids that passed top-p, top-k and min-p, concatenated over the tokens;
+    ``rollout_log_probs`` are normalised over them."""
     experts: Tensor | None = None
-    """[N, layers, k] int16, experts that the engine routed each token to, -1 if it reported none."""
+    """[N, layers, k] int16, experts that the engine routed each token to; -1 if the engine reported none."""
     max_response_tokens: Tensor | None = None
     """[B] int64, length limit of each row in tokens, see `limited_counts`; None if unlimited."""
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None if there is no environment."""
     rules: tuple[LogitRules | None, ...] | None = None
-    """B rules that change logits before sampling, or the temperature over tokens; None for rows without
-    rules, and None if no row has rules."""
+    """B `LogitRules`, with None for a row without rules; None if no row has rules."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -428,17 +427,18 @@ class Scores:
     ref_log_probs: Tensor | None = None
     """[N] float32, the reference policy's log-probs."""
     teacher_log_probs: Tensor | None = None
-    """[N] float32, the log-probs of a distillation's teacher."""
+    """[N] float32, log-probs of the distillation teacher."""
     teacher_top_ids: Tensor | None = None
-    """[N, k] int32, the teacher's k most likely tokens in place of each token, -1 for none."""
+    """[N, k] int32, the teacher's k most likely token ids at each position, -1 in unused slots."""
     teacher_top_log_probs: Tensor | None = None
-    """[N, k + 1] float32, the teacher's log-probs of these tokens, and of all other tokens together."""
+    """[N, k + 1] float32, the teacher's log-probs of ``teacher_top_ids``; the last is the log of the total
+    probability of all other tokens."""
     values: Tensor | None = None
     """[N] float32, the critic's values."""
     entropy: Tensor | None = None
     """[N] float32, entropy of the old policy in nats."""
     squared_probs: Tensor | None = None
-    """[N] float32, sum of the squared probabilities of the old policy's distribution of each token."""
+    """[N] float32, sum over the vocabulary of the old policy's squared probabilities at each position."""
     experts: Tensor | None = None
     """[N, layers, k] int16, experts of the actor's forward pass, for updates that replay the routing."""
     baseline_rewards: Tensor | None = None
@@ -493,13 +493,13 @@ class TrainBatch(_Rows):
     selected: Tensor | None = None
     """[N] bool, tokens with a different policy loss, selected by statistics of the complete mini-batch."""
     policy_mask: Tensor | None = None
-    """[N] bool, tokens with a policy loss, or None if all of ``response_mask`` have one."""
+    """[N] bool, tokens with a policy loss; None if every token of ``response_mask`` has a policy loss."""
     nll_weights: Tensor | None = None
     """[N] float32, weights of the imitation loss."""
     group: Tensor | None = None
     """[B] int64, equal for the samples of one prompt, which stay in one mini-batch."""
     response_counts: Tensor | None = None
-    """[B] int64, response tokens before any were rejected; 0 for a failed row."""
+    """[B] int64, number of response tokens before rejection; 0 for a failed row."""
     support_sizes: Tensor | None = None
     """[N] int32, as in `Rollouts`."""
     support: Tensor | None = None

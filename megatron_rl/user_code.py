@@ -1,14 +1,14 @@
-"""The user's code: import of its modules, and copies of their files that are made at the start of a run.
+"""The user's code: import of its modules, and copies of the modules' files from the start of a run.
 
-A process that is restarted in the middle of a run executes the same code as the first one, even if the files
-have been edited meanwhile, and the run folder contains the code that computed its rewards. The trainer makes
-the copies (`read_user_code`, `write_copy`). They are of the files that a configuration names, and of the
-modules next to them that they import, as far as import statements show. Other files that the code reads are
-read from their own paths.
+A process that is restarted in the middle of a run executes the same code as before, even if the files have
+been edited meanwhile, and the run folder contains the code that computed its rewards. The trainer copies the
+files that the configuration names and the user's modules that their import statements name
+(`read_user_code`, `write_copy`). Data files that the code opens are not copied.
 
 A contained process, a restricted process for the user's code, executes modules from the copies
 (`execute_copies`) but keeps their names and paths, so that tracebacks name the user's file and other modules
-in its folder can be imported. Each such process imports this module at its start, so it imports little.
+in its folder can be imported. Every contained process imports this module at its start, so this module must
+import quickly.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 
 MANIFEST = "files.json"
-"""Name of the file that lists the files of a copy with their digests."""
+"""Name of the file in a copy that lists the copied files and their digests."""
 MAX_FILES = 500
 """Largest number of files of one package that are copied; further files are loaded from their own paths."""
 _THIS_PACKAGE = "megatron_rl"
 
 _executed_copies: dict[str, bytes] = {}
-"""Resolved path of a file -> the copy of its content, which this process executes instead of the file."""
+"""Resolved path of a file -> copy of its content, which this process executes instead of the file."""
 _active_copies: dict[str, bytes] = {}
-"""Resolved path of a file -> the copy of its content that contained processes execute which this process
-starts."""
+"""Resolved path of a file -> copy of its content, for the contained processes that this process starts."""
 
 
 # Import
 
 
 class _CopyLoader(SourceFileLoader):
-    """Loader of a module from the copy of its file."""
+    """Import loader that executes the copy of a module's file."""
 
     def get_data(self, path: str) -> bytes:
-        """Return the content of the copy of the file at ``path``, or of the file itself if it has no copy."""
+        """Return the copied content of the file at ``path``; read the file if there is no copy."""
         if path in _executed_copies:
             return _executed_copies[path]
         return super().get_data(path)
@@ -65,7 +64,7 @@ class _CopyLoader(SourceFileLoader):
 
 
 class _CopyFinder:
-    """Finder of modules with a copy, along the search path that Python would use for the files."""
+    """Import finder of modules with a copy; searches the same folders as Python's own finder."""
 
     @staticmethod
     def find_spec(
@@ -76,8 +75,8 @@ class _CopyFinder:
         if path is None:
             path = sys.path
 
-        for entry in path:
-            package_folder = os.path.join(os.path.realpath(entry), name)
+        for search_folder in path:
+            package_folder = os.path.join(os.path.realpath(search_folder), name)
             package_file = os.path.join(package_folder, "__init__.py")
             module_file = f"{package_folder}.py"
             # As Python does, prefer a package to a module of the same name.
@@ -93,17 +92,17 @@ class _CopyFinder:
 
 
 def execute_copies(copies: Mapping[str, bytes]) -> None:
-    """Execute modules from ``copies``, resolved path -> content, in place of the files with these paths."""
+    """Make later imports execute copies of files; ``copies`` maps the file's resolved path to the content."""
     _executed_copies.update(copies)
     if _executed_copies and _CopyFinder not in sys.meta_path:
         sys.meta_path.insert(0, _CopyFinder)  # type: ignore[arg-type]
 
 
 def load_module(location: str) -> ModuleType:
-    """Import ``module``, or ``path/to/file.py`` once per process; return the module.
+    """Import the module at ``location``, ``module.name`` or ``path/to/file.py``, once per process.
 
-    A file is relative to the current directory and may import other files of its folder. Exceptions of the
-    import pass through. Raises ImportError for an empty name.
+    A file is relative to the current directory and may import other files of its folder. Exceptions that the
+    module raises are not caught. Raises ImportError for an empty location.
     """
     if not location:
         raise ImportError("there is no `:` between a file or module and the name")
@@ -141,8 +140,8 @@ def load_module(location: str) -> ModuleType:
 def find_module(name: str) -> tuple[Path | None, str | None]:
     """Find the file of a module without importing the module or its parents.
 
-    Return the pair (file, part of the name that does not exist), one of which is None. Both are None for a
-    module that is not a Python file.
+    Returns (file, None) for an existing module and (None, missing name) for a missing module or parent, such
+    as (None, "a.b") for the name "a.b.c". Returns (None, None) for a module that is not a Python file.
     """
     search_path: list[str] | None = [str(Path.cwd()), *sys.path]
     spec = None
@@ -190,10 +189,10 @@ def require_python_file(location: str, key: str, noun: str = "file") -> None:
 
 
 def load_object(path: str, key: str) -> Any:
-    """Import and return the object that ``file.py:Name`` or ``module:Name`` names.
+    """Import the module of ``path``, ``file.py:Name`` or ``module:Name``, and return its attribute ``Name``.
 
-    A file is relative to the directory in which the run is started. Raises UserError, also for an exception
-    in the user's code.
+    A file is relative to the directory in which the run is started. Raises UserError about the setting
+    ``key``, also if the user's code raises an exception.
     """
     location, _, name = path.rpartition(":")
     module = import_user_module(location, key)
@@ -212,7 +211,7 @@ def load_object(path: str, key: str) -> Any:
 
 
 def import_user_module(location: str, key: str) -> ModuleType:
-    """Import ``module`` or ``file.py``; raises UserError, also for an exception in the user's code."""
+    """Import ``module.name`` or ``file.py``; raise UserError if the import fails for any reason."""
     require_python_file(location, key)
     try:
         return load_module(location)
@@ -236,23 +235,20 @@ def import_user_module(location: str, key: str) -> ModuleType:
 
 
 def active_copies() -> Mapping[str, bytes]:
-    """Return the copies from which contained processes load the user's modules: path -> content."""
+    """Return the copies for contained processes that this process starts, by the path of the file."""
     return _active_copies
 
 
 def activate_copies(files: Mapping[str, bytes]) -> None:
-    """Set the copies from which contained processes that start from now on load the user's modules.
-
-    ``files`` maps the path of a file to the content of its copy.
-    """
+    """Set the copies for contained processes started from now on; ``files`` maps paths to contents."""
     _active_copies.clear()
     _active_copies.update(files)
 
 
 def read_user_code(specs: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of the files that ``specs`` name, and of the files that they import, by path.
+    """Read the files that ``specs`` name, and recursively the files that they import.
 
-    A spec is ``file.py:name`` or ``module:name``.
+    A spec is ``file.py:name`` or ``module:name``. Returns a mapping from the path of a file to its content.
     """
     files: dict[str, bytes] = {}
     pending: list[Path] = []
@@ -280,16 +276,20 @@ def read_user_code(specs: Iterable[str]) -> dict[str, bytes]:
 
 def compute_copy_digest(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the names and contents of files; ``files`` maps a path to the content."""
-    total = hashlib.sha256()
-    for name in sorted(files):
-        # Lengths separate names from contents, so that different sets of files give different bytes.
-        for content in (_name_in_copy(name).encode("utf-8", "surrogateescape"), files[name]):
-            total.update(len(content).to_bytes(8, "little") + content)
-    return total.hexdigest()
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        name = _name_in_copy(path).encode("utf-8", "surrogateescape")
+        # Hash the lengths, too: without them, another split into name and content could have the same digest.
+        for content in (name, files[path]):
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
 
 
 def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write the files into a subfolder of ``folder``, named by their digest; return the subfolder."""
+    """Write the files into a subfolder of ``folder`` that is named after their digest; return the subfolder.
+
+    ``files`` maps the path of a file to the content.
+    """
     digest = compute_copy_digest(files)
     copy_folder = folder / digest[:16]
     for name, content in files.items():
@@ -305,9 +305,9 @@ def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
-    """Return the files of a copy that `write_copy` wrote; None if the copy is incomplete or was changed.
+    """Read a copy that `write_copy` wrote; return None if the copy is incomplete or was changed.
 
-    The result maps the path of each copied file to its content.
+    The result maps the path of each original file to the copied content.
     """
     try:
         text = (copy_folder / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape")
@@ -319,16 +319,19 @@ def read_copy(copy_folder: Path) -> dict[str, bytes] | None:
 
 
 def _name_in_copy(path: str) -> str:
-    """Return a file's path in a copy: relative to the current folder, or to the root if outside of it."""
+    """Return a file's path inside a copy.
+
+    The path is relative to the current folder, or to ``/`` if the file is outside the current folder.
+    """
     relative = os.path.relpath(path)
     return path.lstrip("/") if relative.startswith("..") else relative
 
 
 def _user_search_path() -> Iterator[Path]:
-    """Yield the folders of the module search path, except those of Python and of installed packages."""
+    """Yield the folders of ``sys.path`` that belong neither to Python nor to installed packages."""
     installations = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
-    for entry in (*sys.path, os.getcwd()):
-        folder = os.path.realpath(entry or os.getcwd())
+    for search_folder in (*sys.path, os.getcwd()):
+        folder = os.path.realpath(search_folder or os.getcwd())
         if not folder.startswith(installations) and "site-packages" not in folder and os.path.isdir(folder):
             yield Path(folder)
 
@@ -336,7 +339,7 @@ def _user_search_path() -> Iterator[Path]:
 def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
     """Return the files of the module or package ``name`` in the first of ``folders`` that contains it.
 
-    Empty for this package and for modules that are built into Python. A package has at most `MAX_FILES`.
+    The result is empty for this package and for Python's built-in modules, and has at most `MAX_FILES` files.
     """
     if not name or name == _THIS_PACKAGE or name in sys.builtin_module_names:
         return []
