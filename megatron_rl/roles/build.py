@@ -1,8 +1,8 @@
 """Construction of a run's roles from its resolved configuration.
 
-The one idea: `build_model_role` builds every role that has a Megatron model, from its row of the table in
-`config.roles` and its section of the configuration. `build_roles` adds the rollout engine, the weight sync
-and the rewards.
+The one idea: `build_model_role` builds every role that has a Megatron model, from the role's entry in the
+table of `config.roles` and its section of the configuration. `build_roles` adds the rollout engine, the
+weight sync and the rewards.
 """
 
 from __future__ import annotations
@@ -98,15 +98,16 @@ class Roles:
     hybrid_engine: HybridEngine | ServedWeights
     """Weight sync from the actor to the engine."""
     reward: RewardRole
-    """Rewards that are computed outside the training process."""
+    """Role that computes rewards outside the training process."""
     scorers: Mapping[str, ModelRole] = field(default_factory=dict)
-    """Roles by name whose forward passes precede the updates of a step, except the actor; in table order."""
+    """Name -> role that runs a forward pass before the updates of a step, except the actor, in the order of
+    `config.roles`."""
     reward_models: tuple[RewardModel, ...] = ()
     """Frozen models that compute rewards."""
     served_teacher: ServedTeacher | None = None
     """Teacher behind a server, which computes log-probs in the score phase."""
     scoring_pass: bool = True
-    """Whether the actor computes log-probs before the first update of a step, see `scoring_pass_reason`."""
+    """Whether the actor runs a forward pass before the first update of a step, see `scoring_pass_reason`."""
 
     @property
     def critic(self) -> ModelRole | None:
@@ -115,7 +116,7 @@ class Roles:
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether rewards come from a single source rather than a weighted sum of several."""
+        """Return whether a reward comes from one scorer, and is not a weighted sum over several."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
@@ -137,7 +138,7 @@ class Roles:
     def keep_learners_resident(self) -> Iterator[None]:
         """Keep weights and optimizer states of the trained roles in device memory inside the block.
 
-        Saving and restoring checkpoints needs this.
+        Use it to save and restore checkpoints.
         """
         with ExitStack() as stack:
             for role in self.learners.values():
@@ -165,9 +166,9 @@ def build_roles(
     """Build every role of a resolved configuration; the engine receives its weights at the first sync.
 
     ``templated``: whether prompts were rendered with the tokenizer's chat template.
-    ``actor``: an actor to use instead of building one.
-    ``log``: prints a line on the console.
-    ``show_part``: shows the name of the part that is built next, or None to show nothing.
+    ``actor``: existing actor; None builds the actor.
+    ``log``: function that prints a line on the console.
+    ``show_part``: function that shows which part is built next, or None.
 
     Collective over the world.
     """
@@ -181,7 +182,7 @@ def build_roles(
     )
     adapters = separate_adapters(config)
 
-    # The engine is built first and put to sleep: engine and models need not fit in device memory together.
+    # Build the engine first and put it to sleep: engine and models need not fit in device memory together.
     routing = _routing_shape(config, "rollout")
     show_part(f"engine {config.rollout.engine}")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
@@ -191,7 +192,7 @@ def build_roles(
     actor.squared_probs = algorithm.needs_squared_probs
     show_part("other roles")
     scorers = build_scorers(config, algorithm, actor)
-    models = tuple(build_reward_model(config, name) for name in config.reward.models)
+    reward_models = tuple(build_reward_model(config, name) for name in config.reward.models)
     show_part("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
 
@@ -202,35 +203,36 @@ def build_roles(
         hybrid_engine,
         reward,
         scorers,
-        models,
+        reward_models,
         _build_served_teacher(config, algorithm),
         needs_scoring_pass,
     )
 
-    # Move the models of roles with ``offload`` to host memory until the first phase that needs them.
+    # Move the models of roles with ``offload`` to host memory, until a phase needs them.
     for role in roles.models:
         role.residency.offload_all()
     return roles
 
 
 def _build_served_teacher(config: RunConfig, algorithm: Algorithm) -> ServedTeacher | None:
-    """Build the client of a teacher's server; return None for a run without one."""
+    """Build the client of a teacher's server; return None for a run without such a server."""
     if config.teacher_server is None or not algorithm.needs_teacher:
         return None
     top_tokens = _request_top_tokens(config, algorithm.distillation.top_tokens)
     return ServedTeacher(config.teacher_server, top_tokens, longest_row(config))
 
 
-def _request_top_tokens(config: RunConfig, count: int) -> TopTokens | None:
-    """Return the request for a teacher's ``count`` most likely tokens, or None for a count of 0."""
-    if not count:
+def _request_top_tokens(config: RunConfig, num_tokens: int) -> TopTokens | None:
+    """Return the request for the ``num_tokens`` most likely tokens of each distribution, or None for 0."""
+    if not num_tokens:
         return None
-    # Only tokens that the actor has: a teacher's embedding may have further rows.
-    return TopTokens(count, read_pretrained(Path(config.model.path) / "config.json").shape.vocab)
+    # Select only tokens of the actor's vocabulary: a teacher's embedding may have further rows.
+    actor_shape = read_pretrained(Path(config.model.path) / "config.json").shape
+    return TopTokens(num_tokens, actor_shape.vocab)
 
 
 def _ignore_part_name(name: str) -> None:
-    """Ignore the name of the next part: the default of ``show_part`` in `build_roles`."""
+    """Do nothing; default of ``show_part`` in `build_roles`."""
 
 
 def build_frozen_roles(
@@ -247,7 +249,7 @@ def build_frozen_roles(
     """
     reward = RewardRole(config.reward, tokenizer)
 
-    # A Hugging Face model has its adapters merged: the engine receives no separate ones.
+    # The adapters of a Hugging Face model are merged, so the engine receives no separate adapters.
     adapters = None
     if path is None:
         adapters = separate_adapters(config)
@@ -263,13 +265,13 @@ def build_frozen_roles(
         outputs=ACTOR.outputs,
     )
 
-    models = tuple(build_reward_model(config, name) for name in config.reward.models)
+    reward_models = tuple(build_reward_model(config, name) for name in config.reward.models)
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None)
-    return Roles(actor, rollout, hybrid_engine, reward, reward_models=models)
+    return Roles(actor, rollout, hybrid_engine, reward, reward_models=reward_models)
 
 
 def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
-    """Build the actor from the result of its last completed training stage, or else from `model.path`.
+    """Build the actor from the model of its last completed stage, or from `model.path` without such a stage.
 
     ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer.
 
@@ -279,12 +281,12 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
 
 
 def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles, except the actor, whose forward passes precede the updates of a step.
+    """Build the roles, except the actor, that run a forward pass before the updates of a step; by name.
 
     These are the roles that the algorithm needs, such as a critic, and configured roles that are independent
     of the algorithm, such as teachers. Collective over the world.
     """
-    # On every rank in table order: building a model creates communicators, which is collective.
+    # Build them in the same order on every rank: building a model creates communicators, which is collective.
     scorers: dict[str, ModelRole] = {}
     for spec in MODEL_ROLES:
         if spec is ACTOR or spec.phase != ACTOR.phase:
@@ -307,9 +309,9 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
 
 
 def build_reward_model(config: RunConfig, name: str) -> RewardModel:
-    """Build the reward model `reward.models.NAME`. Collective over the world.
+    """Build the reward model `reward.models.NAME`, which is frozen unless a stage still has to train it.
 
-    It is frozen, unless it has a training stage that is not completed.
+    Collective over the world.
     """
     section = config.reward.models[name]
     role = build_model_role(
@@ -322,7 +324,7 @@ def build_reward_model(config: RunConfig, name: str) -> RewardModel:
 
 
 def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a stage before the run trains, such as a reward model. It has no optimizer.
+    """Build the role that a stage trains, without the optimizer, which the stage creates.
 
     Collective over the world.
     """
@@ -342,10 +344,10 @@ def build_model_role(
 
     ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer. Ignored
         for a role that training steps do not update.
-    ``actor``: actor to share weights with, if ``spec`` allows it and both start from the same weights. The
-        role then uses the actor's model with the actor's adapters disabled, or the actor's base weights under
-        its own adapters. None to share nothing.
-    ``top_tokens``: number of most likely tokens that it returns for each token, or 0 for none.
+    ``actor``: actor to share weights with, if ``spec`` allows it and both start from the same weights, or
+        None. The role then uses the actor's model with the actor's adapters disabled, or the actor's base
+        weights with separate adapters.
+    ``top_tokens``: number of most likely tokens that the role returns for each distribution, or 0.
 
     Collective over the world.
     """
@@ -355,7 +357,7 @@ def build_model_role(
     layout = role_layout(section.layout, f"{path}.layout")
     model_path, trainable = _find_starting_model(config, spec, path, section)
 
-    # Two ways of sharing weights with the actor, both only with the actor's layout.
+    # Share weights with the actor in one of two ways, which both need the actor's layout.
     initial_of: ModelRole | None = None
     base_owner: ModelRole | None = None
     if is_initial_actor(config, path):
@@ -380,7 +382,7 @@ def build_model_role(
         if model is not None and trainable:
             _attach_adapters(config, model, _adapter_settings(config, spec, section), model_path)
 
-    # Share and freeze weights before the optimizer is built: it wraps the parameters that require a gradient.
+    # Share and freeze weights before the optimizer is built, which wraps all parameters with gradients.
     if base_owner is not None and base_owner.model is not None and model is not None:
         share_base(model, base_owner.model)
     if spec is ACTOR and model is not None:
@@ -388,7 +390,7 @@ def build_model_role(
         if config.actor.freeze_router:
             model.freeze_routers()
 
-    # DDP allocates gradient buffers and the optimizer its states, so only for roles that steps update.
+    # Only for roles that steps update: DDP allocates gradient buffers, and the optimizer its states.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
         wrap_in_ddp(model, section.optimizer.distributed, section.ddp)
@@ -396,10 +398,10 @@ def build_model_role(
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)
 
-    # With routing replay of updates, the actor's scoring pass records each token's experts for them.
-    routing = None
+    # With routing replay of updates, the actor's scoring pass records the experts of each token.
+    routing_shape = None
     if spec is ACTOR and updates is not None:
-        routing = _routing_shape(config, "update")
+        routing_shape = _routing_shape(config, "update")
 
     # A role without output columns in the table, such as a teacher, has one column with the role's name.
     outputs = spec.outputs
@@ -416,7 +418,7 @@ def build_model_role(
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,
-        routing_shape=routing,
+        routing_shape=routing_shape,
         initial_of=initial_of,
         shares_base_with=base_owner,
         measures_memory=config.batch.memory_target is not None,
@@ -441,14 +443,14 @@ def _find_starting_model(
 ) -> tuple[str | None, bool]:
     """Return the path of the Hugging Face model that a role starts from, and whether it is trainable.
 
-    The path is None if the role's section sets none.
+    Returns None as path if neither a stage nor the role's section names a model.
     """
     if spec is ACTOR:
         return current_model(config), True
     if spec is not REWARD_MODELS:
         return section.path, spec.trains
 
-    # A separate stage trains a reward model, which is frozen once that stage has written it.
+    # A reward model is trained only by a stage, and is frozen after the stage has written its model.
     for plan in stage_plans(config):
         if plan.role == path and plan.has_ended:
             return str(plan.model), False
@@ -458,8 +460,8 @@ def _find_starting_model(
 def _adapter_settings(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
     """Return the settings of the LoRA adapters to attach to a role's model, or None without adapters.
 
-    A completed stage of the actor has merged the adapters in ``lora.path`` into its model. After it the actor
-    gets new adapters, which start from zero.
+    A completed stage of the actor has merged the adapters of ``lora.path`` into its model. After such a stage
+    the actor gets new adapters, which start from zero.
     """
     lora = getattr(section, "lora", None)
     if lora is not None and spec is ACTOR and current_model(config) != config.model.path:
@@ -475,7 +477,7 @@ def _attach_adapters(
     *,
     trainable: bool = True,
 ) -> None:
-    """Attach adapters to a model that starts from ``path``; do nothing if ``lora`` is None.
+    """Attach adapters to a model that starts from ``path``; do nothing without ``lora`` settings.
 
     Collective over the model's ranks.
     """
@@ -487,8 +489,8 @@ def _attach_adapters(
 def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:
     """Build a policy that is not trained; return None on ranks outside the layout.
 
-    ``path``: Hugging Face model to load. None builds a model into which a checkpoint of the run can be
-    loaded, with the actor's adapters if it has any.
+    ``path``: Hugging Face model to load. None builds a model with the actor's adapters, if configured, into
+    which a checkpoint of the run can be loaded.
 
     Collective over the world.
     """
@@ -518,7 +520,7 @@ def build_pretrained(
 
     Collective over the world.
     """
-    # Groups are created on all ranks of the job, also on ranks without this model.
+    # Create the groups on all ranks of the job, since their creation is collective over the world.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
     if not groups.is_member:
@@ -547,8 +549,8 @@ def build_pretrained(
 def weights_folder(config: RunConfig, path: str | None) -> str:
     """Return the folder to read a role's initial weights from: ``path``, or `model.path` for None.
 
-    If ``path`` is the result of the actor's training stages and does not exist yet, the folder is
-    `model.path` too: the result is loaded into the role once the stages have written it.
+    If ``path`` is the model of the actor's stages and does not exist yet, the folder is also `model.path`:
+    the stage's model is loaded into the role after the stage has written it.
     """
     if path is None or (path == starting_model(config) and not Path(path).is_dir()):
         return config.model.path
@@ -558,18 +560,18 @@ def weights_folder(config: RunConfig, path: str | None) -> str:
 def _load_model_provider(config: RunConfig, path: str) -> Provider | None:
     """Return the user's model code (`model.provider`) for the model at ``path``.
 
-    Returns None without such code, and for a model whose shape differs from `model.path`, for example a
-    smaller reward model: Megatron's GPTModel is used for it.
+    Returns None without such code, and for a model whose shape differs from `model.path`, such as a smaller
+    reward model, which is built with Megatron's GPTModel.
     """
     if config.model.provider is None:
         return None
 
-    # Name, head and tied embeddings may differ: the user's code supports all variants of them.
-    shapes = []
+    # Compare the shapes without name, head and tied embeddings: the user's code supports all variants.
+    comparable_shapes = []
     for folder in (config.model.path, path):
-        shapes.append(read_pretrained(Path(folder) / "config.json").shape)
-    comparable_shapes = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
-    if len(comparable_shapes) > 1:
+        shape = read_pretrained(Path(folder) / "config.json").shape
+        comparable_shapes.append(replace(shape, name="", scalar_head=False, tied=False))
+    if comparable_shapes[0] != comparable_shapes[1]:
         return None
 
     arguments, _ = checkpoint_arguments(config.model.path)
@@ -583,8 +585,8 @@ def _build_hybrid_engine(
     has_separate_adapters: bool,
     log: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
-    """Build the weight sync from the actor to an engine in these processes, or to servers."""
-    # Syncs only read the weights: gradients and optimizer states may be in host memory.
+    """Build the weight sync from the actor to an engine in the job's processes, or to servers."""
+    # A sync only reads the weights: gradients and optimizer states may stay in host memory.
     engine = rollout.engine
     resident = partial(actor.resident, Use.READ)
     if not config.rollout.capabilities.in_process:
@@ -609,9 +611,9 @@ def _build_hybrid_engine(
 
 
 def _routing_shape(config: RunConfig, replay_mode: str) -> tuple[int, int] | None:
-    """Return the model's numbers of layers and of experts per token, the shape of a token's routing.
+    """Return the shape of a token's routing, (layers, experts per token), if it is replayed; otherwise None.
 
-    Returns None unless `actor.routing_replay` is ``replay_mode``.
+    ``replay_mode``: value of `actor.routing_replay` with which the caller needs the routing.
     """
     if config.actor.routing_replay != replay_mode:
         return None
@@ -629,8 +631,9 @@ def _build_rollout(
 ) -> RolloutRole:
     """Build the rollout role, with the engine or the client of the servers on the role's ranks.
 
-    ``routing_shape`` (layers, experts per token) makes the engine return the routing of each token, and
-    ``adapters`` describes the LoRA adapters that it receives apart from the weights; None for neither.
+    ``routing_shape``: (layers, experts per token), to make the engine return each token's routing, or None.
+    ``adapters``: LoRA adapters that the engine receives separately from the weights, or None.
+
     Collective over the world.
     """
     layouts = role_layouts(config, device.world_size())
@@ -663,7 +666,7 @@ def _build_rollout(
             routing_shape=routing_shape,
             adapters=adapters,
         )
-        # The roles on the same ranks are built next, in the device memory that the engine releases here.
+        # Release the engine's device memory for the roles on the same ranks, which are built next.
         if engine is not None and device.rank() in sleeping_ranks(layouts):
             engine.sleep()
 

@@ -1,4 +1,4 @@
-"""A role with a Megatron model: actor, critic, reference and reward models differ only in their arguments."""
+"""Role with a Megatron model: actor, critic, reference and reward models differ only in their arguments."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class ModelRole:
     ``outputs``: names of the model's outputs per token, such as ``log_probs``, in the order of the model's
         head.
     ``top_tokens``: request for the most likely tokens of each distribution, or None for no such outputs.
-    ``top_outputs``: names of the outputs for the ids and log-probs of these tokens.
+    ``top_outputs``: names of the two outputs with the ids and log-probs of the most likely tokens.
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.
     ``prefix``: prefix of the optimizer's metrics, by default the name.
-    ``offload``: whether the model is in host memory except while the role runs.
+    ``offload``: whether the model is moved to host memory while the role does not run.
     ``routing_shape``: (layers, experts per token) if `infer` also returns the routing, or None.
     ``initial_of``: role whose model this role runs with its adapters disabled, as for a reference; None if
         the role has its own model.
     ``shares_base_with``: role whose base weights this role's adapters use, or None.
-    ``squared_probs``: whether `infer` also returns the output of this name, see `Scores.squared_probs`.
+    ``squared_probs``: whether `infer` also returns `Scores.squared_probs`.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
-    ``guard``: repeats a forward or backward pass that ran out of memory, on smaller micro-batches; measures
-        the memory of passes if ``measures_memory``.
+    ``guard``: guard that repeats forward and backward passes that ran out of memory on smaller micro-batches,
+        and measures the memory of passes if ``measures_memory``.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class ModelRole:
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        # The residency also moves the optimizer's states. A role with another role's model has no optimizer.
+        # The residency also moves the optimizer's states. A role that runs another role's model shares its
+        # residency, and has no optimizer.
         if self.initial_of is None:
             self.residency.optimizer = optimizer
 
@@ -121,7 +122,7 @@ class ModelRole:
         return self.residency.resident(use)
 
     def infer(self, batch: Any) -> RowShard:
-        """Compute the model's outputs for the response tokens of this rank's rows; other tokens have 0.
+        """Compute the model's outputs for the response tokens of this rank's rows; outputs are 0 elsewhere.
 
         ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. If ``routing_shape`` is
         set, the shard also has the ``experts`` of every token: [n, layers, experts per token] int16. Only one
@@ -134,57 +135,60 @@ class ModelRole:
             top_tokens=self.top_tokens,
             squared_probs=self.squared_probs,
         )
-        names = self.outputs
+        output_names = self.outputs
         if self.squared_probs:
-            names = (*names, "squared_probs")
-        shard = self._make_shard(batch, micro_outputs, names)
-        if self.top_tokens is not None:
-            columns = {**shard.tokens, **self._make_top_columns(self.top_tokens.tokens, micro_outputs)}
-            shard = replace(shard, tokens=columns)
-        if self.routing_shape is None:
-            return shard
+            output_names = (*output_names, "squared_probs")
+        shard = self._make_shard(batch, micro_outputs, output_names)
 
-        # On a rank without rows the column must have the same dtype and trailing shape as on the others.
-        no_experts = torch.zeros((0, *self.routing_shape), dtype=torch.int16)
-        experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
-        columns = {
-            **shard.tokens,
-            "experts": torch.cat([no_experts, *experts]),
-        }
+        # Add the columns of the most likely tokens and of the experts.
+        columns = dict(shard.tokens)
+        if self.top_tokens is not None:
+            columns |= self._make_top_columns(self.top_tokens.tokens, micro_outputs)
+        if self.routing_shape is not None:
+            # On a rank without rows the column must have the same dtype and trailing shape as on other ranks.
+            no_experts = torch.zeros((0, *self.routing_shape), dtype=torch.int16)
+            experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
+            columns["experts"] = torch.cat([no_experts, *experts])
         return replace(shard, tokens=columns)
 
     def _make_shard(
         self,
         batch: Any,
         micro_outputs: list[TokenOutputs],
-        names: tuple[str, ...],
+        output_names: tuple[str, ...],
     ) -> RowShard:
-        """Concatenate the first outputs of micro-batches into a shard with a column per name in ``names``."""
-        # A rank without rows returns empty columns: all shards of a gather must have the same columns.
-        rows = torch.tensor(
-            [row for micro in micro_outputs for row in micro.rows],
-            dtype=torch.long,
-        )
+        """Concatenate the outputs of all micro-batches into a shard with a column per output name.
 
-        outputs = [torch.zeros(0) for _ in names]
+        ``output_names``: names of the model's first outputs; further outputs are ignored.
+        """
+        row_indices: list[int] = []
+        for micro in micro_outputs:
+            row_indices.extend(micro.rows)
+        rows = torch.tensor(row_indices, dtype=torch.long)
+
+        # A rank without rows returns empty columns: all shards of a gather must have the same columns.
+        columns = [torch.zeros(0) for _ in output_names]
         if micro_outputs:
-            # Transpose: from a tuple of outputs per micro-batch to a tensor per output.
-            by_output = zip(*(micro.outputs[: len(names)] for micro in micro_outputs), strict=True)
-            columns = torch.stack([torch.cat(values) for values in by_output])
-            # A single copy from the device for all outputs.
-            outputs = list(columns.float().cpu())
+            device_columns = []
+            for index in range(len(output_names)):
+                device_columns.append(torch.cat([micro.outputs[index] for micro in micro_outputs]))
+            # Stack the columns, so that a single copy moves all of them to the host.
+            columns = list(torch.stack(device_columns).float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
-            dict(zip(names, outputs, strict=True)),
+            dict(zip(output_names, columns, strict=True)),
             {},
         )
 
-    def _make_top_columns(self, count: int, micro_outputs: list[TokenOutputs]) -> dict[str, Tensor]:
-        """Concatenate the most likely tokens of micro-batches: ids [n, count], log-probs [n, count + 1]."""
-        # Give a rank without rows the columns' dtypes and shapes, which every rank must have.
-        ids = [torch.zeros((0, count), dtype=torch.int32)]
-        log_probs = [torch.zeros((0, count + 1))]
+    def _make_top_columns(self, num_tokens: int, micro_outputs: list[TokenOutputs]) -> dict[str, Tensor]:
+        """Concatenate the most likely tokens of all micro-batches: a column of ids, and one of log-probs.
+
+        Ids are [n, num_tokens] int32, log-probs [n, num_tokens + 1] float32.
+        """
+        # Start from empty tensors: a rank without rows must return columns of the same dtypes and shapes.
+        ids = [torch.zeros((0, num_tokens), dtype=torch.int32)]
+        log_probs = [torch.zeros((0, num_tokens + 1))]
         for micro in micro_outputs:
             # The most likely tokens are the last two outputs of the head.
             micro_log_probs, micro_ids = micro.outputs[-2:]
@@ -208,7 +212,7 @@ class ModelRole:
         adapter_scope = nullcontext()
         if self.initial_of is not None:
             adapter_scope = use_initial_policy(self.model)
-            # The recorded experts are those of the adapted actor; the initial policy must choose its own.
+            # Drop the recorded experts, which the adapted actor chose: the initial policy routes by itself.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), adapter_scope:
             micro_outputs = forward_only(
@@ -220,7 +224,7 @@ class ModelRole:
                 **options,
             )
 
-        # All ranks of the last pipeline stage have the outputs; one per data-parallel replica returns them.
+        # All ranks of the last pipeline stage have the outputs; one rank per replica returns them.
         if not self.is_output_rank:
             return []
         return micro_outputs
@@ -240,15 +244,15 @@ class ModelRole:
     ) -> tuple[RowShard, Metrics]:
         """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        With ``reads_outputs`` the outputs are those that `infer` returns, and the host waits until the device
-        has copied them; without it the shard has no rows. The metrics are tensors on the device. The caller
-        must keep the role `resident` from this call to the end of `step`. Collective over the role's ranks.
+        ``reads_outputs``: whether to return the same outputs as `infer`, for which the host waits for the
+        device; otherwise the shard has no rows. The metrics are tensors on the device. The caller must keep
+        the role `resident` from this call to the end of `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._make_shard(minibatch, [], self.outputs), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
-        # Gradients are summed over micro-batches and ranks: the loss weights contain the global denominators.
+        # Sum the gradients over micro-batches and ranks: the loss weights contain the global denominators.
         self.optimizer.zero_grad()
         micro_outputs, metrics = forward_backward(
             self.model,
@@ -261,7 +265,7 @@ class ModelRole:
             **options,
         )
 
-        # All ranks of a data-parallel replica have equal outputs and metrics; only one returns them.
+        # All ranks of a data-parallel replica have equal outputs and metrics; only one rank returns them.
         if not self.is_output_rank:
             return self._make_shard(minibatch, [], self.outputs), Metrics()
         if not reads_outputs:
@@ -278,7 +282,7 @@ class ModelRole:
             return Metrics()
 
         metrics = self.optimizer.step(has_next)
-        # The optimizer's metrics are equal on all of the role's ranks, so only the first one returns them.
+        # The optimizer's metrics are equal on all of the role's ranks: only the first rank returns them.
         if self.model.groups.rank != self.layout.ranks[0]:
             return Metrics()
         return Metrics({f"{self.prefix}/{name}": value for name, value in metrics.sums.items()})
@@ -286,7 +290,7 @@ class ModelRole:
     def eval_step(self, batch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Compute the metrics of an objective on a batch without gradients.
 
-        ``options`` are those of `update`. Collective over the role's ranks.
+        ``options``: see `update`. Collective over the role's ranks.
         """
         if self.model is None:
             return Metrics()

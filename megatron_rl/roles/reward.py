@@ -1,7 +1,7 @@
-"""Rewards of responses: by Python functions and servers outside the training process, and by reward models.
+"""Rewards of responses: from functions and servers outside the training process, and from reward models.
 
-The one idea: each rank computes the rewards of some of the rows and returns them as a `RowShard`, like a role
-with a model. The step gathers the shards of all scorers and computes the weighted sum.
+The one idea: each rank computes the rewards of a part of the rows and returns them as a `RowShard`, like a
+role with a model. The step gathers the shards of all scorers and computes the weighted sum.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from megatron_rl.types import (
 )
 
 COMPONENT = "component/"
-"""Prefix of reward components in ``RowShard.values``, so that a component may be named ``rewards``."""
+"""Prefix of reward components in ``RowShard.values``, so that a component may have the name ``rewards``."""
 NO_REWARD = "no_reward"
-"""Reason of an invalid row that no scorer rewards."""
+"""Reason of an invalid row without a reward from an environment, in a run without scorers."""
 MAX_REASON_CHARACTERS = 600
 """Maximum length of the message of a failed reward, which is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
@@ -67,9 +67,9 @@ FunctionScorer = FunctionReward | SourceRewards
 
 
 class Scorer(Protocol):
-    """Source of rewards outside the training process: a function's worker processes, or a server.
+    """Source of rewards outside the training process: a function in worker processes, or a server.
 
-    ``takes``: optional fields of `Sample` that the scorer reads, such as `TURNS` or `SOURCE`.
+    ``takes``: optional fields of `Sample` that the scorer needs, such as `TURNS` or `SOURCE`.
     ``missing``: descriptions of the limits of the scorer's processes that this machine cannot enforce.
     """
 
@@ -104,7 +104,7 @@ class NullScorer:
 
 @dataclass(frozen=True)
 class ScorerResult:
-    """Rewards by one scorer for this rank's rows, about 1 / (number of ranks) of the batch.
+    """Rewards from one scorer for this rank's rows, about 1 / (number of ranks) of the batch.
 
     Example: on a rank that rewards rows 0 and 2, a function that returned ``{"reward": 1.0, "format": 0.5}``
     and then raised has ``shard.values`` ``{"rewards": [1.0, nan], "component/format": [0.5, nan]}`` and
@@ -126,19 +126,19 @@ class ScorerResult:
 
 
 class RewardRole:
-    """Rewards of rows by every configured scorer, computed outside the training process.
+    """Role that computes rewards with every configured scorer, outside the training process.
 
     Rows are divided among the ranks, and each rank runs functions and code tests in its worker processes.
     Only the first rank sends requests to servers, so that limits of requests, cached answers and a server's
     health apply to the whole job.
 
-    ``key``: configuration key of the function, if that is not `reward.function`, such as an evaluator's. Such
-        a function also rewards rows that an environment has already rewarded.
+    ``key``: configuration key of a function other than `reward.function`, such as an evaluator, or empty.
+        Such a function also rewards rows that an environment has already rewarded.
     ``source_functions``: source in `data.sources` -> function that rewards its rows in place of
         `reward.function`.
     ``filters``: filters of training samples, see `run_filters`; None for no filters.
-    ``learns_from_rewards``: whether the algorithm needs rewards. If it does and there is no scorer, rows
-        without a reward from an environment are invalid.
+    ``learns_from_rewards``: whether the algorithm needs rewards. If so, and without any scorer, rows without
+        a reward from an environment are invalid.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RewardRole:
         self._visible = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
-        # One worker: a function's processes handle one list of samples at a time.
+        # A single thread, since a function's processes handle one list of samples at a time.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._early_futures: list[Future[tuple[str, dict[int, Answer]]]] = []
         self._filters: ResponseFilters | None = None
@@ -163,18 +163,19 @@ class RewardRole:
             if filters is not None and filters.names:
                 self._filters = ResponseFilters(filters, config)
             if source_functions:
-                # All functions of sources together are one scorer: each row has one of them.
+                # The functions of all sources form one scorer, since each row has one source.
                 self._scorers[FUNCTION] = (config.weight, SourceRewards(config, source_functions))
             for name, weight in config.scorer_weights.items():
                 if name not in self._scorers:
                     self._scorers[name] = (weight, _make_scorer(name, config, key))
         except BaseException:
-            # Scorers that were created before the error have started processes.
+            # End the processes of scorers that were created before the error.
             self.close()
             raise
 
         if not self._scorers:
-            # If reward models exist or no rewards are needed, this scorer adds 0 to each row's reward.
+            # Without any scorer, rows have no reward. With reward models, or if no rewards are needed, the
+            # scorer adds 0 to each row's reward instead.
             answer = Answer(NO_REWARD, _NO_SCORER)
             if config.models or not learns_from_rewards:
                 answer = Answer(None, "", 0.0)
@@ -192,12 +193,12 @@ class RewardRole:
 
     @property
     def has_functions(self) -> bool:
-        """Return whether a scorer can reward a group while others are sampled, in `start_early_rewards`."""
+        """Return whether a scorer can reward a group while other groups are sampled."""
         return bool(self._functions)
 
     @property
     def _functions(self) -> dict[str, FunctionScorer]:
-        """Return the scorers that run in this rank's worker processes, by name; servers are excluded."""
+        """Return the scorers that run in this rank's worker processes, by name."""
         functions: dict[str, FunctionScorer] = {}
         for name, (_, scorer) in self._scorers.items():
             if isinstance(scorer, FunctionScorer):
@@ -207,15 +208,18 @@ class RewardRole:
     @property
     def unenforced_limits(self) -> tuple[str, ...]:
         """Describe the limits of the scorers' processes that this machine cannot enforce."""
-        sources: list[Scorer | ResponseFilters] = [scorer for _, scorer in self._scorers.values()]
+        descriptions: list[str] = []
+        for _, scorer in self._scorers.values():
+            descriptions += scorer.missing
         if self._filters is not None:
-            sources.append(self._filters)
-        return tuple(dict.fromkeys(text for source in sources for text in source.missing))
+            descriptions += self._filters.missing
+        # Drop repeated descriptions.
+        return tuple(dict.fromkeys(descriptions))
 
     def start_early_rewards(self, group_index: int, group: SequenceGroup) -> None:
-        """Start computing a finished group's rewards in a thread, while other groups are still sampled.
+        """Start to compute a finished group's rewards in a thread, while other groups are still sampled.
 
-        `gather_early_rewards` returns them. ``group_index``: the group's index in its round.
+        `gather_early_rewards` returns the rewards. ``group_index``: index of the group in its round.
         """
         # Skip rows on which the engine or the environment failed, and rows that the environment rewarded.
         rollouts = to_rollouts([group])
@@ -226,17 +230,16 @@ class RewardRole:
         if not rows:
             return
 
-        # All groups of a round have the same number of rows.
+        # Row indices in the round, whose groups all have the same number of rows.
         round_rows = [group_index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
             samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
-            ids = self._response_ids(rollouts.rows(rows))
-            verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
+            response_ids = self._response_ids(rollouts.rows(rows))
+            verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, response_ids)
             self._early_futures.append(verdicts)
 
-        # Submitted after the filters to the same thread, which has computed the verdicts when a scorer needs
-        # them.
+        # The single thread runs the scorers after the filters, so the verdicts exist when scorers need them.
         for name, scorer in self._functions.items():
             samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
             samples_by_row = dict(zip(round_rows, samples, strict=True))
@@ -244,10 +247,10 @@ class RewardRole:
                 self._executor.submit(_score_rows, name, scorer, samples_by_row, verdicts)
             )
 
-    def gather_early_rewards(self, members: ReplicaGroup) -> EarlyRewards:
-        """Return the rewards from all `start_early_rewards` calls on all ranks since the last gather.
+    def gather_early_rewards(self, replica_group: ReplicaGroup) -> EarlyRewards:
+        """Gather the rewards of all `start_early_rewards` calls on all ranks since the last gather.
 
-        The keys are the scorer's name, then the row in the round. Waits for rewards that are still being
+        Returns name of the scorer -> row in the round -> reward. Waits for rewards that are still being
         computed. Collective over the replica group.
         """
         rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
@@ -258,7 +261,7 @@ class RewardRole:
 
         futures = self._early_futures
         self._early_futures = []
-        for results in members.gather_objects([future.result() for future in futures]):
+        for results in replica_group.gather_objects([future.result() for future in futures]):
             for name, answers in results:
                 rewards[name].update(answers)
         return rewards
@@ -267,32 +270,32 @@ class RewardRole:
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
-        members: ReplicaGroup,
+        replica_group: ReplicaGroup,
         early_rewards: EarlyRewards | None = None,
     ) -> FilteredRows:
-        """Run the configured filters; return the rows that they remove, the same value on every rank.
+        """Run the configured filters on all rows; return the removed rows, equal on every rank.
 
-        ``prompts`` has one entry per row. ``early_rewards`` has the filters' answers for rows that were
-        filtered while others were still sampled. Rows on which the engine or the environment failed are not
-        passed to the filters. Collective over the replica group.
+        ``prompts``: prompt of each row. ``early_rewards``: answers of the filters for rows that were filtered
+        while other rows were sampled, under the key `FILTERS`. Rows on which the engine or the environment
+        failed are not passed to the filters. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
             return NOTHING_FILTERED
 
-        # Rows are divided among the ranks.
+        # Filter this rank's rows, without rows that already have an answer.
         available_answers = (early_rewards or {}).get(FILTERS, {})
         failed_rows = _failed_rows(rollouts)
-        rank_rows = _rows_of_rank(rollouts, members, filters)
+        rank_rows = _rows_of_rank(rollouts, replica_group, filters)
         rows = [row for row in rank_rows if row not in available_answers and row not in failed_rows]
         samples = self._make_samples(prompts, rollouts, rows, filters.takes)
         verdicts = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
 
         answers = dict(available_answers)
-        for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
-            answers |= by_row
+        for rank_answers in replica_group.gather_objects(dict(zip(rows, verdicts, strict=True))):
+            answers |= rank_answers
 
-        # A row on which a filter raised is reported as failed, not as removed by that filter.
+        # A row on which a filter raised an exception counts as failed, not as removed by the filter.
         filter_names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
 
@@ -307,22 +310,22 @@ class RewardRole:
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
-        members: ReplicaGroup,
+        replica_group: ReplicaGroup,
         early_rewards: EarlyRewards | None = None,
         filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
         """Compute the rewards of this rank's rows with each scorer. Collective over the replica group.
 
         A row is not passed to a scorer if
-        - an environment rewarded it, or a filter removed it with a reward: this reward becomes the first
-          scorer's, and the other scorers' rewards are 0;
+        - an environment rewarded it, or a filter removed it with a reward: the first scorer's result contains
+          this reward, and the rewards of the other scorers are 0;
         - a filter dropped it, the engine or the environment failed on it, or an earlier scorer failed on it;
-        - ``early_rewards`` has the scorer's reward of the row, which is returned.
+        - ``early_rewards`` has the scorer's reward of the row, which the result contains.
 
         Arguments:
-            prompts: one entry per row.
+            prompts: prompt of each row.
             rollouts: rows of the whole batch.
-            members: ranks that have the batch.
+            replica_group: ranks that hold the batch.
             early_rewards: rewards from `gather_early_rewards`, or None.
             filtered: rows that filters removed, from `run_filters`.
         """
@@ -333,11 +336,12 @@ class RewardRole:
         failed_rows = _failed_rows(rollouts)
         skipped_rows = failed_rows | filtered.dropped_rows
 
-        # In the same order on every rank: `_run_scorer` is collective.
+        # Run the scorers in the same order on every rank: `_run_scorer` is collective.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
-            rows = _rows_of_rank(rollouts, members, scorer)
-            all_answers = {**(early_rewards or {}).get(name, {}), **answers}
+            rows = _rows_of_rank(rollouts, replica_group, scorer)
+            all_answers = dict((early_rewards or {}).get(name, {}))
+            all_answers |= answers
             available_answers = {
                 row: answer for row, answer in all_answers.items() if row not in skipped_rows
             }
@@ -350,13 +354,13 @@ class RewardRole:
                 rows,
                 available_answers,
                 skipped_rows,
-                members,
+                replica_group,
             )
             saved_rows = (skipped_rows - failed_rows) | filtered.names.keys()
             results.append(self._add_saved_calls(result, rows, saved_rows))
             skipped_rows = skipped_rows | set(result.reasons)
 
-            # The environment's reward has been used as the first scorer's: the other scorers add 0.
+            # The first scorer's result contains the rewards of environments: the other scorers add 0.
             for row, answer in answers.items():
                 if answer.reason is None:
                     answers[row] = Answer(None, "", 0.0)
@@ -367,7 +371,8 @@ class RewardRole:
     ) -> ScorerResult:
         """Add the metric `reward/saved/SCORER`: share of this rank's rows that were not passed to the scorer.
 
-        ``saved_rows`` are the rows, of all ranks, that filters removed or an earlier scorer failed on.
+        ``rows``: this rank's rows. ``saved_rows``: rows of all ranks that filters removed, or on which an
+        earlier scorer failed.
         """
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
@@ -383,9 +388,8 @@ class RewardRole:
         rows: list[int],
         optional_fields: frozenset[str],
     ) -> list[Sample]:
-        """Return one sample per row, with those ``optional_fields`` of `Sample` that a scorer reads."""
-        # Every scorer gets these fields. Turns and tokens are slow to build, so only for scorers that read
-        # them.
+        """Return one sample per row, with the ``optional_fields`` of `Sample` that a scorer needs."""
+        # Every scorer gets these fields. Turns and tokens are slow to build, so only some scorers get them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -394,7 +398,7 @@ class RewardRole:
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
 
-        # Without the first turn: the prompt is a separate field.
+        # Omit the first turn: the prompt is a separate field.
         if TURNS in optional_fields:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
         if TOKENS in optional_fields:
@@ -409,13 +413,13 @@ class RewardRole:
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def responses(self, rollouts: Rollouts) -> list[str]:
-        """Return each row's response as text without special tokens that `VisibleText` hides."""
+        """Decode each row's response, without special tokens that `VisibleText` hides."""
         return self._visible.decode_all(self._response_ids(rollouts))
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:
-        """Return the token ids that the policy sampled, per row."""
-        # The policy's tokens of all rows in one list, which is cut at the end of each row.
+        """Return the token ids of each row that the policy sampled."""
+        # Convert the sampled tokens of all rows at once, then cut the list at the end of each row.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
@@ -442,13 +446,13 @@ class RewardRole:
     ) -> list[dict[str, Any]]:
         """Return the turns of one row: each sequence of tokens with equal ``mask`` is a turn."""
         # The environment's outcome has the parsed tool calls of each turn of the policy, in order.
-        tool_calls_by_turn: Sequence[Any] = ()
+        calls_by_turn: Sequence[Any] = ()
         if outcome:
-            tool_calls_by_turn = outcome.calls
-        remaining_calls = iter(tool_calls_by_turn)
+            calls_by_turn = outcome.calls
+        remaining_calls = iter(calls_by_turn)
         turns: list[dict[str, Any]] = []
-        for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
-            ids = [token for token, _ in run]
+        for is_policy, turn_tokens in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
+            ids = [token for token, _ in turn_tokens]
             if is_policy:
                 role = "policy"
             elif turns:
@@ -479,7 +483,7 @@ class RewardRole:
 
 
 class _MakeSamples(Protocol):
-    """Type of a function that returns one sample per row, with the fields that a scorer reads."""
+    """Type of a function that returns a sample per row, with the fields that a scorer needs."""
 
     def __call__(self, rows: list[int]) -> list[Sample]: ...
 
@@ -492,14 +496,14 @@ def _run_scorer(
     rows: list[int],
     available_answers: Mapping[int, Answer],
     skipped_rows: Set[int],
-    members: ReplicaGroup,
+    replica_group: ReplicaGroup,
 ) -> ScorerResult:
     """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
-    Rows with an answer in ``available_answers`` are not passed to the scorer: they have this answer in the
-    result. ``skipped_rows`` are not passed to it either, and have the reward NaN.
+    Rows in ``available_answers`` are not passed to the scorer; the result contains the available answers.
+    ``skipped_rows`` are not passed to the scorer, either, and have the reward NaN.
     """
-    # Compute the rewards without an available answer.
+    # Run the scorer on the rows without an available answer.
     new_rows = [row for row in rows if row not in available_answers and row not in skipped_rows]
     new_result = scorer.score(make_samples(new_rows))
     answers = dict(zip(new_rows, new_result.answers, strict=True))
@@ -508,8 +512,8 @@ def _run_scorer(
     # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
     result = RewardResult([answers[row] for row in answered_rows], new_result.extra_metrics)
-    index_of = {row: index for index, row in enumerate(rows)}
-    indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
+    index_by_row = {row: index for index, row in enumerate(rows)}
+    indices = torch.tensor([index_by_row[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
 
     # `failure.row` is an index of ``answered_rows``: convert it to a row of the batch.
@@ -519,15 +523,15 @@ def _run_scorer(
         failures[answered_rows[failure.row]] = (failure.reason, message)
 
     # All ranks must return the same columns, although a function may return different components per sample.
-    gathered = members.gather_objects((set(result.components), failures))
-    component_names = set().union(*(names for names, _ in gathered))
+    gathered = replica_group.gather_objects((set(result.components), failures))
+    component_names: set[str] = set()
+    all_failures: dict[int, tuple[str, str]] = {}
+    for rank_components, rank_failures in gathered:
+        component_names |= rank_components
+        all_failures |= rank_failures
     for component in sorted(component_names):
         component_values = result.components.get(component)
         values[COMPONENT + component] = scatter_values(component_values, indices, len(rows))
-
-    all_failures: dict[int, tuple[str, str]] = {}
-    for _, rank_failures in gathered:
-        all_failures |= rank_failures
 
     no_tokens = torch.zeros(len(rows), dtype=torch.long)
     return ScorerResult(
@@ -543,7 +547,7 @@ def _run_scorer(
 def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
     """Return a tensor [count] float32 with ``values`` at ``indices`` and NaN elsewhere.
 
-    The tensor is all NaN if ``values`` is None.
+    Without ``values``, all elements are NaN.
     """
     result = torch.full((count,), float("nan"))
     if values is not None:
@@ -554,43 +558,46 @@ def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor
 def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
     """Create the scorer that the section `reward.NAME` configures.
 
-    ``key``: configuration key of a function in errors, if that is not `reward.function`.
+    ``key``: configuration key of a function other than `reward.function`, for errors, or empty.
     """
     if name == FUNCTION:
         return FunctionReward(config, key=key)
 
+    make_scorer_by_name = {"code": make_code_reward, "http": HttpReward, "judge": JudgeReward}
     section = getattr(config, name)
-    return {"code": make_code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
+    return make_scorer_by_name[name](section)
 
 
 def _filter_rows(
     filters: ResponseFilters,
     rows: Sequence[int],
     samples: Sequence[Sample],
-    ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
 ) -> tuple[str, dict[int, Answer]]:
-    """Run the filters on the samples of ``rows``; return the key `FILTERS` and the answers by row.
+    """Run the filters on the samples of ``rows``; return `FILTERS` as name, and the answers by row.
 
-    ``ids`` are the token ids of the responses.
+    ``response_ids``: token ids of the responses.
     """
-    return FILTERS, dict(zip(rows, filters.compute_answers(samples, ids), strict=True))
+    answers = filters.compute_answers(samples, response_ids)
+    return FILTERS, dict(zip(rows, answers, strict=True))
 
 
 def _score_rows(
     name: str,
     scorer: FunctionScorer,
-    samples: Mapping[int, Sample],
+    sample_by_row: Mapping[int, Sample],
     verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:
     """Run a scorer on the samples that pass the filters; return the scorer's name and its answers by row.
 
-    ``samples`` are keyed by row. ``verdicts`` are the filters' answers, from an earlier task of this thread,
-    or None without filters.
+    ``verdicts``: result of `_filter_rows`, which ran earlier in this thread, or None without filters.
     """
     if verdicts is not None:
-        _, answers = verdicts.result()
-        samples = {row: sample for row, sample in samples.items() if answers[row].reason is None}
-    return name, dict(zip(samples, scorer.compute_answers(list(samples.values())), strict=True))
+        _, filter_answers = verdicts.result()
+        passed_rows = [row for row in sample_by_row if filter_answers[row].reason is None]
+        sample_by_row = {row: sample_by_row[row] for row in passed_rows}
+    answers = scorer.compute_answers(list(sample_by_row.values()))
+    return name, dict(zip(sample_by_row, answers, strict=True))
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
@@ -598,14 +605,16 @@ def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
     return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 
-def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | ResponseFilters) -> list[int]:
+def _rows_of_rank(
+    rollouts: Rollouts, replica_group: ReplicaGroup, scorer: Scorer | ResponseFilters
+) -> list[int]:
     """Return the rows for which this rank runs a scorer or filter.
 
-    Rows are assigned to ranks round robin, or whole groups if the scorer reads the group. The first rank runs
-    all rows of a server.
+    Rows are assigned to ranks round robin, or group by group if the scorer needs groups. A server's rows are
+    all assigned to the first rank.
     """
-    rank = members.ranks.index(members.rank)
-    rank_count = len(members.ranks)
+    rank = replica_group.ranks.index(replica_group.rank)
+    rank_count = len(replica_group.ranks)
 
     if isinstance(scorer, HttpReward | JudgeReward):
         if rank == 0:
@@ -645,7 +654,7 @@ def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
 
 
 def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
-    """Return the environments' rewards and failures by row; rows to be rewarded by scorers are absent."""
+    """Return the rewards and failures from environments, by row; other rows are absent."""
     answers: dict[int, Answer] = {}
     for row, outcome in enumerate(rollouts.outcomes or ()):
         if outcome is None:
@@ -673,23 +682,23 @@ class RewardModel:
         self.role = role
 
     def infer(self, batch: Any) -> RowShard:
-        """Compute the rewards of this rank's rows; the shard's values have them under the model's name.
+        """Compute the rewards of this rank's rows: ``values[name]`` of the shard, [b] float32.
 
-        They are [b] float32, NaN where the output is not finite. ``batch`` has the fields that
-        `ModelRole.infer` needs. Collective over the role's ranks.
+        Rewards are NaN where the output is not finite. ``batch`` has the fields that `ModelRole.infer` needs.
+        Collective over the role's ranks.
         """
-        # Use the output at the token itself, not at the previous token, which predicts it.
+        # Use the output at a row's last token, unlike log-probs, which use the output at the previous token.
         output_mask = torch.zeros(len(batch.tokens), dtype=torch.bool)
         output_mask[last_token_indices(batch.lengths)] = True
         micro_outputs = self.role.forward(batch, output_mask, from_previous_token=False)
 
-        rows = torch.tensor(
-            [row for micro in micro_outputs for row in micro.rows],
-            dtype=torch.long,
-        )
+        row_indices: list[int] = []
+        for micro in micro_outputs:
+            row_indices.extend(micro.rows)
+        rows = torch.tensor(row_indices, dtype=torch.long)
         rewards = torch.zeros(0)
         if micro_outputs:
-            # One value per token of the rows, 0 at all tokens except the last one of each row.
+            # One value per token, which is 0 at all tokens except the last token of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_token_indices(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))

@@ -1,4 +1,4 @@
-"""The role that generates sequences in rounds, on the replicas of an engine or at servers."""
+"""Role that samples sequences in rounds, with the replicas of an engine or with servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 
 
 class RolloutRole:
-    """Generation on the replicas of an engine, or at servers.
+    """Role that samples sequences, with the replicas of an engine or with servers.
 
     ``layout``: ranks of the role; ``tensor`` is the engine's tensor-parallel size, ``data`` its number of
         replicas.
@@ -45,10 +45,10 @@ class RolloutRole:
     ``environment``: configuration of the environment for multi-turn rollouts, or None for single responses.
         The first rank of each replica runs its processes.
     ``chat_formats``: chat formats that render an environment's messages.
-    ``routing``: numbers of layers and of experts per token if the engine returns the routing, or None.
+    ``routing``: (layers, experts per token) if the engine returns the routing of each token, or None.
     ``max_in_flight``: maximum number of sequences in flight on a replica, or None for the engine's limit.
     ``parse_tool_calls``: parser of the tool calls in a turn, or None if turns have no tool calls.
-    ``in_process``: whether the engine runs in these processes and not at servers; equal on all ranks.
+    ``in_process``: whether the engine runs in the job's processes instead of servers; equal on all ranks.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RolloutRole:
         self._parse_tool_calls = parse_tool_calls
         self._in_process = in_process
 
-        # The first rank of a replica runs the environments and sends their turns to the others.
+        # Only the first rank of a replica runs environments.
         self._hosts: EnvironmentPool | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = EnvironmentPool(environment)
@@ -85,41 +85,41 @@ class RolloutRole:
     ) -> NewTokens:
         """Sample a round of sequences; return this rank's new tokens. Collective over the role's ranks.
 
-        ``on_finished`` is called with the index in the round and the group, for each group that this rank
-        finishes. In the open order (`rollout.order: open`) responses are trained on as they finish, and a
-        round ends as soon as the training ranks wait for it. The call then returns only after all ranks
-        without an engine have called `gather_new_tokens`.
+        ``on_finished``: function that is called with the index in the round and the group, for each group
+        that this rank finishes. In the open order (`rollout.order: open`), in which responses are trained on
+        as they finish, the call returns only after all ranks without an engine have called
+        `gather_new_tokens`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
 
-        # Each round has a separate queue in the job's store. All ranks need the same number for its key.
+        # Each round has a separate queue in the job's store, whose key contains the number of the round: the
+        # first rank draws the number, and broadcasts it.
         next_round = 0
         if self.rank == self.layout.ranks[0]:
             next_round = store_increment("rounds")
         round_number = broadcast_object(next_round, self.layout.ranks)
 
-        # The open order ends when all ranks without an engine wait in `gather_new_tokens`: pass the number
-        # of these ranks.
+        # A round of the open order ends when all ranks without an engine wait in `gather_new_tokens`.
         rendezvous = None
         if generation_round.rendezvous is not None:
-            rendezvous = Rendezvous(
-                generation_round,
-                device.world_size() - len(self.layout.ranks),
-            )
+            num_learners = device.world_size() - len(self.layout.ranks)
+            rendezvous = Rendezvous(generation_round, num_learners)
 
         def report_finished(index: int, group: SequenceGroup) -> None:
+            """Report a finished group to the caller and to the rendezvous."""
             if on_finished is not None:
                 on_finished(index, group)
             if rendezvous is not None:
                 rendezvous.count_finished(index)
 
-        # None if neither the caller nor the open order needs finished groups.
+        # Without a callback, the scheduler does not have to collect finished groups.
         finish_callback: OnFinished | None = None
         if on_finished is not None or rendezvous is not None:
             finish_callback = report_finished
 
-        # Environments and clocks differ between the ranks of a replica: its first rank decides for all.
+        # With environments or in the open order, the schedule depends on time, which differs between ranks:
+        # the first rank of a replica computes the schedule for all of the replica's ranks.
         is_led = self.environment is not None or rendezvous is not None
         new_tokens = sample_round(
             self.engine,
@@ -140,7 +140,7 @@ class RolloutRole:
         )
 
         if not self._in_process:
-            # Count the requests that one server lost and another server answered.
+            # Count the requests that were sent to another server because the first server was lost.
             assert isinstance(self.engine, ServerGenerator)
             new_tokens = new_tokens._replace(resubmitted=self.engine.pop_resubmitted())
         return new_tokens
@@ -148,10 +148,10 @@ class RolloutRole:
     def gather_new_tokens(
         self,
         new_tokens: NewTokens,
-        members: ReplicaGroup,
+        replica_group: ReplicaGroup,
         generation_round: GenerationRound,
     ) -> NewTokens:
-        """Gather the new tokens of all replicas; return the same value on all ``members``.
+        """Gather the new tokens of all replicas onto all ranks of ``replica_group``.
 
         Collective over the replica group.
         """
@@ -159,22 +159,22 @@ class RolloutRole:
         if generation_round.rendezvous is not None and self.engine is None:
             arrive_at_rendezvous(generation_round.rendezvous)
 
-        shard = members.gather_rows(new_tokens.shard)
+        shard = replica_group.gather_rows(new_tokens.shard)
 
-        # Objects are pickled, which is slow, so they are gathered only if there can be any.
+        # Gather objects only with environments or servers: pickling is slow.
         outcomes = {}
         prompts = {}
         resubmitted = 0
         if self.environment is not None or not self._in_process:
             objects = (new_tokens.outcomes, new_tokens.replaced_prompts, new_tokens.resubmitted)
-            for rank_outcomes, rank_prompts, rank_resubmitted in members.gather_objects(objects):
+            for rank_outcomes, rank_prompts, rank_resubmitted in replica_group.gather_objects(objects):
                 outcomes |= rank_outcomes
                 prompts |= rank_prompts
                 resubmitted += rank_resubmitted
 
         experts = None
         if new_tokens.experts is not None:
-            experts = members.gather_rows(new_tokens.experts)
+            experts = replica_group.gather_rows(new_tokens.experts)
         return NewTokens(shard, outcomes, prompts, experts, resubmitted)
 
     def _make_scheduler(
@@ -195,7 +195,7 @@ class RolloutRole:
         if rendezvous is not None:
             stop_when = rendezvous.is_over
 
-        # The other ranks of the replica follow the decisions of this one.
+        # Only the replica's first rank has environments; the other ranks receive its schedule.
         if self._hosts is not None:
             assert self._chat_formats is not None
             return MultiTurnScheduler(

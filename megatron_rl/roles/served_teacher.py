@@ -1,7 +1,7 @@
-"""Teacher behind a vLLM server: log-probs of sampled tokens and of the most likely ones, over HTTP.
+"""Teacher behind a vLLM server: log-probs of sampled tokens and of the most likely tokens, over HTTP.
 
-The one idea: a response of vLLM with ``prompt_logprobs`` has the columns that a teacher in the job returns,
-so the step reads either. Requests run in a thread while the roles of the job compute.
+The one idea: a response of vLLM with ``prompt_logprobs`` is converted to the columns that a teacher in the
+job returns, so the step can use either teacher. Requests run in a thread while the roles of the job compute.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ NO_LOG_PROBS = "the teacher's server gave no log-probs"
 """Reason of a row whose request failed."""
 
 LEAST_REST = 1e-6
-"""Lower bound of the total probability of all tokens except the most likely ones. It is computed as a
-difference from 1 with an error of about 1e-7, and a reverse KL takes its logarithm."""
+"""Lower bound of the total probability of all tokens except the most likely tokens. This probability is
+computed as a difference from 1, with an error of about 1e-7, and a reverse KL uses its logarithm."""
 
-_BYTES_PER_ENTRY = 160
-"""Upper bound of the bytes that one token's log-prob takes in a response."""
+_BYTES_PER_LOG_PROB = 160
+"""Upper bound of the bytes of one log-prob in a response."""
 
 
 class TeacherResults(NamedTuple):
-    """Results of a round of requests on one rank; empty on ranks that send none."""
+    """Results of the requests for a batch on one rank; without rows on ranks that send no requests."""
 
     shard: RowShard
     """The teacher's columns, and whether each row has them."""
@@ -66,14 +66,14 @@ class ServedTeacher:
     def __init__(self, config: TeacherServerConfig, top_tokens: TopTokens | None, longest_row: int) -> None:
         self.config = config
         self.top_tokens = top_tokens
-        entries_per_token = 1
+        log_probs_per_token = 1
         if top_tokens is not None:
-            entries_per_token += top_tokens.tokens
+            log_probs_per_token += top_tokens.tokens
         self._server = Server(
             config,
             config.url.rstrip("/") + "/completions",
             secret_headers(config, config.key_from),
-            largest_reply=2**20 + longest_row * entries_per_token * _BYTES_PER_ENTRY,
+            largest_reply=2**20 + longest_row * log_probs_per_token * _BYTES_PER_LOG_PROB,
         )
         self._thread = ThreadPoolExecutor(1, "teacher")
 
@@ -89,16 +89,17 @@ class ServedTeacher:
         return no_rows
 
     def close(self) -> None:
-        """End the thread; requests that are running are dropped with the process."""
+        """Shut down the thread without waiting for running requests, which end with the process."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _request_all(self, rollouts: Rollouts) -> TeacherResults:
-        """Request the log-probs of all rows from the server, and return them; this runs in the thread."""
+        """Request the log-probs of all rows from the server; return the columns and the failed rows."""
         tokens_by_row = [tokens.tolist() for tokens in split_rows(rollouts.tokens, rollouts.lengths)]
         masks = split_rows(rollouts.response_mask, rollouts.lengths)
         failures: list[Failure] = []
 
         def read_row(row: int, reply: Reply) -> _RowColumns:
+            """Convert the reply for a row to columns; record a failure and return zeros if it is unusable."""
             tokens = tokens_by_row[row]
             row_columns = _RowColumns(len(tokens), self.top_tokens)
             reason = reply.reason
@@ -114,7 +115,7 @@ class ServedTeacher:
             return row_columns
 
         columns = self._server.post([self._request_body(tokens) for tokens in tokens_by_row], read_row)
-        # Replies arrive in any order.
+        # Sort the failures, since replies arrive in any order.
         failures.sort(key=lambda failure: failure.row)
 
         metrics = Metrics.mean("teacher/failed_fraction", len(failures), len(tokens_by_row))
@@ -123,52 +124,55 @@ class ServedTeacher:
         return TeacherResults(self._make_shard(rollouts.lengths, columns), tuple(failures), metrics)
 
     def _request_body(self, tokens: list[int]) -> dict[str, Any]:
-        """Return the JSON body of the request for one row's ``tokens``."""
-        count = 0
+        """Return the JSON body of the request for the log-probs of one row's ``tokens``."""
+        num_top_tokens = 0
         if self.top_tokens is not None:
-            count = self.top_tokens.tokens
-        # One token has to be generated; the row's own log-probs are those of the prompt.
+            num_top_tokens = self.top_tokens.tokens
+        # The row is the prompt, whose log-probs are returned. vLLM must generate at least one token.
         return {
             "model": self.config.model,
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": count,
+            "prompt_logprobs": num_top_tokens,
         }
 
     def _make_shard(self, lengths: Tensor, columns: list[_RowColumns]) -> RowShard:
-        """Return the shard of rows with ``lengths`` [b], whose ``columns`` are concatenated."""
+        """Concatenate the ``columns`` of all rows, with ``lengths`` [b] tokens each, into a shard."""
+        # Start from empty tensors, which have the right dtype and shape if there are no rows.
         empty_row = _RowColumns(0, self.top_tokens)
-        tokens = {
-            name: torch.cat([tensor, *(row.tensors[name] for row in columns)])
-            for name, tensor in empty_row.tensors.items()
-        }
+        token_columns: dict[str, Tensor] = {}
+        for name, empty_tensor in empty_row.tensors.items():
+            token_columns[name] = torch.cat([empty_tensor, *(row.tensors[name] for row in columns)])
         valid = torch.tensor([row.valid for row in columns], dtype=torch.bool)
-        return RowShard(torch.arange(len(columns)), lengths, tokens, {VALID: valid})
+        return RowShard(torch.arange(len(columns)), lengths, token_columns, {VALID: valid})
 
 
 class _RowColumns:
-    """Columns of one row of ``length`` tokens: a teacher's outputs, 0 for tokens that were not sampled."""
+    """Teacher's outputs for one row of ``length`` tokens: a tensor per column, 0 at tokens of the prompt."""
 
     def __init__(self, length: int, top_tokens: TopTokens | None, valid: bool = True) -> None:
         self.valid = valid
         self._top_tokens = top_tokens
         self.tensors = {"teacher_log_probs": torch.zeros(length)}
         if top_tokens is not None:
-            count = top_tokens.tokens
-            self.tensors["teacher_top_ids"] = torch.zeros((length, count), dtype=torch.int32)
-            self.tensors["teacher_top_log_probs"] = torch.zeros((length, count + 1))
+            num_top_tokens = top_tokens.tokens
+            self.tensors["teacher_top_ids"] = torch.zeros((length, num_top_tokens), dtype=torch.int32)
+            self.tensors["teacher_top_log_probs"] = torch.zeros((length, num_top_tokens + 1))
 
     def read_reply(self, reply: Reply, tokens: list[int], mask: Tensor) -> str | None:
-        """Fill the columns from a response of the server; return the reason if it is malformed, or None."""
+        """Fill the columns from a response of the server; return the reason if it is malformed, or None.
+
+        ``tokens``: token ids of the row. ``mask``: true for the tokens whose columns are filled.
+        """
         try:
-            entries = reply.value["choices"][0]["prompt_logprobs"]
-            if len(entries) != len(tokens):
-                return f"log-probs of {len(entries)} tokens, expected {len(tokens)}"
+            prompt_log_probs = reply.value["choices"][0]["prompt_logprobs"]
+            if len(prompt_log_probs) != len(tokens):
+                return f"log-probs of {len(prompt_log_probs)} tokens, expected {len(tokens)}"
             for position in mask.nonzero()[:, 0].tolist():
-                # No distribution precedes the first token of a row.
+                # The first token of a row has no log-prob.
                 if position:
-                    self._read_token(position, tokens[position], entries[position])
+                    self._read_token(position, tokens[position], prompt_log_probs[position])
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             return f"no prompt_logprobs in {reply.value!r:.200} ({error!r:.80})"
         return None
@@ -177,32 +181,34 @@ class _RowColumns:
         self,
         position: int,
         token: int,
-        entries: Mapping[str, Mapping[str, Any]],
+        returned_log_probs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Fill in the columns of one position; raise ValueError for a number that is not a log-prob.
 
-        ``token`` is the id of the row's token at ``position``. ``entries`` maps ids of tokens, as text, to
-        what the server returned about them, with the key ``logprob``.
+        ``token``: id of the row's token at ``position``. ``returned_log_probs``: token id as text -> mapping
+        with the token's ``logprob``, as the server returned it.
         """
-        log_probs = {int(text): float(entry["logprob"]) for text, entry in entries.items()}
-        # The columns are int32 and float32: other numbers of an untrusted server must not reach them.
+        log_probs = {int(text): float(values["logprob"]) for text, values in returned_log_probs.items()}
+        # Validate the numbers of an untrusted server: the columns are int32 and float32.
         if min(log_probs) < 0 or not all(BANNED <= value <= 1e-3 for value in log_probs.values()):
             raise ValueError(f"log-probs {log_probs}")
         self.tensors["teacher_log_probs"][position] = log_probs[token]
         if self._top_tokens is None:
             return
 
-        # The sampled token is always among the entries, even if it is not among the most likely ones.
-        count, vocabulary = self._top_tokens
-        if len(log_probs) < min(count, vocabulary):
-            raise ValueError(f"{len(log_probs)} tokens, expected {count}")
-        top_tokens = sorted(log_probs, key=lambda token_id: -log_probs[token_id])[:count]
-        top_tokens = [token_id for token_id in top_tokens if token_id < vocabulary]
-        top_log_probs = [log_probs[token_id] for token_id in top_tokens]
+        # Select the most likely tokens. The server also returns the sampled token if it is less likely.
+        num_top_tokens, vocab_size = self._top_tokens
+        if len(log_probs) < min(num_top_tokens, vocab_size):
+            raise ValueError(f"{len(log_probs)} tokens, expected {num_top_tokens}")
+        top_ids = sorted(log_probs, key=lambda token_id: -log_probs[token_id])[:num_top_tokens]
+        top_ids = [token_id for token_id in top_ids if token_id < vocab_size]
+        top_log_probs = [log_probs[token_id] for token_id in top_ids]
+
+        # Pad the columns; the last log-prob is the total of all other tokens.
         other_probability = 1.0 - math.fsum(map(math.exp, top_log_probs))
-        absent_count = count - len(top_tokens)
-        ids = torch.tensor(top_tokens + [-1] * absent_count, dtype=torch.int32)
-        self.tensors["teacher_top_ids"][position] = ids
+        num_padding = num_top_tokens - len(top_ids)
+        padded_ids = torch.tensor(top_ids + [-1] * num_padding, dtype=torch.int32)
+        self.tensors["teacher_top_ids"][position] = padded_ids
         self.tensors["teacher_top_log_probs"][position] = torch.tensor(
-            [*top_log_probs, *[BANNED] * absent_count, math.log(max(other_probability, LEAST_REST))]
+            [*top_log_probs, *[BANNED] * num_padding, math.log(max(other_probability, LEAST_REST))]
         )

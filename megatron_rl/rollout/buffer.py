@@ -1,8 +1,8 @@
-"""The sequence groups of a run between two steps, equal on every rank.
+"""Buffer of a run's sequence groups between two steps, equal on every rank.
 
 A prompt waits until it is started. Its group is running until all its sequences are finished, and a finished
 group remains in the buffer until it is selected for a training batch. If a group is dropped, or has no tokens
-at the end of a step, its prompt returns to the front of the waiting ones.
+at the end of a step, its prompt returns to the front of the waiting prompts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron_rl.rollout.types import SequenceGroup
 
 
 class RolloutBuffer:
-    """Waiting, running and finished groups.
+    """Buffer of the waiting, running and finished groups of a run.
 
-    Both lists are ordered. ``waiting`` has the next prompt first. ``started`` has the running and finished
-    groups in the order in which they were started. Groups are selected, and the sequences of a round are
-    numbered, in this order, so it must be equal on every rank.
+    ``waiting``: groups without sequences, in the order in which they are started.
+    ``started``: running and finished groups, in the order in which they were started. Groups are selected,
+        and the sequences of a round are numbered, in this order, so it must be equal on every rank.
     """
 
     def __init__(self) -> None:
@@ -40,18 +40,18 @@ class RolloutBuffer:
         return [group for group in self.started if group.is_finished]
 
     def add_started(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Append groups with new sequences to the started ones."""
+        """Append groups that have been started to ``started``."""
         self.started += groups
 
     def take_waiting(self, count: int) -> list[SequenceGroup]:
-        """Remove and return the first waiting groups, at most ``count``."""
+        """Remove and return the first ``count`` waiting groups, or all if there are fewer."""
         groups = self.waiting[:count]
         self.waiting = self.waiting[count:]
         return groups
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Insert the prompts of groups in front of the waiting ones, without the groups' sequences."""
-        # New groups: a restarted prompt gets new seeds, and has no early rewards.
+        """Insert the prompts of groups at the front of ``waiting``, without the groups' sequences."""
+        # Make new groups: a restarted prompt gets new seeds, and has no early rewards.
         restarted = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*restarted, *self.waiting]
 
@@ -64,9 +64,9 @@ class RolloutBuffer:
     ) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, to be trained on in time.
 
-        If a group finishes in this step, ``updates_ahead`` updates lie between weights ``version`` and its
-        training; if it finishes in the next step, one more. ``max_updates`` is the maximum number of updates
-        between the sampling of a token and its training.
+        ``updates_ahead``: number of updates between the weights ``version`` and the training on a group that
+        finishes in this step; a group that finishes in the next step is trained on one update later.
+        ``max_updates``: maximum number of updates between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.
         ages = [group.compute_age(version) + updates_ahead + 1 for group in self.started]
@@ -101,19 +101,19 @@ class RolloutBuffer:
         return selected
 
     def restart_unstarted(self) -> int:
-        """Move the prompts of groups without a token back to the waiting ones; return their number."""
+        """Move the prompts of started groups without any token back to ``waiting``; return their number."""
         unstarted = [group for group in self.started if group.is_unstarted]
         self.started = [group for group in self.started if not group.is_unstarted]
         self.restart(unstarted)
         return len(unstarted)
 
     def restart_all(self) -> None:
-        """Drop all started groups and move their prompts back to the waiting ones."""
+        """Drop all started groups and move their prompts back to ``waiting``."""
         self.restart(self.started)
         self.started = []
 
     def restart_stale(self, version: int, max_updates: int) -> None:
-        """Drop the started groups whose age at weights ``version`` is more than ``max_updates`` updates."""
+        """Restart the groups whose age at weights ``version`` is more than ``max_updates`` updates."""
         stale = []
         remaining = []
         for group in self.started:
@@ -158,7 +158,7 @@ class RolloutBuffer:
                 started["rollouts"],
                 started["seeds"],
             )
-            # Not computed again: a reward function may be slow or random.
+            # Restore the rewards instead of computing them again: a reward function may be slow or random.
             restore_early_rewards(self.started, started["early_rewards"])
 
 
@@ -167,11 +167,11 @@ def select_groups(
     required: abc.Sequence[bool],
     count: int,
 ) -> list[int]:
-    """Return the sorted indices of ``count`` groups for the training batch.
+    """Select ``count`` finished groups for the training batch; return their indices in ascending order.
 
     Required groups have priority, then groups that finished in an earlier token round, then groups that were
     started earlier. ``finished_in`` is the token round in which each group finished, or None if it is
-    unfinished. More than ``count`` groups are returned only if more are required.
+    unfinished. More than ``count`` groups are selected only if more are required.
 
     Example:
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
@@ -190,16 +190,17 @@ def select_groups(
 
 def merge_early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
     """Merge the early rewards of all groups: name of the scorer -> row in `to_rollouts` -> reward."""
-    rewards: dict[str, dict[int, Any]] = {}
+    merged_rewards: dict[str, dict[int, Any]] = {}
     first_row = 0
 
     for group in groups:
-        for scorer, by_sample in group.early_rewards.items():
-            by_row = rewards.setdefault(scorer, {})
-            by_row |= {first_row + sample: reward for sample, reward in by_sample.items()}
+        for scorer, reward_by_sample in group.early_rewards.items():
+            reward_by_row = merged_rewards.setdefault(scorer, {})
+            for sample, reward in reward_by_sample.items():
+                reward_by_row[first_row + sample] = reward
         first_row += len(group.sequences)
 
-    return rewards
+    return merged_rewards
 
 
 def restore_early_rewards(
@@ -207,12 +208,12 @@ def restore_early_rewards(
     rewards: Mapping[str, Mapping[int, Any]],
 ) -> None:
     """Set the early rewards of groups from ``rewards``: name of the scorer -> row -> reward."""
-    # Row -> its group and its sample's index in the group.
-    rows = []
+    # For each row, its group and the index of its sample in the group.
+    samples = []
     for group in groups:
-        rows += [(group, sample) for sample in range(len(group.sequences))]
+        samples += [(group, sample) for sample in range(len(group.sequences))]
 
-    for scorer, by_row in rewards.items():
-        for row, reward in by_row.items():
-            group, sample = rows[row]
+    for scorer, reward_by_row in rewards.items():
+        for row, reward in reward_by_row.items():
+            group, sample = samples[row]
             group.early_rewards.setdefault(scorer, {})[sample] = reward

@@ -1,8 +1,8 @@
 """Conversions between sequences and ragged tensors.
 
 During generation each `Sequence` has arrays that grow. Training and checkpoints use `Rollouts`, and gathers
-between ranks use `RowShard`, both with ragged tensors: the rows are concatenated, not padded. Letters in
-shapes are those of `megatron_rl.types`: B sequences with N tokens in total, prompts included.
+between ranks use `RowShard`, both with ragged tensors: the rows are concatenated, not padded. Shapes: B
+sequences, N tokens of all sequences, prompts included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     if not len(prompts):
         return []
 
-    # Each row of a tuple field is a tuple of one item; optional fields that are None stay None.
+    # A field of a single prompt is a tuple with one value; optional fields that are None stay None.
     tuple_rows: list[Iterable[Any]] = []
     for name in PromptBatch.TUPLE_FIELDS:
         values = getattr(prompts, name)
@@ -43,7 +43,7 @@ def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         strict=True,
     )
 
-    # Faster than `PromptBatch.rows` per prompt: this runs for each prompt of each step.
+    # Construct the batches directly, which is faster than `PromptBatch.rows`: this runs in every step.
     return [SequenceGroup(PromptBatch(*row)) for row in rows]
 
 
@@ -64,14 +64,14 @@ def start_groups(
     """Start waiting groups: return groups of ``samples_per_prompt`` new sequences with the same prompts.
 
     ``version`` is the version of the weights that will sample. The seed of a sequence depends only on
-    ``seed`` and on the sequence's index among all new ones.
+    ``seed`` and on the sequence's index among all new sequences.
     """
     # Every rank computes the same seeds.
     seeds = derive_row_seeds(seed, range(len(groups) * samples_per_prompt))
     started = []
     for index, group in enumerate(groups):
         (sampling,) = group.prompt.sampling
-        # All samples share the array: it may be replaced by another one, but is never modified.
+        # All samples share the prompt's array, which is never modified in place.
         prompt = array("q", group.prompt.tokens.tolist())
 
         first_seed = index * samples_per_prompt
@@ -114,10 +114,9 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     limits = [sequence.sampling.max_response_tokens for sequence in sequences]
 
     # Optional values are None unless at least one sequence has them.
-    outcomes: tuple[Outcome | None, ...] | None
-    outcomes = tuple(sequence.outcome for sequence in sequences)
-    if all(outcome is None for outcome in outcomes):
-        outcomes = None
+    outcomes: tuple[Outcome | None, ...] | None = None
+    if any(sequence.outcome is not None for sequence in sequences):
+        outcomes = tuple(sequence.outcome for sequence in sequences)
     rules: tuple[LogitRules | None, ...] | None = None
     if any(_has_rules(sequence) for sequence in sequences):
         rules = tuple(_make_logit_rules(sequence) for sequence in sequences)
@@ -178,8 +177,8 @@ def to_groups(
         group = groups[row // samples_per_prompt]
         (sampling,) = group.prompt.sampling
 
-        # The prompt ends before the first sampled token. The length of the record's prompt may be wrong,
-        # since environments can replace it.
+        # The prompt ends before the first sampled token. Do not use the length of the record's prompt, which
+        # an environment may have replaced.
         is_sampled = versions[row] != OBSERVED
         prompt_length = len(tokens[row])
         if bool(is_sampled.any()):
@@ -203,7 +202,7 @@ def to_groups(
 
 
 class NewTokens(NamedTuple):
-    """Tokens added to the sequences of a round, by one replica or (after the gather) by all replicas.
+    """New tokens of a round's sequences, from one replica or (after the gather) from all replicas.
 
     Example:
         Two tokens for the first unfinished sequence of a round, which finished in the second token round::
@@ -226,7 +225,7 @@ class NewTokens(NamedTuple):
     """Experts of all tokens of these sequences, prompts included; None unless the engine records them."""
 
     resubmitted: int = 0
-    """Number of requests that were sent to another server because the first one did not answer."""
+    """Number of requests that were sent to a second server because the first server did not answer."""
 
 
 def collect_new_tokens(
@@ -286,7 +285,7 @@ def collect_new_tokens(
     if routing_shape is None:
         return NewTokens(shard, outcomes, replaced_prompts)
 
-    # Experts of all tokens, not only of new ones: an engine records them for the whole request.
+    # Report the experts of all tokens, not only of new tokens: an engine records them per request.
     lengths = _make_length_tensor(sequences)
     experts = _concatenate_experts(sequences, lengths, routing_shape)
     expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
@@ -295,15 +294,16 @@ def collect_new_tokens(
 
 def append_new_tokens(
     sequences: abc.Sequence[Sequence],
-    new: NewTokens,
+    new_tokens: NewTokens,
     version: int,
 ) -> None:
     """Append a round's gathered tokens, sampled by weights of ``version``, to the buffer's ``sequences``.
 
-    ``sequences`` are all in `GenerationRound.unfinished`, in order. Only this function changes sequences of
-    the buffer. Every rank calls it with the same ``new``, so the buffer stays equal on all ranks.
+    ``sequences`` are all sequences in `GenerationRound.unfinished`, in order. Only this function changes
+    sequences of the buffer. Every rank calls it with the same ``new_tokens``, so the buffer stays equal on
+    all ranks.
     """
-    shard = new.shard
+    shard = new_tokens.shard
     lengths = shard.lengths
     mask = shard.tokens["mask"]
     token_versions = torch.where(mask, version, OBSERVED).to(torch.int32)
@@ -331,13 +331,14 @@ def append_new_tokens(
         sequence.finished_in = finish_rounds[row]
 
     # Optional values: outcomes and prompts of environments, experts of models with routing replay.
-    for position, outcome in new.outcomes.items():
+    for position, outcome in new_tokens.outcomes.items():
         sequences[position].outcome = outcome
-    for position, prompt in new.replaced_prompts.items():
+    for position, prompt in new_tokens.replaced_prompts.items():
         sequences[position].prompt = array("q", prompt)
-    if new.experts is not None:
-        all_experts = split_rows(new.experts.tokens["experts"], new.experts.lengths)
-        for sequence, experts in zip(sequences, all_experts, strict=True):
+    if new_tokens.experts is not None:
+        expert_shard = new_tokens.experts
+        experts_per_sequence = split_rows(expert_shard.tokens["experts"], expert_shard.lengths)
+        for sequence, experts in zip(sequences, experts_per_sequence, strict=True):
             sequence.experts = experts
 
 
@@ -357,7 +358,7 @@ def _make_logit_rules(sequence: Sequence) -> LogitRules | None:
 
 
 def _find_turn_starts(sequence: Sequence) -> tuple[int, ...]:
-    """Return the index of the first token of each turn of the policy, in prompt and response together."""
+    """Return the index of each policy turn's first token, counted from the start of the prompt."""
     # A turn starts at a sampled token that follows the prompt or an observed token.
     is_sampled = numpy.asarray(sequence.versions) != OBSERVED
     is_first = is_sampled.copy()
@@ -373,7 +374,7 @@ def _make_length_tensor(sequences: abc.Sequence[Sequence]) -> Tensor:
 
 
 def _find_routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
-    """Return (layers, experts per token) of the sequences' recorded experts, or None without any."""
+    """Return (layers, experts per token) of the recorded experts, or None if no sequence has any."""
     for sequence in sequences:
         if sequence.experts is not None:
             _, layers, experts_per_token = sequence.experts.shape
@@ -392,7 +393,7 @@ def _concatenate_experts(
     """
     num_tokens = int(lengths.sum())
     experts = torch.full((num_tokens, *routing_shape), -1, dtype=torch.int16)
-    # The rows are views of the tensor, so that assignments to them fill it.
+    # The rows are views of the tensor, so assigning to a row fills the tensor.
     rows = split_rows(experts, lengths)
     for row, sequence in zip(rows, sequences, strict=True):
         if sequence.experts is not None:
@@ -411,7 +412,7 @@ def _sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
 def _to_tensor(values: array, dtype: torch.dtype) -> Tensor:
     """Return a copy of an array as a tensor."""
-    # Not torch.from_numpy: the gather views tensors as bytes, which fails for those of empty NumPy arrays.
+    # Not torch.from_numpy: the gather views tensors as bytes, which fails if NumPy owns their empty memory.
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 

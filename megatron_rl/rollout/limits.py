@@ -1,4 +1,4 @@
-"""Limits of response lengths from the lengths of earlier responses: `rollout.max_response_tokens: auto`.
+"""Automatic limits of response lengths, for `rollout.max_response_tokens: auto`.
 
 The one idea: lengths are recorded at the end of a round, when every rank has all rows. So all ranks compute
 the same limits for the next round without communication, and a checkpoint stores one copy of the lengths.
@@ -18,7 +18,7 @@ from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, PromptBatch, Rollouts, limited_counts
 
 MAX_TASKS = 32
-"""Largest number of tasks in a step for which there are metrics per task."""
+"""Maximum number of tasks in a step; with more tasks there are no metrics per task."""
 
 
 class AutoLimits:
@@ -38,12 +38,12 @@ class AutoLimits:
         config = self._config
         lengths = self._lengths.get(_name_length_class(task, prompt_tokens), [])
 
-        # With too few responses for a quantile, the limit is the largest one.
+        # Use the largest limit while there are too few responses for a quantile.
         if len(lengths) < config.responses:
             return config.at_most
 
-        # The quantile is the smallest length that is not exceeded by a fraction `quantile` of the lengths. A
-        # product that is an integer up to a rounding error is not rounded up to the next one.
+        # The quantile is the smallest length that a fraction `quantile` of the lengths does not exceed.
+        # Subtract the rounding error, so that a product that should be an integer is not rounded up.
         rounding_error = 1e-9
         num_within = math.ceil(config.quantile * len(lengths) - rounding_error)
         quantile_length = sorted(lengths)[max(0, num_within - 1)]
@@ -51,11 +51,11 @@ class AutoLimits:
         return min(max(limit, config.at_least), config.at_most)
 
     def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Return the waiting groups with the limits of response tokens in their sampling parameters."""
+        """Return copies of waiting groups with the computed limits in their sampling parameters."""
         return [self._with_limit(group) for group in groups]
 
     def _with_limit(self, group: SequenceGroup) -> SequenceGroup:
-        """Return a waiting group with its limit of response tokens, if the limit of its task is `AUTO`."""
+        """Return a copy of a waiting group with its computed limit; return other groups unchanged."""
         prompt = group.prompt
         (task,) = prompt.tasks
         (profile,) = prompt.profile_names
@@ -68,7 +68,7 @@ class AutoLimits:
         return replace(group, prompt=replace(prompt, sampling=(sampling,)))
 
     def record_lengths(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
-        """Record the lengths of finished responses; ``rollouts.group`` has indices of ``prompts``."""
+        """Record the lengths of finished responses; ``rollouts.group`` is the index of a row's prompt."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
         profiles = prompts.profile_names
@@ -94,7 +94,7 @@ class AutoLimits:
         return dict(self._lengths)
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]]) -> None:
-        """Restore the recorded lengths; the oldest ones that exceed the configured window are dropped."""
+        """Restore the recorded lengths; drop the oldest lengths beyond the configured window."""
         self._lengths = {name: list(lengths)[-self._config.window :] for name, lengths in state.items()}
 
 
@@ -113,9 +113,9 @@ def compute_length_metrics(
     rollouts: Rollouts,
     rollout: RolloutConfig,
 ) -> Metrics:
-    """Compute the metrics of response lengths by task.
+    """Compute metrics per task: fraction of truncated responses, and mean limit of varying limits.
 
-    They are the fraction of truncated responses and, for tasks without a fixed limit, the mean limit.
+    Only tasks without a fixed limit have the mean limit.
     """
     tasks = sorted(set(prompts.tasks))
     # A data set with a separate task per record would create too many metrics.
@@ -124,14 +124,14 @@ def compute_length_metrics(
 
     assert rollouts.max_response_tokens is not None
     # Task -> (whether it is truncated, its limit in tokens) of each response.
-    responses: dict[str, list[tuple[bool, int]]] = defaultdict(list)
+    responses_by_task: dict[str, list[tuple[bool, int]]] = defaultdict(list)
     finish_reasons = rollouts.finish_reason.tolist()
     limits = rollouts.max_response_tokens.tolist()
     for group, finish_reason, limit in zip(rollouts.group.tolist(), finish_reasons, limits, strict=True):
         task = prompts.tasks[group]
-        responses[task].append((finish_reason == FINISH_LENGTH, limit))
+        responses_by_task[task].append((finish_reason == FINISH_LENGTH, limit))
 
-    # Tasks of which some prompts have no fixed limit.
+    # Tasks with at least one prompt without a fixed limit.
     varying_tasks: set[str] = set()
     for task, profile in zip(prompts.tasks, prompts.profile_names, strict=True):
         if not isinstance(rollout.limit_setting(profile), int):
@@ -139,11 +139,11 @@ def compute_length_metrics(
 
     metrics = Metrics()
     for task in tasks:
-        count = len(responses[task])
-        num_truncated = float(sum(is_truncated for is_truncated, _ in responses[task]))
-        metrics += Metrics.mean(f"response/truncated_fraction/{task}", num_truncated, count)
+        num_responses = len(responses_by_task[task])
+        num_truncated = float(sum(is_truncated for is_truncated, _ in responses_by_task[task]))
+        metrics += Metrics.mean(f"response/truncated_fraction/{task}", num_truncated, num_responses)
 
         if task in varying_tasks:
-            sum_of_limits = float(sum(limit for _, limit in responses[task]))
-            metrics += Metrics.mean(f"response/limit/{task}", sum_of_limits, count)
+            sum_of_limits = float(sum(limit for _, limit in responses_by_task[task]))
+            metrics += Metrics.mean(f"response/limit/{task}", sum_of_limits, num_responses)
     return metrics

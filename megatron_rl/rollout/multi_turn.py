@@ -5,7 +5,7 @@ another process or a later step: the existing turns are sent to the new environm
 must return the same observations.
 
 A conversation alternates between two states. Either its environment is computing, or the environment waits
-for a turn of the policy: then the engine samples, possibly over several requests and steps, until the turn is
+for a turn of the policy. Then the engine samples, possibly over several requests and steps, until the turn is
 complete.
 
 Only the first rank of a replica schedules, because only this rank exchanges messages with the environments.
@@ -45,7 +45,7 @@ PROMPT = "prompt"
 """Failure of an environment whose prompt cannot be tokenised, or leaves no room for a response."""
 
 IDLE_SECONDS = 1.0
-"""Maximum wait for environments while the engine is idle. After it the first rank broadcasts an empty
+"""Maximum wait for environments while the engine is idle. After this time the first rank broadcasts an empty
 schedule, so that the broadcast on the replica's other ranks does not time out."""
 
 
@@ -105,10 +105,10 @@ class _Conversation:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the sequence is finished, or has no tokens left in this token round.
+        """Return whether the sequence is finished, or may not sample more tokens in this token round.
 
-        The latter is true if its environment waits for a turn and it has no open request: `schedule` submits
-        requests for all sequences that have tokens left.
+        If the environment waits for a turn without an open request, the token round permits no more tokens:
+        otherwise `schedule` would have submitted a request.
         """
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
@@ -171,7 +171,7 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         # Conversations in the order of `admitted`, and by their episode's number.
         self._conversations: list[_Conversation] = []
-        self._by_episode: dict[int, _Conversation] = {}
+        self._conversation_by_episode: dict[int, _Conversation] = {}
         # Numbers of open requests whose sequences have finished, to abort in the next engine step.
         self._aborts: list[int] = []
 
@@ -193,7 +193,8 @@ class MultiTurnScheduler(ReplicaScheduler):
                 requests.append(self.make_request(conversation.number, limit, conversation.exchanged_tokens))
                 conversation.in_engine = True
 
-        # After the requests: a sequence needs its first request only when its new environment has responded.
+        # Start environments after making requests: a new sequence needs no request until its environment has
+        # responded.
         self._start_environments()
 
         aborts = self._aborts
@@ -208,7 +209,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
         self.admit_sequences(num_busy)
 
-        # Create a conversation for each new sequence, even if it has failed for lack of room.
+        # Create a conversation for each new sequence, even if it has failed because its prompt is too long.
         for number in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[number]
             template_kwargs = self.queue.round.groups[admitted.group].prompt.template_kwargs or ({},)
@@ -222,7 +223,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 template_kwargs=template_kwargs[0] or {},
             )
             self._conversations.append(conversation)
-            self._by_episode[conversation.episode] = conversation
+            self._conversation_by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
                 self._hosts.start_episode(conversation.episode, self._make_episode_values(number))
@@ -248,7 +249,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
 
         for event in self._hosts.poll_events(wait_seconds):
-            conversation = self._by_episode[event.number]
+            conversation = self._conversation_by_episode[event.number]
             if isinstance(event, TurnRequest):
                 self._process_turn_request(conversation, event)
             elif isinstance(event, EpisodeRestart):
@@ -288,11 +289,11 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         sequence = conversation.sequence
         sequence.append_sampled(completion, self._version)
-        count = len(completion.tokens)
+        num_tokens = len(completion.tokens)
         if conversation.round_tokens_left is not None:
-            conversation.round_tokens_left -= count
+            conversation.round_tokens_left -= num_tokens
         if conversation.turn_tokens_left is not None:
-            conversation.turn_tokens_left -= count
+            conversation.turn_tokens_left -= num_tokens
         if conversation.awaits_turn and conversation.is_turn_complete(len(sequence.tokens)):
             self._send_turn(conversation, len(sequence.tokens))
 
@@ -342,8 +343,8 @@ class MultiTurnScheduler(ReplicaScheduler):
     ) -> None:
         """Process an environment's request for a turn, which may contain an observation.
 
-        Appends the observation. Then sends the turn if it is already complete, else marks it as awaited. The
-        sequence already has tokens of this turn if sampling was interrupted, or in a replay.
+        Append the observation. Then send the turn if it is already complete, otherwise mark it as awaited.
+        The sequence already has tokens of this turn if sampling was interrupted, or in a replay.
         """
         if conversation.exchanged_tokens:
             if not self._append_observed(conversation, event):
@@ -393,7 +394,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         try:
             chat = get_format(conversation.template_kwargs)
         except UserError as error:
-            # The arguments are those of a record: other records may have valid ones.
+            # Fail only this episode: the template arguments come from its record.
             self._fail_episode(conversation, PROMPT, str(error))
             return False
         observed_tokens = chat.encode_between_turns(stop_token, event.messages)
@@ -403,14 +404,14 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         end = start + len(observed_tokens)
         if start < len(sequence.tokens):
-            # Replay: the observation must equal the existing tokens, none of which was sampled.
+            # Replay: the observation must equal the existing tokens, which must not be sampled tokens.
             existing = sequence.tokens[start:end].tolist()
             has_sampled = any(sequence.is_sampled(position) for position in range(start, end))
             if has_sampled or existing != observed_tokens:
                 self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= compute_response_room(sequence, self.engine.max_model_len):
-            # Without room for the observation and a token after it, the episode is truncated before it.
+            # Without room for the observation and one more token, end the episode before the observation.
             conversation.dropped_tokens = len(observed_tokens)
             self._hosts.reject_turn(conversation.episode)
             return False
@@ -467,7 +468,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         event: EpisodeEnd,
     ) -> None:
         """Finish the sequence with the reward or failure of its environment."""
-        # The environment may end or fail while the engine samples a turn.
+        # The environment may end or fail while the engine samples a turn: abort the request.
         if conversation.in_engine:
             self._aborts.append(conversation.number)
             conversation.in_engine = False

@@ -36,7 +36,7 @@ def _hash_splitmix64(value: int) -> int:
 def derive_row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     """Derive an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
 
-    The seeds are outputs of SplitMix64, each of which can be computed without the preceding ones.
+    The seeds are outputs of the generator SplitMix64, which can compute any output directly.
     """
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
     increment = 0x9E3779B97F4A7C15
@@ -96,8 +96,8 @@ def make_vllm_parameters(
 def make_vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     """Make the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
 
-    With them vLLM does not return which tokens passed the filters (the support), which training needs. So
-    they are used only for responses that are not trained on, such as those to an evaluation set.
+    With its own filters, vLLM does not return which tokens passed them (the support), which training needs.
+    So they are used only for responses that are not trained on, such as evaluation answers.
     """
     if not has_filters(sampling):
         return {}
@@ -182,7 +182,7 @@ def has_filters(sampling: SamplingParameters) -> bool:
 
 
 def extract_support_ids(mask: Tensor, sampling: SamplingParameters) -> list[int]:
-    """Extract the support of one draw: the token ids that passed the filters, none without filters.
+    """Extract the support of one draw: the token ids that passed the filters; [] without filters.
 
     ``mask`` [V] is True for the tokens that passed. ``sampling`` has the constant parameters of this draw
     (see `resolve_schedules`), since a filter may begin or end within a turn.
@@ -196,7 +196,7 @@ def resolve_log_prob_temperature(sampling: SamplingParameters) -> float:
     """Return the temperature at which engines compute log-probs: 1 for greedy decoding.
 
     For a schedule over tokens, this is the temperature of a turn's first token; see `resolve_schedules` for
-    the others.
+    later tokens.
     """
     if is_greedy(sampling):
         return 1.0
@@ -211,9 +211,10 @@ def apply_logit_rules(
 ) -> Tensor:
     """Apply each row's biases, bans and penalties to its logits [B, V]; return the new logits [B, V].
 
-    These rules precede temperature and filters. ``sampling``, ``prompts`` and ``responses`` have an entry per
-    row; the last two are the token ids so far. Returns ``logits`` itself if no row has a rule. The order is
-    vLLM's: biases and bans first, then the penalties. The repetition penalty includes tokens of the prompt.
+    Call it before temperature and filters are applied. ``sampling`` has the parameters of each row,
+    ``prompts`` and ``responses`` its token ids so far. Returns ``logits`` itself if no row has a rule. The
+    order is vLLM's: biases and bans first, then the penalties. The repetition penalty also counts tokens of
+    the prompt.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -233,9 +234,9 @@ def apply_logit_rules(
 
 
 def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, ngram_size: int) -> None:
-    """Ban tokens from the logits [V] of one row, in place, that would repeat an n-gram of the row.
+    """Ban the tokens that would repeat an n-gram of the row; changes the row's ``logits`` [V] in place.
 
-    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``ngram_size`` is n. Equivalent to
+    ``tokens``: all tokens of the row so far, prompt included. ``ngram_size``: n. Equivalent to
     `NoRepeatNGramLogitsProcessor` of transformers.
     """
     if len(tokens) < ngram_size:
@@ -244,8 +245,8 @@ def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, ngram_size: int) -> None
     ngrams = tokens.unfold(0, ngram_size, 1)
     last_tokens = tokens[len(tokens) - ngram_size + 1 :]
 
-    # Each n-gram adds to the logit of its last token: `BANNED` if its first n - 1 tokens are the row's last
-    # ones, otherwise 0. Indexing only the matching n-grams would wait for the device to return their number.
+    # Each n-gram adds to the logit of its last token: `BANNED` if its first n - 1 tokens equal the row's last
+    # n - 1 tokens, otherwise 0. Indexing only the matching n-grams would synchronize with the device.
     is_match = (ngrams[:, :-1] == last_tokens).all(dim=1)
     logits.index_add_(0, ngrams[:, -1].long(), is_match.to(logits.dtype) * BANNED)
 
@@ -312,9 +313,9 @@ def scale_and_filter_logits(
     ``logits`` [B, V] of any float type; ``temperature``, ``top_p`` and ``min_p`` [B] float32, ``top_k`` [B]
     int64 with 0 for no limit. Returns [B, V] float32 with -inf for removed tokens; at least one remains.
 
-    The definitions are those of vLLM. ``min_p`` is a fraction of the largest probability. Tokens that tie
-    with the k-th are retained. The nucleus is the smallest set of tokens with a total probability of at least
-    top-p.
+    The filters are defined as in vLLM: ``min_p`` is a fraction of the largest probability. Tokens with the
+    same logit as the k-th token are retained. The nucleus is the smallest set of tokens whose total
+    probability is at least top-p.
     """
     logits = logits.float() / temperature[:, None]
     vocabulary_size = logits.shape[1]
@@ -336,7 +337,7 @@ def scale_and_filter_logits(
         threshold = sorted_logits.gather(1, (vocabulary_size - k)[:, None])
         sorted_logits = sorted_logits.masked_fill(sorted_logits < threshold, -torch.inf)
 
-    # A token is outside the nucleus if it and all less likely ones have a total probability of at most 1 - p.
+    # A token is outside the nucleus if it and all less likely tokens have at most the probability 1 - p.
     if bool(has_top_p.any()):
         tail_mass = sorted_logits.softmax(dim=1).cumsum(dim=1)
         is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
@@ -366,8 +367,8 @@ def draw_tokens(
     uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
 
-    # Scale by the total, which is not exactly 1. With `right`, a removed token, whose interval is empty, is
-    # never drawn. The clamp is for a target that rounds up to the total.
+    # Scale by the total, which is not exactly 1. `right=True` never draws a removed token, whose interval is
+    # empty. A target that rounds up to the total would give an index beyond the last token: clamp it.
     target = uniform[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
     sampled = sampled.clamp(max=logits.shape[1] - 1)

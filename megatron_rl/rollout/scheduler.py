@@ -1,10 +1,10 @@
-"""Scheduler of sampling: which sequences a replica admits, and which requests it submits to its engine.
+"""Scheduler of generation: which sequences a replica admits, and which requests it submits to its engine.
 
 Every unfinished sequence of a round just has a number of tokens that may still be sampled for it. A replica
 admits sequences up to its in-flight limit, submits a request for each that needs tokens, steps its engine and
 appends the completions, until all its sequences are finished or the round ends.
 
-A round ends in one of two ways (orders):
+A round has one of two orders, which determine when it ends:
 
 * closed: token rounds. Up to ``token_round`` tokens are sampled for each unfinished sequence. Then the
   replicas gather which sequences are finished, and repeat this until enough groups are finished. The result
@@ -38,10 +38,10 @@ OnFinished = Callable[[int, SequenceGroup], None]
 
 @dataclass(frozen=True)
 class GenerationRound:
-    """The groups that one step samples, equal on every rank.
+    """Groups that are sampled in one step, and the condition for the round's end; equal on every rank.
 
     Example:
-        Three groups are in flight. The round ends when two are finished, one of which must be the first::
+        Three groups are in flight. The round ends when two groups including the first are finished::
 
             GenerationRound(groups, required=(True, False, False), batch_groups=2, version=7, token_round=512)
     """
@@ -71,13 +71,11 @@ class GenerationRound:
 
     @cached_property
     def unfinished(self) -> list[tuple[int, Sequence]]:
-        """Return (index of its group, sequence) for each sequence that is unfinished at the round's start."""
-        return [
-            (index, sequence)
-            for index, group in enumerate(self.groups)
-            for sequence in group.sequences
-            if not sequence.is_finished
-        ]
+        """Return (group index, sequence) for each sequence that is unfinished at the round's start."""
+        unfinished = []
+        for index, group in enumerate(self.groups):
+            unfinished += [(index, sequence) for sequence in group.sequences if not sequence.is_finished]
+        return unfinished
 
 
 def enough_groups_finished(
@@ -102,7 +100,7 @@ class Rendezvous:
     """Condition that ends an open round: all learners wait for it, and enough groups are finished.
 
     Learners are the ranks without an engine. The condition compares counters in the job's store, which only
-    grow. So replicas may observe the end at different engine steps, but each of them will observe it.
+    grow. So replicas may observe the end at different engine steps, but every replica will observe it.
 
     ``learners``: number of ranks without an engine.
     """
@@ -147,10 +145,10 @@ def arrive_at_rendezvous(number: int) -> None:
 
 
 class Admitted(NamedTuple):
-    """A sequence that a replica has admitted.
+    """Sequence that a replica has admitted.
 
     Example:
-        The third unfinished sequence of a round, in the round's second group, which already has 40 tokens::
+        The third unfinished sequence of a round, in the second group; it already has 40 response tokens::
 
             Admitted(position=2, group=1, start=40, sequence=Sequence(...))
     """
@@ -171,20 +169,21 @@ class Admitted(NamedTuple):
 class ReplicaQueue:
     """Order in which one replica admits the sequences of a round, group after group.
 
-    The first groups, as many as fit into the in-flight limits of all replicas, are assigned round robin. A
-    replica draws each further group from the job's shared queue when its in-flight limit permits the group's
-    first sequence. So no replica is idle while groups are queued, and no group waits for a slow replica. If
-    all groups fit into the limits, they are distributed in the same way in every run.
+    The first groups are assigned to the replicas round robin, up to the in-flight limits. A replica draws
+    each further group from the job's shared queue when its in-flight limit permits the group's first
+    sequence. So no replica is idle while groups are queued, and no group waits for a slow replica. If all
+    groups fit into the limits, every run distributes them in the same way.
 
     Arguments:
         generation_round: the round, equal on all replicas.
         max_in_flight: maximum number of sequences in flight on this replica.
         max_model_len: the engine's limit of prompt and response tokens together, or None for no limit.
-        next_queue_index: draws from the shared queue: over all replicas it returns each of 0, 1, 2, … once.
+        next_queue_index: function that draws from the shared queue; it returns each of 0, 1, 2, … on exactly
+            one replica.
         replica: index of this replica.
         replicas: number of replicas.
-        cached_on: seed of a sequence -> replica whose engine retains the sequence's key-value cache. Its
-            group is assigned to that replica.
+        cached_on: seed of a sequence -> replica whose engine retains the sequence's key-value cache; the
+            sequence's group is assigned to this replica.
     """
 
     def __init__(
@@ -202,31 +201,36 @@ class ReplicaQueue:
         self._max_model_len = max_model_len
         self._next_queue_index = next_queue_index
 
-        # Group -> positions of its unfinished sequences; group -> replica that has cached one of them.
-        self._positions: dict[int, list[int]] = {}
-        caching_replica: dict[int, int] = {}
+        # For each group, the positions of its unfinished sequences, and the replica that has cached any of
+        # these sequences.
+        self._positions_by_group: dict[int, list[int]] = {}
+        replica_by_cached_group: dict[int, int] = {}
         for position, (group, sequence) in enumerate(generation_round.unfinished):
-            self._positions.setdefault(group, []).append(position)
+            self._positions_by_group.setdefault(group, []).append(position)
             if cached_on and sequence.seed in cached_on:
-                caching_replica[group] = cached_on[sequence.seed]
+                replica_by_cached_group[group] = cached_on[sequence.seed]
 
-        # Assign the first groups, up to the in-flight limits, round robin; the others are drawn. If any group
-        # is cached, all uncached ones are drawn: cached groups alone may exceed a replica's in-flight limit.
-        uncached_groups = [group for group in self._positions if group not in caching_replica]
+        # Assign the first groups round robin, up to the in-flight limits; the replicas draw the other groups.
+        # If any group is cached, draw all uncached groups: cached groups alone may exceed an in-flight limit.
+        uncached_groups = [
+            group for group in self._positions_by_group if group not in replica_by_cached_group
+        ]
         group_sizes = [len(group.sequences) for group in generation_round.groups]
         largest_group = max(1, max(group_sizes, default=1))
         num_round_robin = 0
-        if not caching_replica:
+        if not replica_by_cached_group:
             num_round_robin = max(1, max_in_flight // largest_group) * replicas
-        cached_groups = [group for group, index in caching_replica.items() if index == replica]
+        cached_groups = [
+            group for group, cached_replica in replica_by_cached_group.items() if cached_replica == replica
+        ]
         round_robin_groups = uncached_groups[:num_round_robin][replica::replicas]
         self._assigned_groups = [*cached_groups, *round_robin_groups]
         self._shared_queue = uncached_groups[num_round_robin:]
 
-        # Sequences of the current group that `pop_sequence` has not returned yet; admitted sequences of each
-        # unfinished group.
+        # Sequences of the current group that `pop_sequence` has not returned yet.
         self._admitting: list[Admitted] = []
-        self._in_progress: dict[int, list[Admitted]] = {}
+        # Index of each group that this replica has begun and not finished -> its admitted sequences.
+        self._admitted_by_group: dict[int, list[Admitted]] = {}
 
     def pop_sequence(self) -> Admitted | None:
         """Remove and return the next sequence that this replica admits, or None if no group remains.
@@ -237,20 +241,21 @@ class ReplicaQueue:
             group = self._pop_next_group()
             if group is None:
                 return None
-            self._admitting = [self._copy_sequence(position) for position in self._positions[group]]
-            self._in_progress[group] = list(self._admitting)
+            positions = self._positions_by_group[group]
+            self._admitting = [self._copy_sequence(position) for position in positions]
+            self._admitted_by_group[group] = list(self._admitting)
         return self._admitting.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
         """Remove the groups that this replica has finished; return (index in the round, group) of each."""
         finished_indices = []
-        for index, admitted_sequences in self._in_progress.items():
+        for index, admitted_sequences in self._admitted_by_group.items():
             if all(admitted.sequence.is_finished for admitted in admitted_sequences):
                 finished_indices.append(index)
 
         groups = []
         for index in finished_indices:
-            admitted_sequences = self._in_progress.pop(index)
+            admitted_sequences = self._admitted_by_group.pop(index)
             groups.append((index, self._with_copies(index, admitted_sequences)))
         return groups
 
@@ -259,8 +264,8 @@ class ReplicaQueue:
         index: int,
         admitted_sequences: abc.Sequence[Admitted],
     ) -> SequenceGroup:
-        """Return the round's group ``index`` with this replica's copies instead of the admitted sequences."""
-        # Matched by identity: sequences that finished in an earlier step have no copy.
+        """Return the round's group ``index``, with this replica's copies in place of its sequences."""
+        # Match sequences by identity. A sequence that finished in an earlier step has no copy.
         copies = {}
         for admitted in admitted_sequences:
             _, original = self.round.unfinished[admitted.position]
@@ -441,10 +446,10 @@ class ReplicaScheduler:
                 sequence.finish_reason = completion.finish_reason
 
     def admit_sequences(self, num_in_flight: int) -> list[int]:
-        """Admit sequences up to the in-flight limit, given that ``num_in_flight`` are in flight already.
+        """Admit sequences up to the in-flight limit; ``num_in_flight`` sequences are already in flight.
 
-        Returns the indices in ``admitted`` of the new sequences, except those that have already failed
-        because their prompt leaves no room for a response.
+        Returns the indices in ``admitted`` of the new sequences, except sequences that have failed because
+        their prompt leaves no room for a response.
         """
         unfinished = []
         while num_in_flight + len(unfinished) < self.queue.max_in_flight:
@@ -499,13 +504,13 @@ class ReplicaScheduler:
         )
 
     def pop_finished_groups(self) -> list[tuple[int, SequenceGroup]]:
-        """Return (index in the round, group) for each group that has finished since the last call."""
+        """Remove the groups that this replica has finished; return (index in the round, group) of each."""
         return self.queue.pop_finished()
 
     def collect_replaced_prompts(self) -> dict[int, list[int]]:
         """Collect the prompts that environments have replaced, by position in `GenerationRound.unfinished`.
 
-        There are none without environments.
+        Returns {} for sequences without environments.
         """
         return {}
 
@@ -523,7 +528,7 @@ class ReplicaScheduler:
         )
 
     def close(self) -> None:
-        """Release the resources of unfinished sequences at the end of the round; this class has none."""
+        """End the environments of unfinished sequences; does nothing for sequences without environments."""
 
     def _append_interrupted(self, completions: abc.Sequence[Completion]) -> None:
         """Append the tokens of requests that were interrupted by the round's end."""
@@ -586,6 +591,7 @@ def sample_round(
     scheduler = make_scheduler(engine, queue)
 
     def report_finished() -> None:
+        """Call ``on_finished`` for the groups that have finished since the last call."""
         if on_finished is not None and is_output_rank:
             for index, group in scheduler.pop_finished_groups():
                 on_finished(index, group)

@@ -1,4 +1,4 @@
-"""Stop texts of several tokens: the search for them in the tokens that an engine samples.
+"""Search for stop texts, which may span several tokens, in the tokens that an engine samples.
 
 A stop text ends a response with the token that completes it. The token and its log-prob are retained even if
 its text continues after the stop text, since the policy samples whole tokens. So the response ends with the
@@ -22,15 +22,15 @@ from megatron_rl.types import FINISH_STOP, SamplingParameters
 
 _MARGIN = 8
 """Number of characters that a search retains in addition to the length of the longest stop text. If earlier
-tokens are dropped, the text of the first retained ones can change: a character can span several tokens, and
+tokens are dropped, the text of the first retained tokens can change: a character can span several tokens, and
 decoders drop a leading space."""
 
 
 class StopSearch:
     """Search for stop texts in the text of one turn, token by token.
 
-    ``decode`` converts token ids to text. ``preceding_tokens`` has the token before the turn, or is empty if
-    there is none. ``turn_tokens`` are the turn's tokens so far.
+    ``decode`` converts token ids to text. ``preceding_tokens`` has the token before the turn, or no token at
+    the start of a text. ``turn_tokens`` are the turn's tokens so far.
 
     Example:
         >>> def decode(tokens):
@@ -66,8 +66,8 @@ class StopSearch:
         if any(text.find(stop_text, self._turn_start) >= 0 for stop_text in self._stop_texts):
             return True
 
-        # Drop the first half of the tokens if the second half is long enough to find every stop text that
-        # further tokens complete.
+        # Drop the first half of the tokens if the second half is longer than every stop text: further tokens
+        # can then only complete a stop text that starts in the second half.
         if len(text) > 2 * self._retained_characters:
             second_half = self._tokens[len(self._tokens) // 2 :]
             if len(self._decode(second_half)) >= self._retained_characters:
@@ -93,9 +93,14 @@ class StopTextFinder:
     @cached_property
     def _decode(self) -> Callable[[list[int]], str]:
         """Return the function that decodes token ids to text, including special tokens."""
-        # The backend of the tokenizers library: transformers' decode is slow, and this is called per token.
+        # Use the backend of the tokenizers library: transformers' decode is slow, and this runs per token.
         backend = self._load_tokenizer().backend_tokenizer
-        return lambda tokens: backend.decode(tokens, skip_special_tokens=False)
+
+        def decode(tokens: list[int]) -> str:
+            """Decode token ids to text, including special tokens."""
+            return backend.decode(tokens, skip_special_tokens=False)
+
+        return decode
 
     def make_search(
         self,
@@ -103,7 +108,7 @@ class StopTextFinder:
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> StopSearch | None:
-        """Make a search in a turn, the last ``turn_tokens`` of ``tokens``; None without stop texts."""
+        """Make a search in a turn, the last ``turn_tokens`` of ``tokens``; return None without stop texts."""
         if not sampling.stop_texts:
             return None
 
@@ -139,9 +144,9 @@ class StopTextFinder:
         if search is None:
             return completion
 
-        for count, token in enumerate(completion.tokens, start=1):
+        for num_tokens, token in enumerate(completion.tokens, start=1):
             if search.append_token(token):
-                return cut_stopped_completion(request, completion, count)
+                return cut_stopped_completion(request, completion, num_tokens)
         return completion
 
 
@@ -150,7 +155,7 @@ def cut_stopped_completion(
     completion: Completion,
     num_tokens: int,
 ) -> Completion:
-    """Cut a completion after its first ``num_tokens`` tokens, the last of which ended the response."""
+    """Keep the first ``num_tokens`` tokens of a completion, and set its finish reason to `FINISH_STOP`."""
     experts = completion.experts
     if experts is not None:
         # The last token has no recorded experts, because it was never an input of the model.

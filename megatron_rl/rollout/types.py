@@ -79,7 +79,7 @@ class Completion:
     """``FINISH_STOP``, ``FINISH_LENGTH`` (the request's limit was reached), or ``FINISH_FAILED``."""
 
     support: abc.Sequence[abc.Sequence[int]] = ()
-    """Support of each sampled token: the token ids that passed the filters, none for the full vocabulary.
+    """Support of each sampled token: the token ids that passed the filters, or no ids if all tokens passed.
     Empty without filters."""
 
     experts: Tensor | None = None
@@ -118,7 +118,7 @@ class Sequence:
     """Seed of the sequence's random draws and of its environment, in [0, 2**63)."""
 
     policy_version: int
-    """Version of the weights that sampled the first token; without a token, of the current weights."""
+    """Version of the weights that sampled the first token, or the current version before the first token."""
 
     tokens: array = field(default_factory=lambda: array("q"))
     """[n] int64: token ids of the response, the n tokens after the prompt."""
@@ -168,35 +168,35 @@ class Sequence:
         version: int,
     ) -> None:
         """Append the tokens of a completion, sampled by weights of ``version``."""
-        count = len(completion.tokens)
+        num_tokens = len(completion.tokens)
         self.tokens.extend(completion.tokens)
         self.log_probs.extend(completion.log_probs)
-        self.versions.extend([version] * count)
+        self.versions.extend([version] * num_tokens)
 
-        support_sizes = [len(token_ids) for token_ids in completion.support]
         # Without filters an engine returns no supports: all sizes are 0.
-        self.support_sizes.extend(support_sizes or [0] * count)
+        support_sizes = [len(token_ids) for token_ids in completion.support]
+        self.support_sizes.extend(support_sizes or [0] * num_tokens)
         for token_ids in completion.support:
             self.support.extend(token_ids)
 
-        # Replaced, not appended: an engine records the experts of the whole request, prompt included.
+        # Replace the experts instead of appending: an engine records them for the whole request.
         if completion.experts is not None:
             self.experts = completion.experts
 
     def append_observed(self, tokens: abc.Sequence[int]) -> None:
         """Append the tokens of an environment's observation."""
-        count = len(tokens)
+        num_tokens = len(tokens)
         self.tokens.extend(tokens)
         # Observed tokens are not sampled: they have no log-prob, no version of weights and no support.
-        self.log_probs.extend([0.0] * count)
-        self.versions.extend([OBSERVED] * count)
-        self.support_sizes.extend([0] * count)
+        self.log_probs.extend([0.0] * num_tokens)
+        self.versions.extend([OBSERVED] * num_tokens)
+        self.support_sizes.extend([0] * num_tokens)
 
     def copy(self) -> Sequence:
         """Return a copy to which a scheduler can append tokens without changing this sequence.
 
-        A scheduler appends to its copies only. The original gets the new tokens of all replicas after they
-        have been gathered, so that it is the same on all ranks.
+        A scheduler appends to its copies only. The original gets the new tokens of all replicas after the
+        gather, so it stays equal on all ranks.
         """
         # `replace` alone would share the arrays, to which the scheduler appends.
         return replace(
@@ -211,7 +211,7 @@ class Sequence:
 
 @dataclass
 class SequenceGroup:
-    """The samples of one prompt, which are in the same training batch, since advantages compare them.
+    """Prompt with its samples, which are trained on in the same batch, since advantages compare them.
 
     A group is *waiting* while it has no sequences, then *running*, and *finished* when all its sequences are
     finished.
@@ -260,5 +260,5 @@ class SequenceGroup:
 
     def compute_age(self, version: int) -> int:
         """Compute the number of weight updates from the group's oldest token to weights ``version``."""
-        # Versions only increase, so a sequence's oldest token is its first one.
+        # Versions only increase, so the first token of a sequence is its oldest.
         return version - min(sequence.policy_version for sequence in self.sequences)

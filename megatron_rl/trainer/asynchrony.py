@@ -1,4 +1,4 @@
-"""Batches of an asynchronous run: rollout ranks sample for later steps while the other ranks (learners) work.
+"""Batches of an asynchronous run: rollout ranks sample for later steps while other ranks (learners) train.
 
 The one idea: no threads. Every rank runs the same `train_step`, and a call of a role returns immediately on
 ranks without the role. So while the rollout's ranks generate, the learners compute log-probs of a batch that
@@ -45,9 +45,9 @@ class AheadBatches:
     with too few informative groups uses all groups.
 
     ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
-    ``sets``: evaluation sets whose prompts the next step samples, too, with the same weights as its new
+    ``sets``: evaluation sets whose answers the next step also samples, with the weights that sample its new
         batch.
-    ``answers``: after that step, the responses to the prompts of ``sets``, one entry per set.
+    ``answers``: after that step, the answers to each of ``sets``.
 
     Construction is collective over the world.
     """
@@ -110,7 +110,7 @@ class AheadBatches:
                 batch, group_counts = self._compute_rewards(sampled, phase, learners)
             yield batch, metrics
 
-            # In the first gather the faster side waits for the slower one: this wait is the idle time.
+            # The first gather starts when both learners and rollout ranks are ready: this wait is idle time.
             with phase("idle_learn" if self._is_learner else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish_round(pending, world))
@@ -120,10 +120,10 @@ class AheadBatches:
                 ]
 
         if self.algorithm.dynamic_sampling.further_rounds:
-            # Rollout ranks have no rewards. They need these counts to compute the size of the next batch, so
-            # all ranks use those of the first learner.
-            gathered_counts = gather_objects(group_counts)
-            self.source.informative = next(counts for counts in gathered_counts if counts is not None)
+            # Rollout ranks need these counts for the size of the next batch, but have no rewards: use the
+            # first learner's counts on all ranks.
+            learner_counts = [counts for counts in gather_objects(group_counts) if counts is not None]
+            self.source.informative = learner_counts[0]
 
     def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
         """Sample answers to the evaluation sets on the rollout's ranks; return immediately on learners."""
@@ -143,15 +143,19 @@ class AheadBatches:
             return self.source.start_round(self._count_prompts_to_sample(), seed)
 
     def _count_prompts_to_sample(self) -> int:
-        """Return the number of prompts to sample for the next batch, more if few groups are informative."""
+        """Return the number of prompts of the next batch.
+
+        With dynamic sampling, this is more than a step's prompts: the fewer groups of the last batch were
+        informative, the more.
+        """
         prompts_per_step = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling.further_rounds:
             return prompts_per_step
 
         informative, total = self.source.informative
         ceiling = ROUND_CEILING * prompts_per_step
-        # `prompts_to_sample` subtracts the informative groups that exist. Those of the last batch are used
-        # up, so require them in addition to a complete step.
+        # `prompts_to_sample` subtracts informative groups as already available, but the groups of the last
+        # batch have been trained on: require their number in addition.
         required_groups = prompts_per_step + informative
         return prompts_to_sample(required_groups, informative, total, ceiling=ceiling)
 

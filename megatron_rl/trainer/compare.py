@@ -1,7 +1,7 @@
-"""Comparison of several runs: the results, the settings that differ, and the curves of all in one chart.
+"""Comparison of several runs: results, settings that differ, and charts with the curves of all runs.
 
-The one idea: a user compares what was decided. Derived values and defaults follow from the explicit settings,
-or from another version, so they are only shown on request.
+The one idea: a comparison shows the settings that users have set. Derived values and defaults follow from
+these settings, or from the version of this package, so they are only shown on request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
 OF_ONE_FOLDER = ("run_dir", "prepare")
 """Settings that differ between any two runs because they have different folders; never compared."""
 ALWAYS_EXPLICIT = ("world_size",)
-"""Settings that the command line of the launcher decides."""
+"""Settings that count as set by the user, because the launcher's command line determines them."""
 LAST_MEANS = (
     ("kl/ref", "KL to the reference", ".4f"),
     ("policy/entropy", "entropy", ".3f"),
@@ -63,12 +63,12 @@ _START_TEXTS: Mapping[str, Callable[[Start], str]] = {
 """Facts about a run's start that are compared like settings."""
 
 Result = tuple[float, str]
-"""Number and the format to print it with."""
+"""Value of a result, and its format specification."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """Run that is compared with others: settings, metrics and most recent start, as read from its folder."""
+    """Settings, metrics and last start of one of the compared runs, read from its run folder."""
 
     name: str
     """Name of the run folder, or its path if two folders have the same name."""
@@ -119,33 +119,37 @@ def compare(folders: Sequence[Path]) -> Comparison:
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
-    explicit_keys = frozenset[str]().union(*(run.explicit_keys for run in runs))
+    explicit_keys: set[str] = set()
+    explicit_mappings: set[str] = set()
+    for run in runs:
+        explicit_keys |= run.explicit_keys
+        # A user's key without a value in the settings is a mapping, such as `reward.arguments`. The key of a
+        # removed section, such as `sft: null`, has a value: it does not set the keys below it.
+        explicit_mappings |= {key for key in run.explicit_keys if key not in run.settings}
+
     rows = _settings_rows(groups, keys)
-    # A key without a value of its own is a mapping. A removed section, such as `sft: null`, has one: the keys
-    # that another run's section derives below it are not set by that.
-    explicit_mappings = {key for run in runs for key in run.explicit_keys if key not in run.settings}
     settings = [row for row in rows if _is_explicit(row[0], explicit_keys, explicit_mappings)]
     derived = [row for row in rows if row not in settings]
     return Comparison(groups, settings + _start_rows(groups), _result_rows(groups), notes, derived)
 
 
 def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Collection[str]) -> bool:
-    """Return whether a user has set a configuration key, itself or as a part of a mapping.
+    """Return whether a user has set a configuration key, or a mapping that contains it.
 
-    ``explicit_keys``: keys that users have set, such as ``reward.function``. ``explicit_mappings``: those of
-    them that are mappings, such as ``reward.arguments``.
+    ``explicit_keys``: keys that users have set, such as ``reward.function``. ``explicit_mappings``: mappings
+    that users have set, such as ``reward.arguments``.
     """
     if key in explicit_keys:
         return True
-    parts = key.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return any(prefix in explicit_mappings for prefix in prefixes)
+    names = key.split(".")
+    parent_keys = [".".join(names[:length]) for length in range(1, len(names))]
+    return any(parent_key in explicit_mappings for parent_key in parent_keys)
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return a table row for each fact of `_START_TEXTS` that differs between groups, such as the revision.
+    """Return a table row for each fact about the starts that differs between groups, such as the revision.
 
-    A row has the name of the fact, then its value for each group.
+    A row has the fact's name, then its value for each group; see `_START_TEXTS`.
     """
     rows: list[list[str]] = []
     for fact_name, format_fact in _START_TEXTS.items():
@@ -167,37 +171,37 @@ def _group_runs(
     """
     # Compare settings as JSON text, since values such as lists cannot be keys of a dictionary.
     common_keys = [key for key in keys if key not in OF_ONE_RUN]
-    by_settings: dict[str, list[ComparedRun]] = {}
+    runs_by_settings: dict[str, list[ComparedRun]] = {}
     for run in runs:
         settings = json.dumps([run.settings.get(key) for key in common_keys], default=str)
-        by_settings.setdefault(settings, []).append(run)
+        runs_by_settings.setdefault(settings, []).append(run)
 
     # Omit copies: a copy of a run would be counted as a second seed.
     notes: list[str] = []
-    for group in by_settings.values():
+    for group in runs_by_settings.values():
         notes += _remove_copies(group)
 
-    # Groups are named after their first run; equal names get numbers.
-    groups = {_group_name(group): group for group in by_settings.values()}
-    if len(groups) < len(by_settings):
-        numbered = enumerate(by_settings.values(), 1)
-        groups = {f"[{number}] {_group_name(group)}": group for number, group in numbered}
+    # Groups are named after their first run. If two names are equal, all names get a number.
+    groups = {_group_name(group): group for group in runs_by_settings.values()}
+    if len(groups) < len(runs_by_settings):
+        numbered_groups = enumerate(runs_by_settings.values(), 1)
+        groups = {f"[{number}] {_group_name(group)}": group for number, group in numbered_groups}
     return groups, notes
 
 
 def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[str]) -> list[list[str]]:
-    """Return a table row for each setting that differs between groups: key, then the values of each group."""
+    """Return a table row for each setting that differs between groups: its key, then a value per group."""
     rows: list[list[str]] = []
     for key in keys:
         if key in OF_ONE_FOLDER:
             continue
-        # All distinct values of a group, since its runs may have different seeds.
-        values_by_group: list[list[str]] = []
+        # A cell has all distinct values of a group, since its runs may have different seeds.
+        cells: list[str] = []
         for group in groups.values():
-            texts = dict.fromkeys(_setting_text(run, key) for run in group)
-            values_by_group.append(list(texts))
-        if any(values != values_by_group[0] for values in values_by_group):
-            rows.append([key, *(", ".join(values) for values in values_by_group)])
+            distinct_values = dict.fromkeys(_format_setting(run, key) for run in group)
+            cells.append(", ".join(distinct_values))
+        if len(set(cells)) > 1:
+            rows.append([key, *cells])
     return rows
 
 
@@ -223,7 +227,7 @@ def _result_rows(
 
 
 def _remove_copies(group: list[ComparedRun]) -> list[str]:
-    """Remove all but the longest copy of a run's folder from a group; return notes on the removed copies.
+    """Remove copies of the same run from a group, except the longest one; return notes on removed copies.
 
     Two folders whose first steps took exactly the same time are copies of one run.
     """
@@ -238,7 +242,7 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
     notes: list[str] = []
     for copies in by_first_step.values():
-        # Retain the longest one, which is the original or a copy that was resumed.
+        # Retain the folder with the most steps, which is the original or a copy that was resumed.
         original = max(copies, key=lambda run: len(run.metrics.lines))
         for run in copies:
             if run is not original:
@@ -250,10 +254,10 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of the run's first step that has a time, or None without such a step.
+    """Return the metrics of a run's first step, or of its first stage step if it has only stages.
 
-    If the run has only stages, it is a step of a stage. An evaluation before the first step has no time, and
-    its metrics can be equal in runs that are not copies.
+    Returns None for a run without steps. An evaluation before the first step has no ``time/step`` and is
+    skipped: its metrics can be equal in runs that are not copies.
     """
     lines = run.lines or [line for stage in run.stages.values() for line in stage]
     return next((line for line in lines if "time/step" in line), None)
@@ -302,9 +306,9 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
 
 
 def _read_run(path: Path, name: str) -> ComparedRun:
-    """Read a run's settings, its metrics and the record of its most recent start from its folder.
+    """Read the settings, metrics and last start of a run from its run folder ``path``.
 
-    ``path``: the run folder. ``name``: name of the run in the comparison.
+    ``name``: name of the run in the comparison.
     """
     folder = RunFolder(path)
     text = ""
@@ -320,12 +324,13 @@ def _read_run(path: Path, name: str) -> ComparedRun:
 
 
 def _group_name(group: Sequence[ComparedRun]) -> str:
-    """Return the name of a group of runs: that of its first run, and the number of the others."""
-    suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
-    return group[0].name + suffix
+    """Name a group of runs after its first run, with the number of further runs: ``a and 2 more``."""
+    if len(group) == 1:
+        return group[0].name
+    return f"{group[0].name} and {len(group) - 1} more"
 
 
-def _setting_text(run: ComparedRun, key: str) -> str:
+def _format_setting(run: ComparedRun, key: str) -> str:
     """Format the value of a setting as JSON; "-" if the run does not have it."""
     if key not in run.settings:
         return "-"
@@ -370,14 +375,15 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
     # Throughput times the seconds of a step gives the tokens of the step.
     steps, seconds = metric_series(run.lines, "time/step")
-    speed_steps, speeds = metric_series(run.lines, "throughput/tokens_per_second")
-    speed_by_step = dict(zip(speed_steps, speeds, strict=True))
-    if speed_by_step:
-        seconds_by_step = zip(steps, seconds, strict=True)
-        tokens = sum(speed_by_step.get(step, 0.0) * duration for step, duration in seconds_by_step)
-        results["tokens"] = (tokens, ",.0f")
+    throughput_steps, throughputs = metric_series(run.lines, "throughput/tokens_per_second")
+    throughput_by_step = dict(zip(throughput_steps, throughputs, strict=True))
+    if throughput_by_step:
+        num_tokens = 0.0
+        for step, step_seconds in zip(steps, seconds, strict=True):
+            num_tokens += throughput_by_step.get(step, 0.0) * step_seconds
+        results["tokens"] = (num_tokens, ",.0f")
         results["tokens per second"] = (
-            tokens / max(sum(seconds), _MIN_SECONDS),
+            num_tokens / max(sum(seconds), _MIN_SECONDS),
             ",.0f",
         )
     if seconds:

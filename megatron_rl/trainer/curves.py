@@ -60,7 +60,7 @@ _TITLE_CHARACTERS = 45
 """Maximum length of a title that fits above its panel."""
 
 _NAME_END_CHARACTERS = 11
-"""Number of characters at the end of a name that remain if it is shortened."""
+"""Number of characters at the end of a name that `_shorten_name` retains."""
 
 STEP_PHASES = (
     "time/generate",
@@ -74,7 +74,7 @@ STEP_PHASES = (
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Metrics of one run: those of its reinforcement learning steps, and those of each stage before them."""
+    """Metrics files of one run: the steps of reinforcement learning, and each stage before them."""
 
     lines: Lines
     """Lines of the steps, empty for a run that has only stages."""
@@ -134,7 +134,7 @@ STAGE_METRICS = (
 
 
 def metric_series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps at which a metric has a value, and the values."""
+    """Return the steps at which the metric ``name`` has a value, and its values at these steps."""
     pairs = [(int(line["step"]), float(line[name])) for line in lines if line.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
@@ -206,7 +206,7 @@ _DIGITS = 6
 
 
 def make_charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
-    """Return the data of a chart for each metric of a run, and of one with the time of each phase."""
+    """Return the data of a chart per metric of a run, and of a chart with the time of each phase."""
     panels = [(lines, panel) for panel in select_panels(lines)]
     panels += select_stage_panels(stages)
     charts: list[Chart] = []
@@ -271,7 +271,7 @@ def _make_overlay_chart(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]
 
 
 def _axis_name(panel: Panel, stages: Collection[str]) -> str:
-    """Return the name of the axis that a chart shares with others: a stage, or empty for the run's steps."""
+    """Return the name of a chart's step axis: the name of a stage, or empty for the run's steps."""
     stage = panel.metric.partition("/")[0]
     if stage in stages:
         return stage
@@ -281,19 +281,21 @@ def _axis_name(panel: Panel, stages: Collection[str]) -> str:
 def _make_chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
     """Return the data of one metric's chart: title, axis, limits and the given curves.
 
-    ``axis``: name of the horizontal axis that the chart shares with others, see `_axis_name`. ``stacked``:
-    whether the curves are drawn on top of one another.
+    ``axis``: name of the chart's step axis, see `_axis_name`. ``stacked``: whether the curves are drawn on
+    top of one another.
     """
-    values = [value for curve in curves for value in curve["values"]]
-    largest = max(abs(value) for value in values)
+    values: list[float] = []
+    for curve in curves:
+        values += curve["values"]
+    max_magnitude = max(abs(value) for value in values)
     return {
         "title": panel.title,
         "axis": axis,
         "limits": panel.limits,
         "logarithmic": panel.logarithmic,
         "stacked": stacked,
-        # A single value is a measurement, and not a curve that could rise or fall.
-        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT * largest,
+        # A curve with a single value cannot rise or fall, so it does not count as flat.
+        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT * max_magnitude,
         "curves": curves,
     }
 
@@ -322,7 +324,7 @@ def _make_curve(
 
 
 def _round_values(values: Sequence[float]) -> list[float]:
-    """Return numbers with `_DIGITS` digits, which keeps pages small."""
+    """Round numbers to `_DIGITS` significant digits, which keeps pages small."""
     return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
@@ -332,7 +334,7 @@ def _set_title(axis: Axes, title: str) -> None:
 
 
 def _shorten_name(name: str, max_characters: int = 32) -> str:
-    """Return a name that can be drawn: without lone surrogates, and shortened in the middle if it is long."""
+    """Return a name for a picture: lone surrogates replaced, and the middle of a long name replaced by …."""
     name = name.encode("utf-8", "replace").decode("utf-8")
     if len(name) <= max_characters:
         return name
@@ -397,14 +399,14 @@ def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
         """Position the panel with this index in the figure; ``left_margin`` is in inches."""
         row, column = divmod(index, columns)
         # Rows are counted from the top, but matplotlib measures from the bottom, in fractions of the figure.
-        left = column * width + left_margin
-        bottom = (rows - 1 - row) * height + _BOTTOM_INCHES
+        axes_x = column * width + left_margin
+        axes_y = (rows - 1 - row) * height + _BOTTOM_INCHES
         axes_width = width - left_margin - _RIGHT_INCHES
         axes_height = height - _TOP_INCHES - _BOTTOM_INCHES
         axes[index].set_position(
             (
-                left / figure_width,
-                bottom / figure_height,
+                axes_x / figure_width,
+                axes_y / figure_height,
                 axes_width / figure_width,
                 axes_height / figure_height,
             )
@@ -497,7 +499,7 @@ def _annotate_point(
 
 
 def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
-    """Return, for each of `STEP_PHASES` that has taken time, its seconds in each step."""
+    """Return the seconds per step of each of `STEP_PHASES` that has run: name of the metric -> seconds."""
     seconds: dict[str, list[float]] = {}
     for name in STEP_PHASES:
         # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.

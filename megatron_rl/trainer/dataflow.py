@@ -1,8 +1,8 @@
 """User-defined dataflow: a user's script that executes the steps of a run.
 
-The one idea: `Run.steps` yields the steps of `train`, with evaluation, checkpoints, metrics and stop rules
-around them, and the script is the body of each step. Every rank runs the same lines on the same values, and
-each method here is collective over the world.
+The one idea: `Run.steps` runs everything around a step like `train` (evaluation, checkpoints, metrics, stop
+rules), and the script executes the step itself. Every rank runs the same lines on the same values, and each
+method here is collective over the world.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_cou
 class Run:
     """A run whose steps a script executes, with the roles, engine and checkpoints of ``train``.
 
-    ``config``: YAML file, as for ``train``. ``overrides``: settings such as ``steps=20``, which replace those
-    of the file. The configured algorithm determines which roles the run has, and provides default losses and
-    advantages. If the script is started again, the run resumes from its newest checkpoint, as with ``train``.
+    ``config``: YAML file, as for ``train``. ``overrides``: settings such as ``steps=20``, which replace
+    settings of the file. The configured algorithm determines which roles the run has, and provides default
+    losses and advantages. If the script is started again, the run resumes from its newest checkpoint, as with
+    ``train``.
 
     An exception inside the ``with`` block ends this process and thereby the job, so that no other rank waits
     forever. Raises UserErrors for an invalid configuration. Collective over the world.
@@ -108,7 +109,7 @@ class Run:
             self._entered_training = Training(self._job)
             self._world = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
-            # As for an error in the block: report it and end this process, and thereby the job.
+            # Report the error and end this process, and thereby the job, like for an error in the block.
             self._stack.__exit__(*sys.exc_info())
             raise
         return self
@@ -166,9 +167,9 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Yield the remaining steps.
 
-        A new run first runs its stages (`sft`, `preference`, reward models). After the body of each step, its
-        metrics and samples are written, and scheduled evaluations and checkpoints follow. After the last step
-        the model and the report are written. If the script leaves the loop before, the run can be resumed.
+        A new run first runs its stages (`sft`, `preference`, reward models). After the script has executed a
+        step, this writes the step's metrics and samples, and evaluates and saves as scheduled. After the last
+        step it writes the model and the report. If the script leaves the loop early, the run can be resumed.
         """
         training = self._training
         self._steps = training.steps()
@@ -351,11 +352,11 @@ class Run:
         return self._step
 
     def _draw_prompts(self) -> PromptBatch:
-        """Draw the prompts of a step from the training data: the next `batch.prompts_per_step`."""
+        """Return the next `batch.prompts_per_step` prompts of the training data."""
         return self._training.prompts.next_batch(self.config.batch.prompts_per_step)
 
     def _log(self, values: Metrics | Mapping[str, float]) -> None:
-        """Add metrics to those of the current step."""
+        """Add metrics to the current step."""
         if not isinstance(values, Metrics):
             values = Metrics.of(values)
         self._metrics += values
@@ -368,7 +369,7 @@ class Run:
         optimizer_steps: int | None,
         epochs: int | None,
     ) -> None:
-        """Run the optimizer steps of a batch, and add their metrics to the step's."""
+        """Update a role's weights with one optimizer step per mini-batch; add the metrics to the step."""
         algorithm = self.algorithm
         update_options: dict[str, Any] = {}
         if isinstance(batch, Pairs):
@@ -441,7 +442,7 @@ class LearningRole:
         optimizer_steps: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """Train on a batch, and add the metrics of the updates to the step's.
+        """Train on a batch, and add the metrics of the updates to the current step.
 
         ``loss``: function ``loss(rows, log_probs, entropy)`` of a micro-batch, or ``loss(rows, values)`` for
             a critic. It returns ``sum(rows.loss_weights * l)`` with losses ``l`` per token, and `Metrics`.
@@ -467,12 +468,12 @@ def _make_empty_prompts() -> PromptBatch:
 
 def _reject_unsupported(config: RunConfig) -> None:
     """Raise UserErrors for settings that only have an effect in the steps of ``train``."""
-    unsupported = {
+    is_set_by_key = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
         "rollout.filters.refill": config.rollout.filters.refill,
-        # A script computes log-probs of rows without their prompts, which have the tasks.
+        # A script computes log-probs of rows without their prompts, so the tasks of the rows are unknown.
         "teachers": config.teachers,
         # Automatic limits need response lengths, which only `RolloutSource` of ``train`` records.
         "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
@@ -486,7 +487,7 @@ def _reject_unsupported(config: RunConfig) -> None:
             got="another value",
             fix=f"remove {key}, or train with `megatron-rl train`",
         )
-        for key, is_set in unsupported.items()
+        for key, is_set in is_set_by_key.items()
         if is_set
     ]
 

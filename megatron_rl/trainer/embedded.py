@@ -43,7 +43,7 @@ class EmbeddedTrainer:
     ``model``: DDP chunks, as Megatron-LM's setup_model_and_optimizer returns them.
     ``optimizer``, ``scheduler``: optimizer and learning-rate scheduler from the same function.
     ``increment``: argument of ``scheduler.step`` after each optimizer step.
-    ``overrides``: settings such as ``batch.prompts_per_step=8``, which replace those of the file.
+    ``overrides``: settings such as ``batch.prompts_per_step=8``, which replace settings of the file.
 
     Training starts from the current weights of ``model``. The script is responsible for layout, optimizer,
     timers and checkpoints, in which it must include `state_dict`. Raises UserErrors for settings that the
@@ -95,7 +95,7 @@ class EmbeddedTrainer:
 
     def step(self) -> dict[str, float]:
         """Run one step: sample, compute rewards, update the weights; return metrics, equal on all ranks."""
-        # Errors and the hang detector's report contain the step from ``phases``.
+        # Error messages and the hang detector's report contain the step number in ``phases``.
         state = self.state
         phases = self._phases
         phases.step = state.step + 1
@@ -138,7 +138,7 @@ def _load_checked_config(config: str | Path, model: Sequence[Any], overrides: It
 
     Raises UserErrors for settings that are invalid or not supported here.
     """
-    # Memory estimate and checks must use the layout and dtype of the script's model.
+    # Override the file: memory estimate and checks must use the layout and dtype of the script's model.
     model_overrides = [f"actor.layout.{name}={size}" for name, size in parallel_sizes(model).items()]
     model_overrides.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
 
@@ -157,7 +157,7 @@ def _reject_unsupported(config: RunConfig) -> None:
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
 
-    unsupported = {
+    is_set_by_key = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,
         "actor.freeze_router": actor.freeze_router,
@@ -173,15 +173,19 @@ def _reject_unsupported(config: RunConfig) -> None:
         "preference": config.preference,
     }
 
-    errors = [_unsupported_error(key) for key, is_set in unsupported.items() if is_set]
+    errors = [_unsupported_error(key) for key, is_set in is_set_by_key.items() if is_set]
     if errors:
         raise UserErrors(errors)
 
 
 def _unsupported_error(key: str) -> UserError:
     """Return the error of a setting that is not supported with a training script's model."""
-    expected = "every rank of the script" if key == "actor.layout.ranks" else "its default"
-    change = "choose an algorithm without a critic" if key == "critic" else f"remove {key}"
+    expected = "its default"
+    if key == "actor.layout.ranks":
+        expected = "every rank of the script"
+    change = f"remove {key}"
+    if key == "critic":
+        change = "choose an algorithm without a critic"
     return UserError(
         f"training a script's own model does not support {key}",
         where=key,

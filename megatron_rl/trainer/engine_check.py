@@ -35,7 +35,7 @@ _RESPONSE_TOKENS = 8
 """Maximum number of tokens of a response: enough decoding steps for layers with a recurrent state."""
 
 _REQUESTS = 2
-"""Minimum number of requests to a replica, since engines use other kernels for several rows than for one."""
+"""Minimum number of requests to a replica: engines use other kernels for a batch than for a single row."""
 
 
 def check_engine(config: RunConfig, roles: Roles) -> Metrics:
@@ -70,7 +70,7 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 def _make_requests(config: RunConfig) -> list[GenerationRequest]:
     """Return the requests of the check, with random prompts that are equal in all runs of a model."""
-    # At least one per server: a client sends consecutive requests to different servers.
+    # At least one request per server: a client sends consecutive requests to different servers.
     request_count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines reject requests with more tokens than the longest row of the run.
     max_tokens = longest_row(config)
@@ -81,9 +81,11 @@ def _make_requests(config: RunConfig) -> list[GenerationRequest]:
     generator = random.Random(0)
     sampling = SamplingParameters(max_response_tokens=response_tokens)
     requests = []
-    for number in range(request_count):
+    for request_number in range(request_count):
         prompt = [generator.randrange(vocab_size) for _ in range(prompt_tokens)]
-        requests.append(GenerationRequest(number, prompt, sampling, response_tokens, seed=number))
+        requests.append(
+            GenerationRequest(request_number, prompt, sampling, response_tokens, seed=request_number)
+        )
     return requests
 
 
@@ -138,7 +140,7 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     assert config.mismatch.stop is not None
     _, default_stop, _ = default_mismatch_thresholds(config.model.dtype)
     max_difference = max(config.mismatch.stop, default_stop)
-    # A NaN is not within the bound either.
+    # Not `mean_difference > max_difference`: a NaN must raise, too.
     if mean_difference <= max_difference:
         return
     raise UserError(

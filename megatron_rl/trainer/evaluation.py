@@ -44,7 +44,7 @@ _TAIL_PERCENT = 2.5
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts of one held-out set, with the functions that evaluate the answers.
+    """Prompts of one held-out set, with the functions that reward and evaluate the answers.
 
     Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, each prompt once in
     ``prompts``, and ``reward=None``.
@@ -199,7 +199,7 @@ def _compute_set_result(
         deciding_rewards = result.scores.components[roles.reward.first_scorer]
     correct = valid & (deciding_rewards >= CORRECT_REWARD)
 
-    # All are means over all answers, except for the reward: failed answers have none.
+    # Means over all answers, except for the reward: the mean over answers whose reward is valid.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean(
@@ -210,8 +210,8 @@ def _compute_set_result(
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
     # Statistics over several answers per prompt, which every rank computes with the same result.
-    texts = roles.reward.responses(rollouts)
-    statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
+    answer_texts = roles.reward.responses(rollouts)
+    statistics = _answer_statistics(evaluation_set, rollouts, correct, answer_texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
     # Run the evaluators on the same answers, and report their failures together with those of the reward.
@@ -238,17 +238,17 @@ def _answer_statistics(
     evaluation_set: EvaluationSet,
     rollouts: Rollouts,
     correct: Tensor,
-    texts: Sequence[str],
+    answer_texts: Sequence[str],
 ) -> dict[str, float]:
-    """Return pass@k, majority@k, 95% intervals and the diversity of the answers to a set, by name.
+    """Compute pass@k, majority@k, 95% intervals and diversity of the answers to a set: name -> value.
 
-    ``correct``: [B] bool. ``texts``: the answers as text.
+    ``correct``: [B] bool. ``answer_texts``: the B answers, decoded.
     """
     samples = evaluation_set.settings.samples
     correct_by_prompt = correct.view(-1, samples).numpy().astype(float)
 
-    # A vote is the marked answer of a response, or the whole response without a marked one.
-    votes = [find_marked_answer(text) or text.strip() for text in texts]
+    # A response votes for its marked answer, or for its complete text if it marks no answer.
+    votes = [find_marked_answer(text) or text.strip() for text in answer_texts]
     votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
 
     # Estimates for each prompt ([P] per statistic), since the bootstrap resamples prompts.
@@ -275,11 +275,12 @@ def _run_evaluator(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
-    """Run one evaluator; return the means of its results over the answers on which it succeeded.
+    """Run one evaluator on the answers; return its metrics, and its failures on this rank.
 
-    Also returns its failures on this rank. ``prefix`` begins the metrics' names. Collective over the world.
+    A metric is the mean over the answers on which the evaluator succeeded. ``prefix``: prefix of the metrics'
+    names. Collective over the world.
     """
-    # The role of an evaluator has a single function, and so a single result.
+    # An evaluator's role has a single function, which gives a single result.
     (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
     for key, values in world.gather_rows(result.shard).values.items():
@@ -293,7 +294,7 @@ def _run_evaluator(
 
 
 def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[str]:
-    """Yield a console line for each kind of failed reward or evaluator on this rank."""
+    """Yield a warning for the console for each failure in ``results``, which are failures on this rank."""
     for result in results:
         for source, failure in result.failures:
             last_line = failure.message.strip().rpartition("\n")[2][-300:]
@@ -376,20 +377,22 @@ def bootstrap_intervals(
     return {name: (float(low[index]), float(high[index])) for index, name in enumerate(values)}
 
 
-def diversity_statistics(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
-    """Return measures of the diversity of responses.
+def diversity_statistics(responses: Sequence[ndarray], samples_per_prompt: int) -> dict[str, float]:
+    """Compute statistics of the diversity of responses: name -> value.
 
-    ``responses``: token ids of each response, with ``samples`` consecutive ones per prompt. Keys:
+    ``responses``: token ids of each response; ``samples_per_prompt`` consecutive responses have the same
+    prompt. The statistics are:
 
     ``distinct_1``, ``distinct_2``: distinct n-grams as a fraction of all n-grams in the responses to a
     prompt, mean over prompts (Li et al. 2016, arXiv 1510.03055).
     ``ngram_entropy``: entropy of the 2-grams of all responses, in nats.
     ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
     """
-    groups = [responses[start : start + samples] for start in range(0, len(responses), samples)]
+    group_starts = range(0, len(responses), samples_per_prompt)
+    groups = [responses[start : start + samples_per_prompt] for start in group_starts]
     unrepeated_fractions = [_distinct_fraction(_ngrams([response], 4)) for response in responses]
-    _, counts = numpy.unique(_ngrams(responses, 2), axis=0, return_counts=True)
-    frequencies = counts / max(counts.sum(), 1)
+    _, bigram_counts = numpy.unique(_ngrams(responses, 2), axis=0, return_counts=True)
+    frequencies = bigram_counts / max(bigram_counts.sum(), 1)
     return {
         "distinct_1": _mean_or_nan([_distinct_fraction(_ngrams(group, 1)) for group in groups]),
         "distinct_2": _mean_or_nan([_distinct_fraction(_ngrams(group, 2)) for group in groups]),
@@ -399,7 +402,7 @@ def diversity_statistics(responses: Sequence[ndarray], samples: int) -> dict[str
 
 
 def _ngrams(responses: Sequence[ndarray], length: int) -> ndarray:
-    """Return the n-grams within each of the responses, concatenated: [count, length] int64."""
+    """Return the n-grams of ``length`` tokens in every response, concatenated: [count, length] int64."""
     windows = [
         numpy.lib.stride_tricks.sliding_window_view(response, length)
         for response in responses
@@ -419,4 +422,6 @@ def _distinct_fraction(ngrams: ndarray) -> float:
 
 def _mean_or_nan(values: Sequence[float]) -> float:
     """Return the mean of the values, or NaN if there are none."""
-    return math.fsum(values) / len(values) if values else math.nan
+    if not values:
+        return math.nan
+    return math.fsum(values) / len(values)

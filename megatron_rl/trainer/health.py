@@ -1,7 +1,7 @@
 """Health rules during a run: each rule compares a metric of each step with a band from `config.health`.
 
-The one idea: the rules use metrics that the main rank has anyway, and checkpoints contain their state, so
-that a resumed run prints the same warnings as an uninterrupted one.
+The one idea: the rules only use metrics that the main rank already has. Checkpoints contain the state of the
+rules, so a resumed run prints the same warnings as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = "docs/health.md"
 
 @dataclass
 class RuleState:
-    """State of one rule between steps: plain values, which checkpoints contain.
+    """State of one health rule between steps, stored in checkpoints as plain values.
 
     Example: a rule that fires after 3 measurements outside its band has, after two such measurements of 0.2
     and 0.3 at steps 7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
@@ -111,9 +111,10 @@ class HealthMonitor:
         value: float,
         state: RuleState,
     ) -> None:
-        """Update a rule with a measurement, and announce a change of its state.
+        """Update a rule with a measurement; print a message if the rule starts or stops firing.
 
-        The state changes after `HealthRule.steps` consecutive measurements that contradict it.
+        A rule starts (or stops) firing after `HealthRule.steps` consecutive measurements outside (or inside)
+        its band.
         """
         if rule.is_outside(value) == state.firing:
             state.changed.clear()
@@ -122,14 +123,14 @@ class HealthMonitor:
         if len(state.changed) < rule.steps:
             return
 
-        # A resumed run may have accumulated more: the rule may have required more steps in the earlier job.
+        # After a resume, ``changed`` can be longer: the rule may have required more steps in the earlier job.
         measurements = state.changed[-rule.steps :]
         state.changed = []
         state.firing = not state.firing
         if not state.firing:
-            steps = step - state.begun
-            text = _format_value(value)
-            self._say(f"step {step}: health rule {rule.name} ended after {steps} steps: {text}")
+            num_steps = step - state.begun
+            value_text = _format_value(value)
+            self._say(f"step {step}: health rule {rule.name} ended after {num_steps} steps: {value_text}")
             return
 
         state.begun = step
@@ -139,7 +140,7 @@ class HealthMonitor:
 
 
 def warning_text(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return the warning of a rule that begins to fire; ``measurements`` are (step, value) pairs."""
+    """Return the warning text of a rule that starts to fire; ``measurements`` are (step, value) pairs."""
     text = f"health rule {rule.name}: {rule.meaning}: {_describe_measurements(rule, measurements)}"
     if rule.causes:
         text += f"; likely causes: {rule.causes}; change {rule.change} ({PAGE})"
@@ -173,7 +174,7 @@ def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, f
 
 
 def _measure_text(rule: HealthRule) -> str:
-    """Return the names of a rule's metrics as text, with its measure unless that is the plain value."""
+    """Describe the value that a rule compares with its band: its metrics and their combination."""
     if rule.measure in (health.VALUE, health.FRESH):
         return rule.metrics[0]
     names = ", ".join(rule.metrics)
@@ -216,9 +217,9 @@ def _measure_sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) 
 
 def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the largest of the rule's times as a fraction of the step's time, the rule's last metric."""
-    *names, step_name = rule.metrics
-    times = [values[name] for name in names if name in values]
-    step_time = values.get(step_name, 0.0)
+    *time_metrics, step_time_metric = rule.metrics
+    times = [values[name] for name in time_metrics if name in values]
+    step_time = values.get(step_time_metric, 0.0)
     if not times or step_time <= 0:
         return None
     return max(times) / step_time
@@ -272,6 +273,7 @@ def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], mem
     Returns 0 without such a fall, and None in steps without an evaluation. The mean reward is over the steps
     since the previous evaluation.
     """
+    # Accumulate the rewards of the steps since the previous evaluation.
     reward_name, accuracy_pattern = rule.metrics
     reward_sum, reward_count = memory.pop("rewards", [0.0, 0.0])
     if reward_name in values:
@@ -282,6 +284,7 @@ def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], mem
         memory["rewards"] = [reward_sum, reward_count]
         return None
 
+    # Compare each accuracy with its best value, and the mean rewards at both times.
     falls = [0.0]
     for name, accuracy in accuracies.items():
         # An evaluation before the first step has no mean reward: the next evaluation adds one.
@@ -290,7 +293,7 @@ def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], mem
             continue
         mean_reward = reward_sum / reward_count
 
-        # A best value from before the first step has no mean reward: use that of this evaluation.
+        # A best value from before the first step has no mean reward: use the mean reward of this evaluation.
         best = memory.get(name, [accuracy])
         best_accuracy = best[0]
         reward_at_best = mean_reward
@@ -337,7 +340,7 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def find_rule(name: str) -> HealthRule:
-    """Return the built-in health rule ``name``, or a rule with a generic description for a user's own."""
+    """Return the built-in health rule ``name``; for a user-defined rule, one with a generic description."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 
@@ -375,14 +378,19 @@ def _is_filtered(sample: Sample) -> bool:
     return (sample["failure"] or "").startswith("filtered: ")
 
 
+def _select_failed(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples whose reward failed, without samples that a response filter removed."""
+    return [sample for sample in samples if sample["failure"] and not _is_filtered(sample)]
+
+
 SELECTIONS: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = {
     health.HIGHEST_REWARD: lambda samples: _sort_by_reward(samples)[::-1],
     health.LOWEST_EVALUATION: _sort_by_reward,
-    health.LONGEST: lambda samples: sorted(samples, key=lambda item: -(item["length"] or 0)),
-    health.TRUNCATED: lambda samples: [item for item in samples if item["finish"] == "length"],
+    health.LONGEST: lambda samples: sorted(samples, key=lambda sample: -(sample["length"] or 0)),
+    health.TRUNCATED: lambda samples: [sample for sample in samples if sample["finish"] == "length"],
     health.EQUAL_GROUPS: _select_equal_groups,
-    health.FAILED: lambda samples: [item for item in samples if item["failure"] and not _is_filtered(item)],
-    health.FILTERED: lambda samples: [item for item in samples if _is_filtered(item)],
+    health.FAILED: _select_failed,
+    health.FILTERED: lambda samples: [sample for sample in samples if _is_filtered(sample)],
     health.NO_SAMPLES: lambda samples: [],
 }
 """Value of `HealthRule.samples` -> function that selects such samples from a step's samples."""

@@ -97,10 +97,10 @@ class Job:
         return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
-        """Print a text on the console of the main rank, with all lines after the first indented.
+        """Print a message on the main rank's console, and indent its lines after the first.
 
-        The indent shows that a text from outside, such as a reward function's message, is not a line of the
-        run.
+        Without the indent, a message from user code, such as a reward function's, could look like lines that
+        the run printed.
         """
         if self.main:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
@@ -110,8 +110,8 @@ class Job:
         """Save the current step and raise Stopped, if any rank has received a stop signal or has an error.
 
         Called after each step. All ranks gather the requests, so that they end after the same step.
-        ``save``: writes a checkpoint of a step and returns its path. ``error``: this rank's error after which
-        the run can be resumed, such as a health rule's, or None. Collective over the world.
+        ``save``: function that writes a checkpoint of a step and returns its path. ``error``: error of this
+        rank, such as a health rule's, that ends a run which can be resumed. Collective over the world.
         """
         requests = gather_objects((self.stop.signal_number, error is not None))
         signals = [number for number, _ in requests if number is not None]
@@ -184,8 +184,8 @@ class Job:
 def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    ``explicit_keys``: keys that the user has set, for the record of the start. A failure is reported with the
-    rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
+    ``explicit_keys``: keys that the user has set, for the run's list of starts. A failure is reported with
+    the rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -226,14 +226,14 @@ def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[J
 def _first_start_time(config: RunConfig, folder: RunFolder) -> datetime:
     """Return the time of the run's first start, equal on all ranks.
 
-    Process groups do not exist yet, so ranks read the time from the run folder. A run that may not read it
-    uses the start of the current day.
+    Process groups do not exist yet, so ranks read the time from the run folder. A new run in an existing
+    folder uses the start of the current day instead.
     """
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 
-    # A time in the folder belongs to an earlier run. Ranks start at different seconds, so without a shared
-    # file they can only agree on the day.
+    # With "never", a time in the folder belongs to an earlier run. Ranks start at different seconds, so
+    # without a shared file they can only agree on the day.
     if resume == "never":
         return now.replace(hour=0, minute=0, second=0)
 
@@ -252,7 +252,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         console.write(text + "\n")
         console.flush()
 
-    # Configuration, versions and hardware, with which the numbers of runs can be compared later.
+    # Information that explains later why the metrics of two runs differ.
     run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
@@ -272,7 +272,7 @@ def _resumes_run(config: RunConfig, folder: RunFolder) -> bool:
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
-    """Return a text with a rank's roles and its coordinates in each of them, for messages.
+    """Describe a rank in messages: its roles, and its parallel coordinates in each role.
 
     Example: ``rank 1 (actor: tensor 0, pipeline 1, data 0; rollout: replica 0, tensor 1)``.
     """
@@ -469,11 +469,11 @@ class StopRequest:
 def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> Iterator[StopRequest]:
     """Handle `SIGNALS` inside the block: request a stop after the step, or end the process immediately.
 
-    Messages are written to the standard error at the block's start. If the step does not end within
-    ``stop_seconds`` after a request, the process ends. Python runs signal handlers only between bytecode
-    instructions, so none would run while a collective blocks. Here a signal wakes a separate thread, which
-    handles it.
+    If the step does not end within ``stop_seconds`` after a request, the process ends. Python runs signal
+    handlers only between bytecode instructions, so no handler would run while a collective blocks the main
+    thread. Instead, a signal wakes a separate thread, which handles it.
     """
+    # Messages use the current standard error, even if it is redirected later.
     console_descriptor = os.dup(2)
     read_end, write_end = os.pipe()
     # `signal.set_wakeup_fd` requires a non-blocking descriptor.
@@ -481,13 +481,18 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
 
     # Under nohup a process must outlive its terminal, so SIGHUP remains ignored. This does not apply under
     # torchrun, which kills ranks that ignore the signals that it forwards.
-    nohup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    handled_signals = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
-    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled_signals}
+    ignores_hangup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    old_handlers: dict[signal.Signals, Any] = {}
+    for signal_number in SIGNALS:
+        if signal_number is signal.SIGHUP and ignores_hangup:
+            continue
+        # The handler does nothing: Python writes the signal's number into the pipe.
+        old_handlers[signal_number] = signal.signal(signal_number, lambda *_: None)
     old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     stop = StopRequest(rank_text, phases, console_descriptor, stop_seconds)
 
     def listen() -> None:
+        """Handle each signal whose number arrives in the pipe, until the pipe is closed."""
         while received := os.read(read_end, 1):
             if received[0] in SIGNALS:
                 stop.handle_signal(received[0])
@@ -499,8 +504,8 @@ def handle_stop_signals(rank_text: str, phases: Phases, stop_seconds: float) -> 
         yield stop
     finally:
         signal.set_wakeup_fd(old_descriptor)
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in old_handlers.items():
+            signal.signal(signal_number, handler)
         # Closing the pipe ends the listener.
         os.close(write_end)
         listener.join()
@@ -521,9 +526,9 @@ def copy_code(job: Job) -> None:
 
 
 def contained_functions(config: RunConfig) -> Iterator[str]:
-    """Yield the configured functions of the user that run in sandboxed (contained) processes.
+    """Yield the paths of the user's functions that run in sandboxed (contained) processes.
 
-    Each is a text ``module:name`` or ``file.py:name``.
+    A path has the form ``module:name`` or ``file.py:name``.
     """
     reward = config.reward
     if reward.function is not None:
@@ -577,9 +582,9 @@ STALE_SECONDS = 30.0
 """Seconds without a heartbeat after which a job on another host counts as dead: six heartbeats."""
 
 _LOCKED = (errno.EACCES, errno.EAGAIN)
-"""Errors of a lock that another process holds."""
+"""Error numbers of `flock` when another process has the lock."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems without locks, where only the heartbeat shows that another job is running."""
+"""Error numbers of `flock` on file systems without locks, where only heartbeats show that a job runs."""
 
 
 @contextlib.contextmanager
@@ -588,9 +593,8 @@ def lock_run_folder(run_dir: Path, console: Any = None) -> Iterator[None]:
 
     The folder is locked if another process holds the operating system's lock. Not every file system shares
     these locks between hosts, so the lock file's modification time is used, too: the job that holds the lock
-    updates it (a heartbeat). If the file names a job on another host, this waits until there was no heartbeat
-    for `STALE_SECONDS`, and then acquires the lock. ``console``: stream for a message while this waits, or
-    None.
+    updates it (a heartbeat). If the file names a job on another host, wait until there was no heartbeat for
+    `STALE_SECONDS`, and then acquire the lock. ``console``: stream for a message about the wait, or None.
     """
     # The file is never removed: otherwise two jobs could lock two different files of the same name.
     path = run_dir / "run.lock"
@@ -655,7 +659,7 @@ def _wait_until_stale(path: Path, console: Any) -> None:
     if remaining > 0 and console is not None:
         host = holder.get("host")
         print(
-            f"{path} was held on {host} just now: waiting {remaining:.0f} s",
+            f"{path} was locked by a job on {host}: waiting {remaining:.0f} s for its next heartbeat",
             file=console,
             flush=True,
         )

@@ -55,7 +55,7 @@ _RULE_WIDTH = 16
 """Maximum number of characters of a health rule's name in a step's line: users can define long names."""
 
 _SHOWN_PHASES = 2
-"""Number of phases that a step's console line shows, namely the longest ones."""
+"""Number of phases that a step's console line shows: the longest phases of the step."""
 
 
 def accuracy_names(names: Iterable[str]) -> list[str]:
@@ -64,18 +64,18 @@ def accuracy_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_health(values: Mapping[str, float]) -> list[str]:
-    """Return the column of a step's console line about health rules that fire; no column if none fires.
+    """Return the console column about firing health rules as a list of one text; [] if no rule fires.
 
-    Its text has the first such rule and the number of the others. ``values``: metrics of the step.
+    The column names the first firing rule and counts the other rules. ``values``: metrics of the step.
     """
     prefix = "health/"
-    firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
-    if not firing:
+    firing_rules = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
+    if not firing_rules:
         return []
-    text = f"unhealthy {firing[0][:_RULE_WIDTH]}"
-    if len(firing) > 1:
-        text += f" and {len(firing) - 1} more"
-    return [text]
+    column = f"unhealthy {firing_rules[0][:_RULE_WIDTH]}"
+    if len(firing_rules) > 1:
+        column += f" and {len(firing_rules) - 1} more"
+    return [column]
 
 
 def _format_phases(values: Mapping[str, float]) -> str:
@@ -83,15 +83,21 @@ def _format_phases(values: Mapping[str, float]) -> str:
 
     ``values``: metrics of the step.
     """
-    seconds = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
+    seconds_by_phase = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
     # The time of an evaluation is in the metrics of a step, but is not part of the step.
     if "time/step" in values:
-        seconds.pop("evaluate", None)
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
-    text = ", ".join(f"{name} {_format_seconds(seconds[name])}" for name in seconds if name in longest)
-    if not text:
+        seconds_by_phase.pop("evaluate", None)
+    if not seconds_by_phase:
         return ""
-    return f"({text})"
+
+    longest_first = sorted(seconds_by_phase, key=lambda name: -seconds_by_phase[name])
+    shown_phases = longest_first[:_SHOWN_PHASES]
+    phase_texts = [
+        f"{name} {_format_seconds(seconds)}"
+        for name, seconds in seconds_by_phase.items()
+        if name in shown_phases
+    ]
+    return f"({', '.join(phase_texts)})"
 
 
 def _format_seconds(seconds: float) -> str:
@@ -102,7 +108,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _wrap_results(line: str, results: Sequence[str]) -> list[str]:
-    """Append results to a line; those that do not fit into `WIDTH` columns start further lines."""
+    """Append results to a line; start a new line when a result does not fit into `WIDTH` columns."""
     lines = [line]
     for result in results:
         if len(lines[-1]) + len(result) + 2 <= WIDTH:
@@ -121,9 +127,7 @@ class MetricsLog:
         folder: run folder.
         total_steps: number of steps of the run or stage.
         resumed_step: last step of the restored checkpoint. Lines of later steps are removed, so that every
-            step has one line. If lines are missing or damaged, or belong to steps after ``total_steps``,
-            which will not run again, this prints a warning; unless lines are only missing, it copies the file
-            first. None starts a new file and renames an existing one.
+            step has one line; see `_remove_lines_after`. None starts a new file and renames an existing file.
         phase: "train", or the name of a stage.
         console: stream for the lines, or None for the standard output.
         trackers: experiment trackers, or None.
@@ -230,8 +234,9 @@ class MetricsLog:
     def _remove_lines_after(self, step: int) -> None:
         """Remove the lines of steps after ``step`` from the metrics file of a run that resumes there.
 
-        Warns of missing lines, and of lines after the run's last step, which no later step will write again:
-        the file is copied before those are removed.
+        Prints a warning if earlier lines are missing, or if the file has lines of steps after the run's last
+        step. Such steps do not run again, so the file is copied before their lines are removed. It is also
+        copied if lines are missing because the file is damaged.
         """
         lines, damaged = read_metric_lines(self.path)
         # A step that ran twice has two lines: retain the later one.
@@ -341,7 +346,7 @@ class Progress:
             self._print(line)
 
     def show_part(self, name: str) -> None:
-        """Show the name of the part of a phase that starts now, such as the model that is built."""
+        """Show which part of the phase starts now, for example the name of the model that is built."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], note=name)
         elif self.enabled:

@@ -78,8 +78,8 @@ class StepResult:
     local_metrics: Metrics
     """Metrics of this rank only, which `gather_step_metrics` sums over the ranks."""
     batch: ScoredBatch | None
-    """The rows of the step with their rewards; None if the step computed no rewards. ``failures`` and
-    ``metrics`` of the batch are those of this rank only."""
+    """The rows of the step with their rewards; None if the step computed no rewards. Its ``failures`` and
+    ``metrics`` are local to this rank."""
     algorithm_state: AlgorithmState
     """State of the algorithm for the next step, the same value on every rank."""
     advantages: Tensor | None
@@ -100,17 +100,17 @@ class BatchSource(Protocol):
         phase: Phases,
         learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
-        """Sample and compute rewards; yield (the batch of ``step``, this rank's sampling metrics).
+        """Sample responses and compute rewards; yield the batch of ``step`` and this rank's sampling metrics.
 
         ``learners`` are the ranks that train: the batch is equal on all of them, and None on ranks that only
-        sample. ``phase`` measures the time of each phase. At the end of the block the responses that were
-        sampled during it are gathered. Collective over the world.
+        sample. ``phase`` measures the time of each phase. The end of the block gathers the responses that
+        were sampled during the block. Collective over the world.
         """
         ...
 
 
 class SameStepBatches:
-    """Source of batches that are sampled in the same step that trains on them, on all ranks.
+    """Batch source of a synchronous run: every step samples on all ranks, then trains on its own batch.
 
     Dynamic sampling repeats generation and rewards until enough groups have rewards that are not all equal.
     """
@@ -234,8 +234,8 @@ def compute_log_probs(
     """Run the actor, critic and reference forward passes and attach their log-probs and values.
 
     The actor's pass is skipped if the first pass of `update_weights` computes the same log-probs;
-    ``force_actor`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in its
-    ``columns``. Collective over the learners.
+    ``force_actor`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in
+    `Scores.columns`. Collective over the learners.
     """
     roles_to_run = list(roles.scorers.values())
     if force_actor or roles.scoring_pass or not actor_learns(config, roles, step):
@@ -251,7 +251,8 @@ def compute_log_probs(
         is_sender = learners.rank == learners.ranks[0]
         pending_results = served_teacher.start_requests(rollouts, is_sender)
 
-    # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel.
+    # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel. Each
+    # shard is stored with the row indices of its role; None stands for all rows.
     shards: list[tuple[list[int] | None, RowShard]] = []
     for role in roles_to_run:
         rows = rows_by_role.get(role.name)
@@ -282,10 +283,10 @@ def _rows_by_teacher(
     roles: Roles,
     config: RunConfig,
 ) -> dict[str, list[int]]:
-    """Return which rows each teacher scores: name of the teacher's role -> indices of the rows of its tasks.
+    """Map the name of each teacher's role to the indices of the rows that it scores.
 
-    The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task no teacher
-    has.
+    The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task has no
+    teacher.
     """
     if not config.teachers:
         return {}
@@ -296,7 +297,7 @@ def _rows_by_teacher(
     if roles.served_teacher is not None:
         default_teacher = roles.served_teacher.name
         teacher_names.append(default_teacher)
-    # The algorithm may use none of them.
+    # The algorithm may not use any teacher.
     if not teacher_names:
         return {}
 
@@ -317,8 +318,8 @@ def _rows_by_teacher(
             raise UserError(
                 f"the task {task!r} has no teacher",
                 where="teachers",
-                expected=f"a teacher for each task; they have {', '.join(sorted(teacher_by_task))}",
-                got=f"a response to {task!r}",
+                expected=f"a task that has a teacher: {', '.join(sorted(teacher_by_task))}",
+                got=f"a response to a prompt of the task {task!r}",
                 fix="name the task in teachers.NAME.tasks, or set teacher.path for all other tasks",
             )
         rows_by_section[section].append(row)
@@ -331,10 +332,10 @@ def _scatter_columns(
     lengths: Tensor,
     rows: list[int],
 ) -> None:
-    """Write a role's outputs for some rows into ``columns``, which have the tokens of all rows.
+    """Write a role's outputs for a subset of the rows into ``columns``, which cover all tokens of the batch.
 
     ``outputs``: name -> values of the tokens of ``rows`` (row indices). ``lengths``: number of tokens of each
-    row of the batch. Tokens to which no role has written are 0.
+    row of the batch. A new column is 0 at the tokens of other rows.
     """
     token_indices = token_index(lengths, torch.tensor(rows, dtype=torch.long))
     for name, values in outputs.items():
@@ -352,14 +353,14 @@ def _add_served_columns(
 ) -> ScoredBatch:
     """Write a served teacher's outputs into ``columns``; return the batch with failed rows marked invalid.
 
-    ``rows``: indices of the rows of its tasks, or None for all rows. Collective over the learners.
+    ``rows``: indices of the rows that the teacher scores, or None for all rows. Collective over the learners.
     """
     if rows is None:
         rows = list(range(len(batch.rollouts)))
     gathered = learners.gather_rows(results.shard)
     _scatter_columns(columns, gathered.tokens, batch.rollouts.lengths, rows)
 
-    # A row without log-probs is invalid everywhere, as one without a reward.
+    # A row without the teacher's log-probs is invalid, like a row without a reward.
     has_log_probs = gathered.values[VALID].tolist()
     failed_rows = {row for row, is_valid in zip(rows, has_log_probs, strict=True) if not is_valid}
     valid = batch.scores.valid.clone()
@@ -368,7 +369,7 @@ def _add_served_columns(
         NO_LOG_PROBS if row in failed_rows and reason is None else reason
         for row, reason in enumerate(batch.reasons)
     )
-    # The teacher numbers only the rows that it received.
+    # The teacher counts rows within its own requests: convert to row indices of the batch.
     teacher_failures = [failure._replace(row=rows[failure.row]) for failure in results.failures]
     return replace(
         batch,
@@ -401,9 +402,9 @@ def update_weights(
 ) -> WeightUpdate:
     """Update the critic's and the actor's weights, one optimizer step per mini-batch.
 
-    Before the actor's weights change, its log-probs are compared with those of the rollout engine. They come
-    from `compute_log_probs` if that ran the actor, otherwise from the first pass here, which uses the same
-    weights. Raises MismatchError if they differ too much. Collective over the learners.
+    Raises MismatchError, before the actor's first update, if the log-probs of actor and rollout engine differ
+    too much. The actor's log-probs come from `compute_log_probs` or, if that skipped the actor, from the
+    first forward pass here, which uses the same weights. Collective over the learners.
     """
 
     def compare_with_engine(scores: Scores) -> None:
@@ -464,8 +465,8 @@ def scatter_log_probs(
 ) -> Scores:
     """Scatter the actor's outputs for a mini-batch back into the scores of the full batch.
 
-    ``lengths``: [B] int64, number of tokens of each row of the full batch. Tokens outside the mini-batch get
-    0.
+    ``lengths``: [B] int64, number of tokens of each row of the full batch. Tokens outside the mini-batch are
+    0 in the result.
     """
     assert minibatch.position is not None
     token_indices = token_index(lengths, minibatch.position)
@@ -511,14 +512,14 @@ def gather_step_metrics(result: StepResult | None, local_metrics: Metrics) -> Me
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
-    """Return whether the actor is updated in ``step``, as in all steps but those of the critic's warmup."""
+    """Return whether ``step`` updates the actor: the first `critic.warmup_steps` train only the critic."""
     return roles.critic is None or config.critic is None or step > config.critic.warmup_steps
 
 
 def step_seed(config: RunConfig, step: int) -> int:
     """Return the seed of a step's random draws, which depends only on the run's seed and the step.
 
-    The next 999 numbers are the seeds of further rounds of sampling in the same step.
+    Seeds of consecutive steps are 1000 apart: round ``n`` of a step's sampling uses this seed plus ``n``.
     """
     return (config.seed * 1_000_003 + step) * 1_000
 
@@ -605,10 +606,10 @@ class MismatchError(RuntimeError):
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
-    """Raise MismatchError if the result of `fresh_log_prob_difference` is above `mismatch.stop`.
+    """Raise MismatchError if ``difference``, in nats per token, exceeds `mismatch.stop`.
 
-    The gradients would be those of a different policy than the one that sampled. The health rule ``mismatch``
-    warns of smaller differences.
+    Such a batch was not sampled by the policy that is trained. The health rule ``mismatch`` warns of smaller
+    differences. ``difference``: see `fresh_log_prob_difference`; None is accepted.
     """
     assert config.stop is not None, "the configuration is resolved"
     # Not `difference > stop`: a NaN must stop the run, too.
@@ -665,7 +666,7 @@ class Phases:
 
     def metrics(self) -> Metrics:
         """Return and reset the measurements since the last call, as metrics to be maximised over ranks."""
-        # The slowest rank and the fullest device limit the job, hence maxima.
+        # Report maxima: the slowest rank and the fullest device limit the job.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}
         if self._peak_bytes:

@@ -56,7 +56,7 @@ def out_of_memory_error(
 
 
 def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
-    """Return a text with the memory that `check` estimates for a rank in a phase, and the largest items."""
+    """Format the memory that `check` estimates for a rank in a phase, with the estimate's largest items."""
     # Phases of stages have other names, and use the memory of training.
     estimated_phase = phase if phase in ("generate", "score") else "learn"
     try:
@@ -73,22 +73,21 @@ def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
         # Report the out-of-memory error even if the estimate fails.
         return f"a rank that fits; `check` has no estimate: {first_line(error)}"
 
-    # The plan lists only the first of several ranks with equal items.
-    plan = next((plan for plan in plans if plan.rank == rank), plans[0])
+    # Of several ranks with equal items, only the lowest has a plan. Without a plan for this rank, use the
+    # plan with the highest peak.
+    plan_by_rank = {plan.rank: plan for plan in plans}
+    plan = plan_by_rank.get(rank, plans[0])
     items = [item for item in plan.items if estimated_phase in item.phases]
     items.sort(key=lambda item: -item.bytes)
-    largest = ", ".join(f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS])
-    return (
-        f"{plan.phase_peak(estimated_phase) / _GIB:.2f} GiB in the phase {estimated_phase}, "
-        "as `check` estimates: "
-        f"{largest}"
-    )
+    item_texts = [f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS]]
+    peak_gib = plan.phase_peak(estimated_phase) / _GIB
+    return f"{peak_gib:.2f} GiB in the phase {estimated_phase}, as `check` estimates: {', '.join(item_texts)}"
 
 
 def _advise_less_memory(config: RunConfig, is_in_pass: bool, phase: str) -> str:
-    """Return advice that names the configuration keys with which the phase needs less memory.
+    """Return advice that names the settings with which the phase needs less memory.
 
-    ``is_in_pass``: whether the memory ran out in a forward or backward pass, not elsewhere in the phase.
+    ``is_in_pass``: whether a forward or backward pass ran out of memory, or another part of the phase.
     """
     if phase == "generate":
         return "lower rollout.memory_fraction, or rollout.max_in_flight"

@@ -1,4 +1,4 @@
-"""Adaptation of the tokens per micro-batch to the memory that passes have used: `batch.memory_target`."""
+"""Adaptation of the tokens per micro-batch to measured memory use, for `batch.memory_target`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALLER_DEVICE = 0.95
 
 
 class MicroBatchControl:
-    """Controller of the tokens per micro-batch of all roles, by the memory budget in the run's state.
+    """Controller that sets the tokens per micro-batch of all roles from the memory budget in the run's state.
 
     Without `batch.memory_target` there is no budget, and the tokens per micro-batch are constant.
     """
@@ -47,7 +47,7 @@ class MicroBatchControl:
             )
 
     def resume(self) -> None:
-        """Apply the budget that was restored from a checkpoint, and print it if it is not the estimate."""
+        """Apply the budget that was restored from a checkpoint; print it if it differs from the estimate."""
         budget = self._state.budget
         if budget is not None and budget.tokens != budget.estimate:
             self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
@@ -62,10 +62,10 @@ class MicroBatchControl:
             role.tokens_per_microbatch = budget.tokens
 
     def adapt_to_step(self, values: Mapping[str, float]) -> Metrics:
-        """Adapt the budget to a step's memory use, and print a change.
+        """Adapt the budget to a step's memory use; print the new budget if it has changed.
 
         ``values``: the step's metrics, gathered over all ranks, so that all ranks compute the same budget.
-        Returns the metric of the tokens per micro-batch in this step.
+        Returns the metric ``memory/tokens_per_microbatch`` of this step.
         """
         announce_split_passes(self._job, values)
         old_budget = self._state.budget
@@ -109,7 +109,7 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
 
 
 def _advise_smaller_batches(config: RunConfig) -> str:
-    """Return advice for the console: the setting that makes micro-batches smaller."""
+    """Return console text that names the setting for smaller micro-batches."""
     if config.batch.memory_target is not None:
         return "the next steps have no larger ones; lower batch.memory_target"
     return "each such pass takes its time twice; lower batch.tokens_per_microbatch"

@@ -48,7 +48,7 @@ from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
 
 MEGATRON_HINT = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
-"""Hint on the console how Megatron-LM loads an exported checkpoint, which has no optimizer."""
+"""Console text on how Megatron-LM loads an exported checkpoint, which contains no optimizer state."""
 
 
 def evaluate_checkpoints(
@@ -56,8 +56,8 @@ def evaluate_checkpoints(
 ) -> list[dict[str, float]]:
     """Evaluate Hugging Face models and checkpoints of runs; print and return the metrics of each path.
 
-    All must have the architecture of the configuration's model, which is built once and loads one checkpoint
-    after the other. ``trusted``: whether checkpoints may contain code. Collective over the world.
+    The roles are built once and load one path after the other, so all paths must have the architecture of the
+    configuration's model. ``trusted``: whether checkpoints may contain code. Collective over the world.
     """
     phases = Phases()
     with report_failure(config, phases):
@@ -106,9 +106,9 @@ def evaluate_checkpoints(
 
 
 def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Sequence[Path]) -> None:
-    """Raise UserError if the checkpoints and models in ``paths`` cannot all be loaded into the same roles.
+    """Raise UserError unless all checkpoints and models in ``paths`` can be loaded into the same roles.
 
-    ``hf_models``: those of ``paths`` that are Hugging Face models.
+    ``hf_models``: the Hugging Face models among ``paths``.
     """
     model = read_pretrained(Path(config.model.path) / "config.json")
     for path in hf_models:
@@ -117,10 +117,10 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
             path,
             identity,
             model,
-            "evaluate it with a configuration whose model.path it is",
+            "evaluate it with a configuration that sets model.path to it",
         )
 
-    # Checkpoints of adapters need a model with adapters, complete models one without.
+    # A checkpoint with adapters is loaded into a model with adapters, a complete model into one without.
     if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
         raise UserError(
             "checkpoints with adapters and complete models cannot be evaluated by one command",
@@ -132,8 +132,9 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template: those of all sets, or of none."""
-    return next(iter(sources.values())).templated
+    """Return whether the prompts were rendered with the chat template, which is equal for all sets."""
+    first_source = next(iter(sources.values()))
+    return first_source.templated
 
 
 def _evaluate_path(
@@ -210,9 +211,12 @@ def _format_with_interval(metric: str, values: Mapping[str, float]) -> str:
     """Format a metric's value, with its interval if it has one; "-" if the model lacks the metric."""
     if metric not in values:
         return "-"
-    low, high = (values.get(f"{metric}_{end}") for end in INTERVALS)
     text = f"{values[metric]:.4f}"
-    return text if low is None else f"{text} ({low:.3f}-{high:.3f})"
+    bounds = [values[f"{metric}_{end}"] for end in INTERVALS if f"{metric}_{end}" in values]
+    if not bounds:
+        return text
+    low, high = bounds
+    return f"{text} ({low:.3f}-{high:.3f})"
 
 
 def export_checkpoint(
@@ -246,7 +250,7 @@ def export_checkpoint(
             "--format",
             "peft",
             "a model that is only a language model",
-            got=f"the multimodal {config.model.path}, of which PEFT would adapt the vision tower too",
+            got=f"the multimodal {config.model.path}, whose vision tower PEFT would also adapt",
             fix="remove --format, which merges the adapters",
         )
 

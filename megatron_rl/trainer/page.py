@@ -15,9 +15,9 @@ from markupsafe import Markup
 
 
 @cache
-def _templates() -> Environment:
-    """Return jinja2's environment, which loads and renders the templates."""
-    templates = Environment(
+def _template_environment() -> Environment:
+    """Return jinja2's environment, which loads and renders the templates of `pages/`."""
+    environment = Environment(
         loader=PackageLoader("megatron_rl.trainer", "pages"),
         autoescape=True,
         undefined=StrictUndefined,
@@ -26,20 +26,20 @@ def _templates() -> Environment:
     )
 
     # JSON has no NaN: raise an error here instead of writing a page that browsers cannot load.
-    templates.policies["json.dumps_kwargs"] = {
+    environment.policies["json.dumps_kwargs"] = {
         "ensure_ascii": False,
         "allow_nan": False,
     }
-    return templates
+    return environment
 
 
-def _render(template: str, **values: Any) -> Markup:
-    """Render the template file ``template`` of `pages/` with the named values; return the HTML."""
-    return Markup(_templates().get_template(template).render(**values))
+def _render(file_name: str, **variables: Any) -> Markup:
+    """Render a template file of `pages/` with the given template variables; return the HTML."""
+    return Markup(_template_environment().get_template(file_name).render(**variables))
 
 
 def write_page(path: Path, title: str, sections: Sequence[Markup]) -> None:
-    """Write a page that consists of ``sections``; lone surrogates are replaced by question marks."""
+    """Write an HTML page with ``sections`` to ``path``; lone surrogates become question marks."""
     page = _render("page.html", title=title, parts=sections)
     path.write_text(page, encoding="utf-8", errors="replace")
 
@@ -64,7 +64,7 @@ def table(
 
 
 def fact_list(rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return a list of facts about a page's subject as HTML; ``rows`` are pairs of name and value."""
+    """Return a list of facts, such as the facts about a run, as HTML; ``rows`` are (name, value) pairs."""
     return _render("about.html", rows=rows)
 
 

@@ -46,47 +46,49 @@ HEALTH_SAMPLES = 4
 HEALTH_SAMPLES_READ = 10_000
 """Maximum number of samples of a step from which those for a health rule are selected."""
 HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
+"""Headings of the table of samples for a health rule."""
 PICTURE_DPI = 130
+"""Resolution of ``learning_curve.png`` in dots per inch."""
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
-"""Phases between steps, or concurrent with them, which have no share of the steps' time."""
+"""Phases that run between steps or concurrently with them, so their time is not part of the steps' time."""
 PART_OF = {
     "reshard": "generate",
     "reshard_verify": "generate",
     "rows": "all phases that gather rows",
     "offload": "all phases with a model",
 }
-"""Phases whose time is a part of other phases' time."""
+"""Phase -> phases whose time includes its time."""
 BETWEEN_STEPS = "between steps"
-"""What the table of phases shows in place of other phases for those of `OUTSIDE_STEPS`."""
+"""Cell of the column ``part of`` for the phases in `OUTSIDE_STEPS`."""
 
 PHASE_HEADINGS = ("phase", "total", "per step", "share", "part of")
 PHASES_NOTE = (
-    "Each time is that of the slowest rank. A phase that is a part of others is in their time, too; with "
-    "roles on ranks of their own phases also run at the same time."
+    "Each time is the time of the slowest rank. The time of a phase includes the phases that are part of it. "
+    "If roles have separate ranks, their phases run at the same time."
 )
 
 _NAMED_COMPONENTS = ("advantage", "policy_loss", "aggregation", "kl")
 """Components of the algorithm that the console names; the page has all of them, with their settings."""
 
 SAMPLES = 2000
-"""Number of samples on a page; more are shown if every file is to have `MIN_SAMPLES_OF_A_STEP`."""
+"""Number of samples on a page, exceeded only if `MIN_SAMPLES_OF_A_STEP` of each file are more."""
 SAMPLES_OF_A_STEP = 32
 """Maximum number of samples that are shown of one file."""
 MIN_SAMPLES_OF_A_STEP = 4
 """Minimum number of samples that are shown of one file: one for each of `MARKS`."""
 MARKS = ("worst", "best", "longest", "invalid")
-"""Kinds of samples that every step has on the page, if it has them at all."""
+"""Marks of samples that are shown of every step: lowest reward, highest reward, most tokens, no reward."""
 MAX_TEXT_CHARACTERS = 4000
 """Maximum characters of a sample's text; the rest is cut off."""
 _MIN_TEXT_CHARACTERS = 200
 """Maximum characters of a sample's text on the page of a run with many steps."""
 _PAGE_CHARACTERS = 24_000_000
-"""Characters of all samples' texts on a page, from which the maximum of one text follows."""
+"""Maximum characters of all sample texts on a page; determines the maximum of one text."""
 _COMPONENT = "component/"
 """Prefix of the columns in a samples file that contain the components of a reward."""
 TRAINING = "training"
-"""Name under which the page shows samples of training steps, beside the evaluation sets."""
+"""Set name of the samples of training steps on the page; evaluation sets have their own names."""
 
 FINISH_REASONS = ("stop", "length", "failed")
 """Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
@@ -116,7 +118,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class StoredSamples:
-    """Samples of training steps and evaluations that a report shows, out of those that a run has stored.
+    """Samples that a report shows: a selection from each stored training step and evaluation.
 
     Example: a run with one step of 512 samples has 32 ``rows`` and the ``counts``
     ``[{"set": "training", "step": 1, "stored": 512, "shown": 32}]``.
@@ -127,7 +129,7 @@ class StoredSamples:
     counts: list[dict[str, Any]]
     """Numbers of stored and shown samples of each set and step."""
     unreadable: list[str]
-    """A line for each file that cannot be read, such as one that a crash of the machine has torn."""
+    """A warning for each file that cannot be read, for example a file truncated by a crash of the machine."""
 
 
 def run_metrics(folder: RunFolder) -> RunMetrics:
@@ -152,7 +154,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
 
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, with unprintable characters in names escaped."""
+    """Read the lines of a metrics file, and escape unprintable characters in the metrics' names."""
     return [{escape_unprintable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
@@ -273,9 +275,10 @@ def format_pairs(values: Mapping[str, Any]) -> str:
 
 
 def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
-    """Return the section of the health rules that fired, with samples of the step in which each began.
+    """Return the page's section about health rules: a table of the rules that fired, and samples.
 
-    Returns no section for a run without health metrics.
+    The samples of a rule are from the first step in which it fired. Returns no section for a run without
+    health metrics.
     """
     steps_by_rule = firing_steps(lines)
     if not any(name.startswith(PREFIX) for line in lines for name in line):
@@ -311,22 +314,21 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
         with contextlib.suppress(Exception):
             samples += read_samples(kind, step, path, HEALTH_SAMPLES_READ)[0]
 
-    return [
-        (
-            sample["prompt"],
-            sample["response"],
-            "failed" if sample["reward"] is None else _format_three_digits(sample["reward"]),
-            str(sample["length"]),
-            sample["failure"] or sample["finish"] or "",
-        )
-        for sample in select_samples(rule, samples, HEALTH_SAMPLES)
-    ]
+    rows: list[tuple[str, ...]] = []
+    for sample in select_samples(rule, samples, HEALTH_SAMPLES):
+        reward_text = "failed"
+        if sample["reward"] is not None:
+            reward_text = _format_three_digits(sample["reward"])
+        end_text = sample["failure"] or sample["finish"] or ""
+        rows.append((sample["prompt"], sample["response"], reward_text, str(sample["length"]), end_text))
+    return rows
 
 
 def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
-    """Return table rows with a run's algorithm, and with its components and their settings.
+    """Read a run's algorithm from config.yaml; return a table row for its name and for each component.
 
-    They are read from config.yaml. Returns no rows for a job without an algorithm, or without that file.
+    A component's row contains its settings. Returns no rows for a job without an algorithm, or without that
+    file.
     """
     if not folder.config.is_file():
         return []
@@ -359,7 +361,7 @@ def summary_rows(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
         rows.append(("steps", str(len(steps)), ""))
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
-    # Indicators of a run's health: mean over the steps, with the worst or best step.
+    # Throughput, log-prob mismatch and invalid rewards: mean over the steps, and the worst or best step.
     _, speed = metric_series(lines, "throughput/tokens_per_second")
     if speed:
         remark = f"best step {number_text(max(speed), ',.0f')}"
@@ -379,7 +381,7 @@ def summary_rows(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
 
 
 def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
-    """Return the row with the first, last and best value of an evaluation set's accuracy."""
+    """Return the table row of an evaluation set's accuracy: its first, last and best value."""
     steps, accuracies = metric_series(lines, name)
     best_index = max(range(len(accuracies)), key=accuracies.__getitem__)
     difference = number_text(accuracies[-1] - accuracies[0], "+.3f")
@@ -388,7 +390,7 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
-    """Return rows with the means over the first and over the last steps, for metrics that show a trend."""
+    """Return a table row for reward, response length and entropy: their means over first and last steps."""
     rows: list[SummaryRow] = []
     for name, label, number_format in (
         ("reward/mean", "mean reward", ".3f"),
@@ -407,7 +409,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
 
 
 def _stage_row(name: str, lines: Lines) -> SummaryRow:
-    """Return the row with the number of steps of a stage, and the first and last values of its metrics."""
+    """Return the table row of a stage: its number of steps, and the first and last values of its metrics."""
     changes: list[str] = []
     for metric, label in STAGE_METRICS:
         _, values = metric_series(lines, f"{name}/{metric}")
@@ -418,7 +420,7 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
 
 
 def _format_three_digits(value: float) -> str:
-    """Format a number with three digits after the decimal point."""
+    """Format a number with three decimals."""
     return number_text(value, ".3f")
 
 
@@ -428,17 +430,17 @@ def _format_change(first: float, last: float, number_format: str = ".3f") -> str
 
 
 def phase_times(lines: Lines) -> list[PhaseTime]:
-    """Return the time of each phase of a step, the longest first.
+    """Return the time of each phase of a step, longest first.
 
-    Phases that are parts of others come last, such as reshard, which is a part of generate: the time of the
-    whole includes that of the part.
+    Phases that are part of another phase come last: the time of ``generate``, for example, includes the time
+    of ``reshard``.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
     seconds_by_phase = {name.removeprefix("time/"): metric_series(lines, name)[1] for name in names}
     step_seconds = seconds_by_phase.pop("step", [])
     step_total = sum(step_seconds)
 
-    # Shares are fractions of the time of all steps, which stages do not measure.
+    # A share is a fraction of the time of all steps. Stages do not measure the time of a step.
     phases: list[PhaseTime] = []
     for name, values in seconds_by_phase.items():
         if values:
@@ -507,8 +509,8 @@ def _phase_rows(
     return rows
 
 
-# Samples. A page cannot have every sample of a long run, so it has some of every step, and their number: the
-# worst, the best, the longest and the invalid ones, then the other samples of their groups, then others.
+# Samples. The page of a long run shows a selection of each step's samples, and the number of stored samples:
+# the worst, best, longest and invalid samples, then the other samples of their groups, then others.
 
 
 def read_stored_samples(folder: RunFolder) -> StoredSamples:
@@ -520,16 +522,16 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
             files.append((kind, int(step), path))
     files.sort()
 
-    # Each file has `MIN_SAMPLES_OF_A_STEP` at least: of more files than the page has room for, take every
-    # stride-th of a kind. Select backwards, so that the last one of each kind is always included.
-    stride = max(1, -(-len(files) * MIN_SAMPLES_OF_A_STEP // SAMPLES))
-    selected: list[tuple[str, int, Path]] = []
+    # At least `MIN_SAMPLES_OF_A_STEP` samples of a file are shown. If this is too much for the page, select
+    # every stride-th file of a kind, counted from the last step, so that the last step is always shown.
+    stride = max(1, math.ceil(len(files) * MIN_SAMPLES_OF_A_STEP / SAMPLES))
+    selected_files: list[tuple[str, int, Path]] = []
     for kind in dict.fromkeys(kind for kind, _, _ in files):
-        files_of_kind = [file for file in files if file[0] == kind]
-        selected += files_of_kind[::-stride][::-1]
-    files = selected
+        newest_first = [file for file in reversed(files) if file[0] == kind]
+        selected_files += reversed(newest_first[::stride])
+    files = selected_files
 
-    # The more files, the fewer samples of each, and the shorter their texts.
+    # With more files, show fewer samples of each file, and shorter texts.
     samples_per_file = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
     max_characters = _PAGE_CHARACTERS // max(1, 2 * samples_per_file * len(files))
     max_characters = min(MAX_TEXT_CHARACTERS, max(_MIN_TEXT_CHARACTERS, max_characters))
@@ -551,10 +553,10 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
 def read_samples(
     kind: str, step: int, path: Path, limit: int, max_characters: int = MAX_TEXT_CHARACTERS
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return at most ``limit`` samples of a file, and the number of samples in the file.
+    """Return at most ``limit`` samples of a samples file, and the number of samples in the file.
 
-    ``kind``: "step" for a file of training samples, "eval_NAME" for one of an evaluation set. ``step``: step
-    of the samples. ``max_characters``: length to which texts are cut.
+    ``kind``: "step" for a file of training samples, "eval_NAME" for the answers to an evaluation set.
+    ``step``: step of the samples. ``max_characters``: maximum length of a text; longer texts are cut.
     """
     import pyarrow.parquet
 
@@ -571,7 +573,7 @@ def read_samples(
     # Count the complete groups, since only a part of a group may be selected.
     group_sizes = Counter(groups)
 
-    # Only the selected rows are converted to Python: texts are long.
+    # Convert only the selected rows to Python objects, because texts are long.
     rows = table.take(list(marks_by_row)).to_pylist()
     samples = [
         _format_sample(row, _set_name(kind), step, row_marks, max_characters)
@@ -590,11 +592,11 @@ def select_rows(
     *,
     spread: bool,
 ) -> dict[int, list[str]]:
-    """Return at most ``limit`` rows in ascending order, each with its marks.
+    """Select at most ``limit`` rows of a samples file; return their indices, ascending, with their `MARKS`.
 
     Marked rows are selected first, then the other rows of their groups, then further rows: with ``spread``
-    every n-th row of the file, otherwise its first rows, which in an evaluation set have the same prompts in
-    every step.
+    every n-th row of the file, otherwise its first rows. The first rows of an evaluation set have the same
+    prompts in every step.
 
     Example:
         >>> select_rows([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 3, spread=True)
@@ -603,7 +605,7 @@ def select_rows(
     row_count = len(rewards)
     valid = [row for row in range(row_count) if rewards[row] is not None]
     with_length = [row for row in range(row_count) if lengths[row] is not None]
-    # Sorting is stable: of equal rows the first ones are selected.
+    # Sorting is stable: of several rows with equal values, the first rows are selected.
     candidates_by_mark = {
         "worst": sorted(valid, key=lambda row: rewards[row] or 0.0),
         "best": sorted(valid, key=lambda row: -(rewards[row] or 0.0)),
@@ -611,14 +613,15 @@ def select_rows(
         "invalid": [row for row in range(row_count) if rewards[row] is None],
     }
 
-    # Two rows of each kind, as far as there is room for the complete groups of some of them.
+    # Mark two rows per mark if the limit also leaves room for other rows of their groups.
     rows_per_mark = 1
     if min(limit, row_count) >= 4 * len(MARKS):
         rows_per_mark = 2
     marks_by_row: dict[int, list[str]] = {}
     for index in range(rows_per_mark):
         for mark in MARKS:
-            for row in candidates_by_mark[mark][index : index + 1]:
+            if index < len(candidates_by_mark[mark]):
+                row = candidates_by_mark[mark][index]
                 marks_by_row.setdefault(row, []).append(mark)
 
     # All candidates in order of importance; a dict drops repeated rows and keeps the order.
@@ -626,29 +629,29 @@ def select_rows(
     group_rows = [row for group in marked_groups for row in range(row_count) if groups[row] == group]
     stride = 1
     if spread:
-        stride = max(1, -(-row_count // limit))
+        stride = max(1, math.ceil(row_count / limit))
     candidates = [*marks_by_row, *group_rows, *range(0, row_count, stride), *range(row_count)]
     selected = sorted(list(dict.fromkeys(candidates))[:limit])
     return {row: marks_by_row.get(row, []) for row in selected}
 
 
 def _column_values(table: Table, name: str) -> list[Any]:
-    """Return the values of a samples file's column, None for each row if there is no such column."""
+    """Return the values of a column of a samples file, or a None per row for a missing column."""
     if name not in table.column_names:
         return [None] * table.num_rows
     return table.column(name).to_pylist()
 
 
 def _column_numbers(table: Table, name: str) -> list[float | None]:
-    """Return the numbers of the column ``name``, None for NaN (a failed reward) and infinity."""
+    """Return the numbers of a column of a samples file; NaN (a failed reward) and infinity become None."""
     return [_round_finite(value) for value in _column_values(table, name)]
 
 
 def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None:
-    """Return the finite reward of a row, or None if the row was not trained on.
+    """Return the reward of a row, or None if the row is invalid or the reward is not finite.
 
-    Such a row can have a reward: for example one without log-probs of a teacher's server. ``is_valid`` is
-    None in files without the column.
+    An invalid row can have a reward, for example if a teacher's server returned no log-probs for it.
+    ``is_valid``: value of the column ``valid``, or None in files without this column.
     """
     if is_valid is False:
         return None
@@ -656,16 +659,16 @@ def _trained_reward(reward: float | None, is_valid: bool | None) -> float | None
 
 
 def _round_finite(value: float | None) -> float | None:
-    """Return a number with six decimals, or None for NaN and infinity, which JSON does not have."""
+    """Round a number to six decimals; return None for NaN and infinity, which JSON cannot represent."""
     if value is None or not math.isfinite(value):
         return None
     return round(value, 6)
 
 
 def _set_name(kind: str) -> str:
-    """Return the set that a file's samples belong to: `TRAINING`, or the name of an evaluation set.
+    """Return the set name of a file's samples: `TRAINING`, or the name of an evaluation set.
 
-    ``kind``: "step" for a file of training samples, "eval_NAME" for one of an evaluation set.
+    ``kind``: "step" for a file of training samples, "eval_NAME" for the answers to an evaluation set.
     """
     if kind == "step":
         return TRAINING
@@ -712,18 +715,20 @@ def _format_turns(conversation: Any, max_characters: int) -> list[dict[str, Any]
     turns = conversation
     if isinstance(conversation, str):
         turns = json.loads(conversation)
-    return [
-        {
+
+    formatted_turns: list[dict[str, Any]] = []
+    for turn in turns:
+        calls: list[str] = []
+        for tool_call in turn.get("tool_calls") or ():
+            function = tool_call["function"]
+            calls.append(_cut_text(f"{function['name']} {function['arguments']}", max_characters))
+        formatted_turns.append({
             "role": turn["role"],
             "content": _cut_text(turn["content"], max_characters),
             "tokens": turn["tokens"],
-            "calls": [
-                _cut_text(f"{call['function']['name']} {call['function']['arguments']}", max_characters)
-                for call in turn.get("tool_calls") or ()
-            ],
-        }
-        for turn in turns
-    ]
+            "calls": calls,
+        })  # fmt: skip
+    return formatted_turns
 
 
 def _cut_text(value: Any, max_characters: int) -> str:
@@ -736,5 +741,5 @@ def _cut_text(value: Any, max_characters: int) -> str:
 
 
 def _cut_optional_text(value: Any, max_characters: int) -> str | None:
-    """Cut a value's text as `_cut_text` does; return None for None."""
+    """Cut the text of an optional value with `_cut_text`; return None for None."""
     return None if value is None else _cut_text(value, max_characters)

@@ -1,8 +1,8 @@
 """Rewards of sampled responses, selection of groups by dynamic sampling, and the limit of failed rewards.
 
-The rewards of all scorers and reward models are summed into one per row. Dynamic sampling selects the groups
-whose rewards are not all equal. A run in which too many rewards fail is stopped, since it would train on few
-rows or none.
+The weighted rewards of all scorers and reward models are summed per row. Dynamic sampling selects the groups
+whose rewards are not all equal. A run in which too many rewards fail is stopped, since it would train on
+hardly any rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_rl.types import (
 ROUND_CEILING = 4
 """Maximum ratio of the prompts in a round of dynamic sampling to the prompts of a step."""
 MAX_SHOWN_FAILURES = 4
-"""Maximum number of failed rewards of a step that are printed on the console; all are counted."""
+"""Maximum number of failed rewards of a step that the console shows; the counts include all failures."""
 MAX_MESSAGE_CHARACTERS = 600
 """Maximum length of the example in the error of `FailureWatch`."""
 
@@ -69,8 +69,8 @@ class ScoredBatch:
     scores: Scores
     """Rewards of the rows; also log-probs and values after the step has computed them."""
     reasons: tuple[str | None, ...]
-    """B reasons why a row has no reward from scorers: a failure, or a filter (`FILTERED`). None for rows with
-    such a reward."""
+    """For each of B rows, why it has no reward from scorers: a failure, or a filter (`FILTERED`); None if it
+    has a reward."""
     metrics: Metrics = field(default_factory=Metrics)
     """Metrics of sampling and rewards on this rank."""
     failures: tuple[Failure, ...] = ()
@@ -78,19 +78,24 @@ class ScoredBatch:
 
     @property
     def failed_fraction(self) -> float:
-        """Return the fraction of rows whose reward failed, not counting rows that filters dropped."""
-        invalid = int((~self.scores.valid).sum())
-        return (invalid - self._dropped_count) / max(len(self.scores.valid), 1)
+        """Return the fraction of rows whose reward failed; rows that filters dropped have not failed."""
+        num_invalid = int((~self.scores.valid).sum())
+        return (num_invalid - self._num_dropped) / max(len(self.scores.valid), 1)
 
     @property
-    def _dropped_count(self) -> int:
+    def _num_dropped(self) -> int:
         """Return the number of the batch's rows that response filters dropped."""
-        rows = zip(self.scores.valid.tolist(), self.reasons, strict=True)
-        return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
+        num_dropped = 0
+        for is_valid, reason in zip(self.scores.valid.tolist(), self.reasons, strict=True):
+            is_filtered = reason is not None and reason.startswith(f"{FILTERED}:")
+            # With `rollout.filters.on_filtered=reward`, a filtered row is valid and is not dropped.
+            if is_filtered and not is_valid:
+                num_dropped += 1
+        return num_dropped
 
     def require_kept_rows(self, step: int) -> None:
         """Raise UserError if filters dropped every row of the step, so that no row can be trained on."""
-        if not self.reasons or self._dropped_count < len(self.reasons):
+        if not self.reasons or self._num_dropped < len(self.reasons):
             return
         counts = Counter(reason for reason in self.reasons if reason is not None)
         raise UserError(
@@ -104,7 +109,7 @@ class ScoredBatch:
     def rows(self, row_indices: Sequence[int]) -> ScoredBatch:
         """Return a batch of the selected rows, in the order of ``row_indices``.
 
-        Its metrics and failures are those of all rows.
+        The metrics and failures of the returned batch still cover all rows.
         """
         # Log-probs and values do not exist yet: the step computes them after rows are selected.
         index_tensor = torch.tensor(row_indices, dtype=torch.long)
@@ -127,8 +132,10 @@ class ScoredBatch:
 
 
 def _select_rows(values: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the values of the rows ``index``, or None for None."""
-    return None if values is None else values[index]
+    """Select the elements ``index`` of optional values; return None for None."""
+    if values is None:
+        return None
+    return values[index]
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class RowRewards:
     scores: Scores
     """Rewards of the rows, equal on all ranks."""
     reasons: tuple[str | None, ...]
-    """B reasons why a row has no reward from scorers; None for rows with such a reward."""
+    """For each of B rows, why it has no reward from scorers; None if it has a reward."""
     metrics: Metrics
     """Metrics of rewards on this rank."""
     failures: tuple[Failure, ...]
@@ -146,7 +153,7 @@ class RowRewards:
 
 
 def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup) -> ScoredBatch:
-    """Filter responses, and compute their rewards and those of greedy baselines.
+    """Filter the responses of a batch, and compute their rewards and the rewards of greedy baselines.
 
     Collective over the learners.
     """
@@ -192,21 +199,22 @@ def compute_row_rewards(
     roles: Roles,
     prompts: PromptBatch,
     rollouts: Rollouts,
-    members: ReplicaGroup,
+    replica_group: ReplicaGroup,
     early: EarlyRewards | None = None,
     filtered: FilteredRows = NOTHING_FILTERED,
 ) -> RowRewards:
-    """Sum the rewards of all scorers and reward models, multiplied by their weights, into one per row.
+    """Compute each row's reward: the weighted sum of the rewards of all scorers and reward models.
 
-    A row is valid if all of them returned a finite number. The reward of a single scorer is used without its
-    weight, and its components retain their names. Of several scorers, each one's reward is a component
-    ``SCORER``, and its components are named ``SCORER/NAME``. ``filtered`` rows are passed to no scorer or
-    reward model: they are dropped, which is not a failure, or get the configured reward of filtered rows.
+    A row is valid if every scorer and reward model returned a finite number. The reward of a single scorer is
+    used without its weight, and its components retain their names. With several scorers, the reward of each
+    scorer becomes a component ``SCORER``, and its components are named ``SCORER/NAME``. Filtered rows are not
+    passed to scorers and reward models: they are dropped, which is not a failure, or get the configured
+    reward of filtered rows.
 
     Arguments:
-        prompts: one entry per row.
+        prompts: prompt of each row.
         rollouts: rows of the whole batch.
-        members: ranks that have the batch.
+        replica_group: ranks that hold the batch.
         early: rewards that were computed while other groups were sampled, or None.
         filtered: rows that filters removed.
 
@@ -214,7 +222,8 @@ def compute_row_rewards(
     """
     is_unfiltered = torch.ones(len(rollouts), dtype=torch.bool)
     is_unfiltered[list(filtered.names)] = False
-    # A reward model needs at least one row: if filters removed all, run it on all and ignore its outputs.
+    # A reward model needs at least one row: if filters removed all rows, run it on all rows and ignore its
+    # outputs.
     model_rows = is_unfiltered.nonzero().flatten()
     if not len(model_rows):
         model_rows = torch.arange(len(rollouts))
@@ -222,16 +231,16 @@ def compute_row_rewards(
     if len(model_rows) < len(rollouts):
         model_rollouts = rollouts.rows(model_rows.tolist())
 
-    # Start all of them before any result is gathered, so that reward models on disjoint ranks run in
-    # parallel.
+    # Start all reward models and scorers before any result is gathered, so that reward models on disjoint
+    # ranks run in parallel.
     model_shards = [model.infer(model_rollouts) for model in roles.reward_models]
-    results = roles.reward.infer(prompts, rollouts, members, early, filtered)
+    results = roles.reward.infer(prompts, rollouts, replica_group, early, filtered)
 
     # Gather the rewards of scorers.
     weighted_rewards: list[Tensor] = []
     components: dict[str, Tensor] = {}
     for result in results:
-        values = dict(members.gather_rows(result.shard).values)
+        values = dict(replica_group.gather_rows(result.shard).values)
         rewards = values.pop("rewards")
         prefix = ""
         if roles.has_single_scorer:
@@ -244,13 +253,15 @@ def compute_row_rewards(
 
     # Gather the rewards of reward models.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
-        model_rewards = members.gather_rows(shard).values[model.name]
+        model_rewards = replica_group.gather_rows(shard).values[model.name]
         components[model.name] = scatter_values(model_rewards, model_rows, len(rollouts))
         # The reward of a filtered row does not include reward models.
         weighted_rewards.append(torch.where(is_unfiltered, model.weight * components[model.name], 0.0))
 
     # A NaN from any scorer makes the sum NaN and the row invalid.
-    rewards = sum(weighted_rewards[1:], weighted_rewards[0])
+    rewards = weighted_rewards[0]
+    for other_rewards in weighted_rewards[1:]:
+        rewards = rewards + other_rewards
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
 
@@ -259,11 +270,14 @@ def compute_row_rewards(
     invalid[sorted(filtered.dropped_rows)] = False
     metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
     metrics += merge_metrics(result.metrics for result in results)
+    failures: list[Failure] = []
+    for result in results:
+        failures.extend(result.failures)
     return RowRewards(
         Scores(rewards, valid, components),
         _invalid_reasons(results, rollouts, valid, filtered),
         metrics,
-        sum((result.failures for result in results), ()),
+        tuple(failures),
     )
 
 
@@ -283,10 +297,10 @@ def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
 
 
 def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
-    """Return the number of prompts, mean reward and epoch of each source, and the curriculum metrics.
+    """Return metrics of the training data: prompts, mean reward and epoch per source, and the curriculum.
 
-    ``batch`` has the rows of all ranks, or None for no metrics. The curriculum metrics are those of
-    `data.uniform_share`. If `data.train` is a single source, it has no metrics per source.
+    ``batch``: rows of all ranks; without a batch the result is empty. See `data.uniform_share` for the
+    curriculum. If `data.train` is a single source, there are no metrics per source.
     """
     metrics = Metrics()
     if batch is not None:
@@ -298,9 +312,9 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
     if batch is None or isinstance(prompts, PromptSource):
         return metrics
 
-    names = batch.prompts.sources or (None,) * len(batch.prompts)
+    row_sources = batch.prompts.sources or (None,) * len(batch.prompts)
     for name, source in prompts.sources.items():
-        is_of_source = torch.tensor([row_name == name for row_name in names], dtype=torch.bool)
+        is_of_source = torch.tensor([row_source == name for row_source in row_sources], dtype=torch.bool)
         groups = batch.rollouts.group[is_of_source].unique()
         metrics += Metrics.of({
             f"data/prompts/{name}": len(groups),
@@ -319,8 +333,8 @@ def _invalid_reasons(
     valid: Tensor,
     filtered: FilteredRows,
 ) -> tuple[str | None, ...]:
-    """Return, for each of B rows, why it has no reward from scorers, or None if it has one."""
-    # If several scorers failed on a row, use the reason of the first one.
+    """Return for each of B rows the reason why it has no reward from scorers, or None if it has a reward."""
+    # If several scorers failed on a row, use the reason of the first failed scorer.
     reason_by_row: dict[int, str] = {}
     for result in results:
         reason_by_row = {**result.reasons, **reason_by_row}
@@ -357,7 +371,7 @@ def count_prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, co
     if len(rounds) > algorithm.dynamic_sampling.further_rounds:
         return 0
 
-    # Use the fraction of informative groups so far, so that one more round is likely to be enough.
+    # Use the fraction of informative groups so far, so that one further round is probably enough.
     counts = [count_informative(batch) for batch in rounds]
     informative = sum(count for count, _ in counts)
     total = sum(count for _, count in counts)
@@ -373,8 +387,8 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
     """Combine a step's rounds of sampling into its batch, with the metrics of all rounds.
 
     With dynamic sampling, the batch has only informative groups, whose rewards are not all equal. Surplus
-    ones are dropped. If there are too few, the batch is smaller; if there are none, it has the first round's
-    groups.
+    groups are dropped. With too few informative groups the batch is smaller, and without any it has the first
+    round's groups.
     """
     if not algorithm.dynamic_sampling.further_rounds:
         return rounds[0]
@@ -389,17 +403,17 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
 
 
 def count_informative(batch: ScoredBatch) -> tuple[int, int]:
-    """Return the number of informative groups, whose rewards are not all equal, and of all groups."""
+    """Return the numbers of informative groups (whose rewards are not all equal) and of all groups."""
     group = batch.rollouts.group
     informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
     return count_groups(informative, group), len(torch.unique(group))
 
 
 def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
-    """Return the first ``group_count`` informative groups of a batch, or fewer if it has fewer.
+    """Return a batch of the first ``group_count`` informative groups, or of all if there are fewer.
 
-    If it has none, returns the rows of ``fallback``. In each case metrics and failures are those of
-    ``batch``.
+    If no group is informative, returns the rows of ``fallback``. The returned batch has the metrics and
+    failures of ``batch``.
     """
     informative, total = count_informative(batch)
 
@@ -418,14 +432,16 @@ def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBa
         "sampling/missing_groups": float(max(group_count - informative, 0)),
     })  # fmt: skip
 
-    selected = batch.rows(rows) if rows else fallback
+    selected = fallback
+    if rows:
+        selected = batch.rows(rows)
     return replace(selected, metrics=batch.metrics + metrics, failures=batch.failures)
 
 
 def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Concatenate the rows of rounds, and renumber the groups of later rounds.
+    """Concatenate the rows of a step's rounds into one batch with consecutive group numbers.
 
-    A reward component is NaN for rows of rounds that do not have it.
+    A reward component that a round lacks is NaN for the rows of that round.
     """
     if len(rounds) == 1:
         return rounds[0]
@@ -495,7 +511,8 @@ def unused_scorers_warning(
 ) -> str | None:
     """Return a warning if environments rewarded every row, so that configured scorers were not called.
 
-    ``source_rewards`` are the sources with their own reward function. Otherwise returns None.
+    Returns None if any configured scorer was called. ``source_rewards``: names of the data sources with a
+    reward function.
     """
     is_rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
     keys = [f"reward.{name}" for name in reward.scorer_weights]
@@ -536,15 +553,14 @@ class FailureWatch:
         if self._steps < self._max_steps:
             return
 
-        # Report the most common reason, which the user should fix first.
-        most_common = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
+        # Report the most common reason, which the user should fix first, with the message of one failure.
+        most_common = NO_RESPONSE
+        if reasons:
+            most_common = reasons.most_common(1)[0][0]
         observed = f"most often: {most_common}"
-        example = next(
-            (failure.message for failure in examples if failure.reason == most_common),
-            "",
-        )
-        if example:
-            observed += f"\n{last_lines(example, MAX_MESSAGE_CHARACTERS)}"
+        messages = [failure.message for failure in examples if failure.reason == most_common]
+        if messages and messages[0]:
+            observed += f"\n{last_lines(messages[0], MAX_MESSAGE_CHARACTERS)}"
         raise UserError(
             f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._steps} consecutive steps",
             where=f"reward (step {step})",

@@ -91,7 +91,7 @@ from megatron_rl.types import Rollouts
 def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
     """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    ``explicit_keys``: keys that the user has set, for the record of the start. Collective over the world.
+    ``explicit_keys``: keys that the user has set, for the run's list of starts. Collective over the world.
     """
     with open_job(config, explicit_keys) as current_job:
         if config.job != TRAIN:
@@ -124,7 +124,8 @@ class RunStep:
 class Training:
     """A run of reinforcement learning on this rank, with the stages before it.
 
-    ``train`` calls `run`. In a `trainer.dataflow.Run`, a user's script executes the body of each of `steps`.
+    The command ``train`` calls `run`. With `trainer.dataflow.Run`, a user's script iterates over `steps` and
+    executes each step itself.
     """
 
     def __init__(self, job: Job) -> None:
@@ -149,7 +150,7 @@ class Training:
             job.join_ranks()
         copy_code(job)
 
-        # Before models are built, which takes long: raise errors of damaged checkpoints and models.
+        # Check checkpoints and models for damage before models are built, which takes long.
         self.checkpoint, self.pending_stages = self._find_start()
         with self.phases("data"):
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
@@ -170,7 +171,7 @@ class Training:
         self._warn_of_missing_containment()
 
         # Metrics of the weight sync for the engine check, which are reported with the first line of metrics.
-        self._first_sync = Metrics()
+        self._first_sync_metrics = Metrics()
 
         # Sources of a step's batches, and components that process its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
@@ -240,7 +241,7 @@ class Training:
         # After the stages, because the first step samples from their weights. A complete run needs no engine.
         if self.state.step < self.config.steps:
             with self.phases("check engine"), self._make_progress("sync weights, compare trainer and engine"):
-                self._first_sync = check_engine(self.config, self.roles)
+                self._first_sync_metrics = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None
         # Discard the times of building and of stages, which are not part of a step.
@@ -386,7 +387,7 @@ class Training:
     def _run_step(self, step: RunStep) -> None:
         """Execute a step of the configured algorithm.
 
-        An asynchronous run also samples the responses to ``step.sets``; other runs have none during a step.
+        An asynchronous run also samples responses to ``step.sets``; in other runs ``step.sets`` is empty.
         Collective over the world.
         """
         if self.ahead is not None:
@@ -438,7 +439,7 @@ class Training:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
         # Times, bytes and memory of this rank, of which the maxima over ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
-        local_metrics += self._take_first_sync()
+        local_metrics += self._pop_first_sync_metrics()
         local_metrics += self.checkpoints.finish_if_written()
         for role in self.roles.models:
             local_metrics += role.residency.metrics() + role.pass_metrics()
@@ -464,22 +465,26 @@ class Training:
     ) -> Metrics:
         """Run the evaluation that is scheduled after a step, or defer it to the next step.
 
-        Returns the step's metrics, with those of the evaluation if it has run. Collective over the world.
+        Returns the step's metrics, including the evaluation's metrics if it has run. Collective over the
+        world.
         """
         is_last = step == self.config.steps
         evaluation = self.config.evaluation
         scheduled_sets = [
-            item for item in self.sets if is_last or step % evaluation.steps_between(item.name) == 0
+            evaluation_set
+            for evaluation_set in self.sets
+            if is_last or step % evaluation.steps_between(evaluation_set.name) == 0
         ]
 
-        # A deferred evaluation runs on the rollout's ranks while the others train. So it needs a run that
-        # samples ahead, whose next batch is sampled with the weights to evaluate (unlike with
-        # `hybrid_engine.every`). Sets whose metrics decide about checkpoints or the run's end must be
-        # evaluated before training continues.
+        # A deferred evaluation runs on the rollout's ranks while the other ranks train. This needs a run that
+        # samples ahead, and a weight sync before every step (`hybrid_engine.every` = 1): the next batch must
+        # be sampled with the weights to evaluate. Sets whose metrics decide about checkpoints or the run's
+        # end must be evaluated before training continues.
         can_defer = self.ahead is not None and not is_last and self.config.hybrid_engine.every == 1
-        if scheduled_sets and can_defer and not any(self._is_decisive(item) for item in scheduled_sets):
-            names = tuple(item.name for item in scheduled_sets)
-            self.state.deferred = DeferredEvaluation(step, names, metrics)
+        has_decisive_set = any(self._is_decisive(evaluation_set) for evaluation_set in scheduled_sets)
+        if scheduled_sets and can_defer and not has_decisive_set:
+            set_names = tuple(evaluation_set.name for evaluation_set in scheduled_sets)
+            self.state.deferred = DeferredEvaluation(step, set_names, metrics)
             return metrics
 
         if scheduled_sets:
@@ -543,9 +548,9 @@ class Training:
         return patience is not None and self.state.best.waited >= patience
 
     def _health_error(self) -> UserError | None:
-        """Return the error of a health rule that stops the run, or None.
+        """Return the error of a health rule that stops the run; None on other ranks than the main rank.
 
-        Only the main rank has one. After the last step it is None, since the run ends anyway.
+        Also returns None after the last step, when the run ends anyway.
         """
         if self.state.step == self.config.steps or self._patience_exhausted():
             return None
@@ -559,7 +564,7 @@ class Training:
     ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, and one for Megatron-LM if it is configured.
 
-        ``layout`` and ``in_background`` are those of `checkpoint.save_checkpoint`. Collective over the world.
+        ``layout``, ``in_background``: see `checkpoint.save_checkpoint`. Collective over the world.
         """
         pending_checkpoint = self.state.save(
             path,
@@ -601,16 +606,16 @@ class Training:
         with self.phases("evaluate"):
             results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
         metrics = self.samples.store_evaluation(step, results)
-        return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._take_first_sync())
+        return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._pop_first_sync_metrics())
 
-    def _take_first_sync(self) -> Metrics:
-        """Return the metrics of the engine check's weight sync in the first call; later calls return none."""
-        metrics = self._first_sync
-        self._first_sync = Metrics()
+    def _pop_first_sync_metrics(self) -> Metrics:
+        """Pop the metrics of the engine check's weight sync; later calls return empty metrics."""
+        metrics = self._first_sync_metrics
+        self._first_sync_metrics = Metrics()
         return metrics
 
     def _record_metrics(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
-        """Update the health rules and write a step's metrics, on the main rank; others have no ``log``."""
+        """Update the health rules and write a step's metrics; do nothing on ranks without a ``log``."""
         if log is None:
             return
         values = metrics.values()
@@ -625,7 +630,7 @@ class Training:
         """Export the model, release roles and servers, and write the report. Collective over the world."""
         if self.config.checkpoint.export:
             self._export_model()
-        # The export reads weights from all of the actor's ranks, so none may release roles before it ends.
+        # The export reads weights from all of the actor's ranks, so no rank may release roles before it ends.
         barrier()
         for evaluation_set in self.sets:
             evaluation_set.close()
@@ -660,12 +665,9 @@ class Training:
 
 
 def _throughput_metrics(batch: ScoredBatch, seconds: float) -> Metrics:
-    """Return the tokens per second of a step, in total and per GPU, as metrics.
-
-    Tokens of prompts and of responses count.
-    """
-    tokens = float(batch.rollouts.lengths.sum())
+    """Return a step's prompt and response tokens per second, in total and per GPU, as metrics."""
+    num_tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
-        "throughput/tokens_per_second": tokens / seconds,
-        "throughput/tokens_per_second_per_gpu": tokens / seconds / device.world_size(),
+        "throughput/tokens_per_second": num_tokens / seconds,
+        "throughput/tokens_per_second_per_gpu": num_tokens / seconds / device.world_size(),
     })  # fmt: skip

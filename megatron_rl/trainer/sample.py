@@ -59,12 +59,12 @@ same rounds, so their counters are equal.
 
 
 class StalenessError(RuntimeError):
-    """Error for rollouts that are older than `asynchrony.max_staleness` allows, in weight updates."""
+    """Error for rollouts whose age in weight updates exceeds `asynchrony.max_staleness`."""
 
 
 @dataclass(frozen=True)
 class PendingRound:
-    """A round of generation that has been sampled and not gathered yet.
+    """Generation round whose tokens have been sampled, but not yet gathered onto the other ranks.
 
     Example: on a rank without an engine, ``new_tokens`` is empty.
     """
@@ -99,16 +99,16 @@ class SampledBatch:
 class RolloutSource:
     """Source of each step's responses, with the buffer of groups that later steps may use.
 
-    With `rollout.oversample`, a step samples this fraction of additional prompts, and selects the groups that
-    finish first, in token rounds of `rollout.round_tokens` tokens per sequence. With `rollout.partial`, the
-    next step continues the remaining groups with newer weights; a step waits for groups that would become
-    older than `asynchrony.max_staleness`. Without `rollout.partial`, the remaining groups are dropped and the
-    next step starts their prompts again, so prompts with short responses are trained on more often.
+    With `rollout.oversample`, a step samples this fraction of additional prompts, in token rounds of
+    `rollout.round_tokens` tokens per sequence, and selects the groups that finish first. With
+    `rollout.partial`, the next step continues the remaining groups with newer weights; a step waits for
+    groups that would become older than `asynchrony.max_staleness`. Without `rollout.partial`, the next step
+    restarts the prompts of the remaining groups, so it trains more often on prompts with short responses.
 
     In the open order there are no token rounds: the replicas sample until the learners wait for them and
     enough groups are finished. The next step continues the remaining groups.
 
-    ``draw_prompts``: returns the next n prompts of the training data.
+    ``draw_prompts``: function that returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; checkpoints contain them.
     ``informative``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
         last batch; checkpoints contain them.
@@ -154,15 +154,15 @@ class RolloutSource:
         greedy = start_complete_round(rollout, greedy_prompts, 1, seed, generation_round.version)
         return replace(pending, greedy=greedy)
 
-    def finish_round(self, pending: PendingRound, members: ReplicaGroup) -> SampledBatch:
+    def finish_round(self, pending: PendingRound, replica_group: ReplicaGroup) -> SampledBatch:
         """Gather a round and return the groups selected for the step. Collective over the replica group."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
-        new_tokens = _gather_and_append(rollout, pending, members)
+        new_tokens = _gather_and_append(rollout, pending, replica_group)
         if generation_round.token_round is None:
             restore_early_rewards(
                 generation_round.groups,
-                self.roles.reward.gather_early_rewards(members),
+                self.roles.reward.gather_early_rewards(replica_group),
             )
 
         # All ranks now have the same sequences, so they select the same groups.
@@ -183,7 +183,7 @@ class RolloutSource:
         if not self.config.rollout.oversample:
             greedy = None
             if pending.greedy is not None:
-                greedy = gather_complete_round(rollout, pending.greedy, members)
+                greedy = gather_complete_round(rollout, pending.greedy, replica_group)
             if self.config.hybrid_engine.every != 1:
                 metrics += self._staleness_metrics(rollouts)
             return SampledBatch(
@@ -204,18 +204,18 @@ class RolloutSource:
         return SampledBatch(prompts, rollouts, None, metrics, early)
 
     def _staleness_metrics(self, rollouts: Rollouts) -> Metrics:
-        """Return `staleness_metrics` of the selected rows; none if the run samples ahead."""
+        """Return `staleness_metrics` of the selected rows, or no metrics if the run samples ahead."""
         # With sampling ahead, staleness is measured when the sequences are trained on.
         if self._steps_ahead:
             return Metrics()
         return staleness_metrics(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
-        """Return metrics of a generation round: in the closed order, the number of its token rounds.
+        """Return metrics of a generation round, which depend on `rollout.order`.
 
-        In the open order, in which groups are trained on as they finish, there are no token rounds: returns
-        the number of groups that the step requires (``rollout/due``), and of finished groups in the buffer
-        (``rollout/complete``).
+        Closed order: ``rollout/rounds``, the number of token rounds. Open order, without token rounds:
+        ``rollout/due``, the number of groups that had to finish, and ``rollout/complete``, the number of
+        finished groups in the buffer.
         """
         if generation_round.rendezvous is None:
             sequence_rounds = new_tokens.shard.values["round"]
@@ -227,7 +227,10 @@ class RolloutSource:
         })  # fmt: skip
 
     def _carry_over_or_restart(self) -> Metrics:
-        """Retain the groups that were not selected, or restart their prompts; return metrics of both."""
+        """Carry over the groups that were not selected, or restart their prompts; return their metrics.
+
+        Only `rollout.partial` carries groups over, because their next tokens come from newer weights.
+        """
         # Restart groups without tokens, so that newer weights sample all of their tokens.
         unstarted_count = self.buffer.restart_unstarted()
         group_count = float(len(self.buffer.started))
@@ -246,7 +249,7 @@ class RolloutSource:
         })  # fmt: skip
 
     def _make_next_round(self, prompt_count: int, seed: int) -> GenerationRound:
-        """Return a round of the groups in the buffer and as many new ones as the in-flight limit permits."""
+        """Make a round of the buffer's running groups, topped up with new groups to the in-flight limit."""
         version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
 
@@ -266,6 +269,7 @@ class RolloutSource:
                 )
             )
 
+        # Without oversampling, the batch consists of all groups of the round.
         groups = tuple(self.buffer.started)
         if not rollout.oversample:
             return GenerationRound(groups, (True,) * len(groups), len(groups), version)
@@ -296,7 +300,7 @@ class RolloutSource:
         )
 
     def _take_waiting_groups(self, count: int) -> list[SequenceGroup]:
-        """Return ``count`` waiting groups: first those of the buffer, then new ones from the data."""
+        """Pop ``count`` waiting groups from the buffer; draw new prompts if the buffer has fewer groups."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
             groups += make_waiting_groups(self._draw_prompts(count - len(groups)))
@@ -339,21 +343,21 @@ class RolloutSource:
         rejected: list[SampledBatch] = []
         for batch in queue:
             age = version - int(batch.rollouts.policy_version.min())
-            # Each batch before it in the queue adds one update before this batch is trained on.
+            # Training on each earlier batch of the queue adds one weight update.
             age_when_trained = age + len(trainable)
             if len(trainable) < self._steps_ahead and age_when_trained <= self._max_staleness:
                 trainable.append(batch)
             else:
                 rejected.append(batch)
 
-        # `restart` inserts prompts in front of the waiting ones: in reverse, the oldest batch becomes first.
+        # `restart` inserts prompts at the front: restart in reverse, so that the oldest batch comes first.
         for batch in reversed(rejected):
             self.buffer.restart(make_waiting_groups(batch.prompts))
         return trainable
 
     @property
     def _steps_ahead(self) -> int:
-        """Return `asynchrony.steps_ahead`: how many steps before its training a batch is sampled."""
+        """Return `asynchrony.steps_ahead`: number of steps between a batch's sampling and its training."""
         return self.config.asynchrony.steps_ahead
 
     @property
@@ -369,7 +373,7 @@ def make_complete_round(
     seed: int,
     version: int,
 ) -> GenerationRound:
-    """Return a round of new sequences for each prompt, which ends when every sequence is finished."""
+    """Make a round of new sequences for each prompt, which ends when every sequence is finished."""
     groups = tuple(start_groups(make_waiting_groups(prompts), samples_per_prompt, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
@@ -389,22 +393,24 @@ def start_complete_round(
     return PendingRound(generation_round, rollout.infer(generation_round))
 
 
-def gather_complete_round(rollout: RolloutRole, pending: PendingRound, members: ReplicaGroup) -> Rollouts:
+def gather_complete_round(
+    rollout: RolloutRole, pending: PendingRound, replica_group: ReplicaGroup
+) -> Rollouts:
     """Gather a round of `start_complete_round`; return its rows, grouped by prompt.
 
     Collective over the replica group.
     """
-    _gather_and_append(rollout, pending, members)
+    _gather_and_append(rollout, pending, replica_group)
     return drop_token_versions(to_rollouts(pending.generation_round.groups))
 
 
-def _gather_and_append(rollout: RolloutRole, pending: PendingRound, members: ReplicaGroup) -> NewTokens:
+def _gather_and_append(rollout: RolloutRole, pending: PendingRound, replica_group: ReplicaGroup) -> NewTokens:
     """Gather the new tokens of all replicas, append them to the round's sequences, and return them.
 
     Collective over the replica group.
     """
     generation_round = pending.generation_round
-    new_tokens = rollout.gather_new_tokens(pending.new_tokens, members, generation_round)
+    new_tokens = rollout.gather_new_tokens(pending.new_tokens, replica_group, generation_round)
     sequences = [sequence for _, sequence in generation_round.unfinished]
     append_new_tokens(sequences, new_tokens, generation_round.version)
     return new_tokens
@@ -414,7 +420,7 @@ def refill_filtered_rows(
     source: RolloutSource,
     sampled: SampledBatch,
     seed: int,
-    members: ReplicaGroup,
+    replica_group: ReplicaGroup,
 ) -> SampledBatch:
     """Sample new responses for the rows that filters remove, up to `rollout.filters.refill` times.
 
@@ -435,22 +441,20 @@ def refill_filtered_rows(
     early = dict(sampled.early)
     num_refilled = 0
     for attempt in range(1, max_attempts + 1):
-        filtered = source.roles.reward.run_filters(prompts, rollouts, members, early)
-        removed = sorted(filtered.names)
-        if not removed:
+        filtered = source.roles.reward.run_filters(prompts, rollouts, replica_group, early)
+        removed_rows = sorted(filtered.names)
+        if not removed_rows:
             break
 
-        seeds = derive_row_seeds(seed, [attempt * row_count + row for row in removed])
-        responses = _sample_rows(source, prompts.rows(removed), seeds, seed, members)
-        rollouts = _replace_rows(rollouts, removed, responses)
-        num_refilled += len(removed)
+        row_seeds = derive_row_seeds(seed, [attempt * row_count + row for row in removed_rows])
+        responses = _sample_rows(source, prompts.rows(removed_rows), row_seeds, seed, replica_group)
+        rollouts = _replace_rows(rollouts, removed_rows, responses)
+        num_refilled += len(removed_rows)
 
-        # Retain the verdicts of the other rows and drop those of the replaced ones.
+        # Drop the verdicts and early rewards of the replaced rows; retain them for the other rows.
         early[FILTERS] = filtered.verdicts(range(row_count))
-        early = {
-            scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
-            for scorer, answers in early.items()
-        }
+        for scorer, answers in early.items():
+            early[scorer] = {row: answer for row, answer in answers.items() if row not in filtered.names}
 
     metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(row_count))
     return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
@@ -459,29 +463,30 @@ def refill_filtered_rows(
 def _sample_rows(
     source: RolloutSource,
     prompts: PromptBatch,
-    seeds: Sequence[int],
-    seed: int,
-    members: ReplicaGroup,
+    row_seeds: Sequence[int],
+    round_seed: int,
+    replica_group: ReplicaGroup,
 ) -> Rollouts:
     """Sample a complete response to each prompt.
 
-    ``seeds``: seed of each response. ``seed``: seed of the round. Collective over the replica group.
+    ``row_seeds``: seed of each response. Collective over the replica group.
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
-    groups = tuple(start_groups(make_waiting_groups(prompts), 1, seed, version))
-    for group, row_seed in zip(groups, seeds, strict=True):
+    groups = tuple(start_groups(make_waiting_groups(prompts), 1, round_seed, version))
+    for group, row_seed in zip(groups, row_seeds, strict=True):
         group.sequences[0].seed = row_seed
 
     generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
     pending = PendingRound(generation_round, rollout.infer(generation_round))
-    responses = gather_complete_round(rollout, pending, members)
+    responses = gather_complete_round(rollout, pending, replica_group)
     source.limits.record_lengths(prompts, responses)
     return responses
 
 
 def _replace_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
-    """Return the batch with the rows of indices ``rows`` replaced by ``responses``, in order."""
+    """Return the batch with ``responses`` in place of ``rows``, which are row indices in the same order."""
+    # Concatenate both batches, then select the new response for each replaced row.
     source_rows = list(range(len(rollouts)))
     for index, row in enumerate(rows):
         source_rows[row] = len(rollouts) + index
@@ -490,7 +495,7 @@ def _replace_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) 
 
 
 def conversation_metrics(rollouts: Rollouts) -> Metrics:
-    """Return the mean numbers per row of turns, observed tokens and failures of environments.
+    """Return metrics of conversations with environments: mean turns, observed tokens and failures per row.
 
     Returns no metrics for rows without environments.
     """
@@ -536,8 +541,8 @@ def mixed_version_fraction(rollouts: Rollouts) -> float:
 def staleness_metrics(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
     """Return metrics of the rows' age; raise StalenessError if a row is older than ``max_updates``.
 
-    The age is the number of weight updates from a row's oldest token to weights of ``version``. The metric
-    ``staleness/token_mean`` is the mean age of tokens instead.
+    The age of a row is the number of weight updates between its oldest token and ``version``, the version of
+    the weights that are trained. ``staleness/token_mean`` is the mean age of single tokens.
     """
     row_ages = (version - rollouts.policy_version).float()
     if len(row_ages) and int(row_ages.max()) > max_updates:

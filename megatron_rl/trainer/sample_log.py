@@ -68,7 +68,7 @@ class SampleWriter:
         Returns the number of failed rewards of all ranks by reason, and the examples. Collective over the
         world.
         """
-        # Each rank only has the failures of the rows that it rewarded.
+        # Gather the failures: each rank has only the failures of the rows for which it computed rewards.
         failures: Sequence[Failure] = ()
         batch = None
         if result is not None:
@@ -101,7 +101,7 @@ class SampleWriter:
             columns[f"component/{name}"] = values.tolist()
         columns["valid"] = batch.scores.valid.tolist()
         if result is not None and result.advantages is not None:
-            # NaN, as in the rewards: a row without a valid one has no advantage.
+            # A row without a valid reward has no advantage: store NaN, as in the column of rewards.
             advantages = result.advantages.masked_fill(~batch.scores.valid, float("nan"))
             columns["advantage"] = advantages.tolist()
         columns["failure"] = list(batch.reasons)
@@ -175,12 +175,12 @@ def write_rollouts(
 
     arrays: dict[str, Any] = {"step": pyarrow.array([step] * row_count, pyarrow.int64())}
     for name, values in columns.items():
-        rows = list(values[:limit])
+        written_values = list(values[:limit])
         try:
-            array = pyarrow.array(rows)
+            array = pyarrow.array(written_values)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            array = pyarrow.array([json.dumps(row, default=str) for row in rows])
-        # Store a column that has only None as text, its type in other steps' files (such as failures).
+            array = pyarrow.array([json.dumps(value, default=str) for value in written_values])
+        # A column with only None, such as the failures of a good step, is text in the files of other steps.
         if pyarrow.types.is_null(array.type):
             array = array.cast(pyarrow.string())
         arrays[name] = array

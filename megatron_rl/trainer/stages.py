@@ -1,11 +1,12 @@
 """Stages before reinforcement learning: supervised training, preferences and reward models.
 
-The one idea: the same loop runs the steps of every stage. A `Stage` is a value with everything in which
-stages differ: role, data, objective, and what batches need.
+The one idea: the same loop runs the steps of every stage. A `Stage` contains everything that differs between
+stages: the role, its data, the objective and the options of an update.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ PAIR = 2
 
 @dataclass(frozen=True)
 class StageData:
-    """Records that a stage trains and evaluates on, and how its steps divide them.
+    """Training and held-out records of a stage, with the number of records per step.
 
     Example: 20 records with 8 per step are 3 steps, the last with 4 records.
     """
@@ -87,8 +88,8 @@ class StageData:
 
     @property
     def steps(self) -> int:
-        """Return the number of steps in which the stage uses all its records."""
-        return -(-self.total_records // self.records_per_step)
+        """Return the number of steps of the stage; its last step may have fewer records."""
+        return math.ceil(self.total_records / self.records_per_step)
 
     def count_records(self, step: int) -> int:
         """Return the number of records in a step; steps are counted from 1."""
@@ -128,17 +129,18 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     data_fields = fields_of(job.config.data, settings, plan.where)
     assert max_row_tokens is not None
 
-    def load_source(path: DataPath, name: str) -> ResponseSource:
-        key = f"{plan.where}.{name}"
+    def load_source(path: DataPath, setting: str) -> ResponseSource:
+        """Load the records at ``path``, and print remarks about them under the stage's ``setting``."""
+        key = f"{plan.where}.{setting}"
         # Errors about a record contain the configuration key that selects its field.
-        fields = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
+        key_by_field = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
         source = load_responses(
             job.config,
             key,
             path,
             tokenizer,
             job.token_files,
-            fields,
+            key_by_field,
             max_row_tokens,
             settings.every_turn,
             data_fields,
@@ -182,7 +184,7 @@ def make_stage(
     # Preference losses compare the two rows of a pair. SimPO needs no reference (arXiv 2405.14734).
     if isinstance(settings, PreferenceConfig):
         assert settings.beta is not None
-        loss = PreferenceSettings(
+        loss_settings = PreferenceSettings(
             settings.loss,
             settings.beta,
             settings.label_smoothing,
@@ -195,14 +197,14 @@ def make_stage(
             "training on preferences",
             role,
             data,
-            partial(preference_objective, loss),
+            partial(preference_objective, loss_settings),
             options={"rows_per_unit": PAIR},
             needs_reference=settings.loss != "simpo",
             at_end=at_end,
         )
 
-    # Use outputs at the token itself: a reward model's output there is the reward of the text up to the
-    # token, not a prediction of the next one.
+    # A reward model's output at a token is the reward of the text up to this token, not a prediction of the
+    # next token.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"rows_per_unit": PAIR, "from_previous_token": False}
     return Stage(
@@ -217,7 +219,7 @@ def make_stage(
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
-    """Compute the supervised loss from a model's outputs for ``rows``; the entropy is not used."""
+    """Compute the supervised loss of ``rows`` from the model's log-probs; ignore the entropy."""
     return sft_objective(rows, log_probs)
 
 
@@ -227,19 +229,21 @@ def preference_objective(
     log_probs: Any,
     entropy: Any,
 ) -> Any:
-    """Compute the preference loss from a model's outputs for pairs of rows; the entropy is not used."""
+    """Compute the preference loss of ``rows``, which are pairs, from the log-probs; ignore the entropy."""
     return dpo_objective(settings, rows, log_probs)
 
 
 def make_stage_end_action(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
-    """Return the function that updates the other roles of a run when a stage has ended.
+    """Return the function to call when a stage has ended.
 
-    Roles that start from the actor's model load its weights; a trained reward model is frozen.
+    After the actor's stage, it loads the trained weights into the roles that start from the actor's model.
+    After a reward model's stage, it freezes the reward model.
     """
     # Roles with separate models still have the actor's weights from before the stage.
     if plan.role == "actor":
         return partial(_load_into_dependent_roles, plan, roles, config)
-    return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
+    reward_roles = {model.role.name: model.role for model in roles.reward_models}
+    return reward_roles[plan.role].freeze
 
 
 def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
@@ -247,12 +251,14 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
 
     Collective over the world.
     """
-    starting_models = explicit_model_paths(config)
-    trained_roles = {item.role for item in stage_plans(config) if item.has_ended and item.role != "actor"}
+    model_path_by_role = explicit_model_paths(config)
+    completed_plans = [stage_plan for stage_plan in stage_plans(config) if stage_plan.has_ended]
+    trained_roles = {stage_plan.role for stage_plan in completed_plans if stage_plan.role != "actor"}
     for role in roles.models:
-        if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
+        # Skip roles that start from another model, and roles that another stage has trained since.
+        if model_path_by_role.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
-        # This role runs the actor's model, whose weights the stage has trained.
+        # This role shares the actor's model in memory, which the stage has trained.
         if role.initial_of is not None:
             continue
 
@@ -273,31 +279,31 @@ def require_stage_models(config: RunConfig) -> None:
     of the actor's adapters are loaded from the models in the run folder.
     """
     for plan in stage_plans(config):
-        # Frozen roles that start from the stage's model load it, and adapters need it as their base.
+        # Frozen roles that start from the stage's model load it again, and adapters need it as their base.
         frozen_roles: list[str] = []
         for section, model in explicit_model_paths(config).items():
             spec = spec_at(section)
             if spec.phase == ACTOR.phase and not spec.trains and model == str(plan.model):
                 frozen_roles.append(section)
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
-        is_read = plan.role != "actor" or bool(frozen_roles) or is_base
-        if plan.has_ended or not is_read:
+        is_needed = plan.role != "actor" or bool(frozen_roles) or is_base
+        if plan.has_ended or not is_needed:
             continue
 
-        # The advice cannot be to remove the actor's stage, since the checkpoint was trained from its model.
+        # Never advise to remove the actor's stage: the checkpoint was trained from its model.
         if plan.role == "actor":
             frozen_role = frozen_roles[0] if frozen_roles else "reference"
             key = f"{frozen_role}.path"
-            change = f"set {key} to it"
+            alternative = f"set {key} to it"
         else:
             key = f"{plan.role}.path"
-            change = f"set {key} to it and remove {plan.where}"
+            alternative = f"set {key} to it and remove {plan.where}"
         raise UserError(
             f"the model of {plan.where} in the resumed run is not in the run folder",
             where=key,
             expected=f"a Hugging Face checkpoint in {plan.model}",
             got="no such directory",
-            fix=f"copy it there from the folder of the resumed run, or {change}",
+            fix=f"copy it there from the folder of the resumed run, or {alternative}",
         )
 
 
@@ -307,8 +313,10 @@ def set_damaged_models_aside(job: Job) -> None:
     Call it only for a run without a checkpoint: a checkpoint needs exactly the models with which it was
     trained. Collective over the world.
     """
-    ended_plans = compute_on_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.has_ended])
-    for plan in ended_plans:
+    completed_plans = compute_on_first_rank(
+        lambda: [plan for plan in stage_plans(job.config) if plan.has_ended]
+    )
+    for plan in completed_plans:
         damages = find_damaged_model_files(plan.model)
         if not damages:
             continue
@@ -323,8 +331,8 @@ def set_damaged_models_aside(job: Job) -> None:
 def run_stage(stage: Stage, job: Job) -> None:
     """Train the stage's role, from the stage's newest checkpoint if there is one, and write its model.
 
-    The model is a Hugging Face checkpoint that is written atomically: the stage is completed when its folder
-    exists. Then the role's optimizer for the run, if it has one, is updated to the trained weights.
+    The model is a Hugging Face checkpoint that is written atomically: a stage is complete if its model folder
+    exists. If the role has an optimizer for the run, the optimizer's float32 weights are reloaded.
     Collective over the world.
     """
     role = stage.role
@@ -355,9 +363,9 @@ def run_stage(stage: Stage, job: Job) -> None:
 
 
 def _export_stage_model(stage: Stage, job: Job) -> None:
-    """Write the stage's model, and merge its adapters into the weights in memory as in the written model.
+    """Write the stage's model, then merge its adapters into the weights in memory.
 
-    Collective over the role's ranks.
+    The written model has merged adapters, too. Collective over the role's ranks.
     """
     model = stage.role.model
     if model is None:
@@ -440,8 +448,8 @@ def _run_steps(stage: Stage, job: Job) -> int:
         loss = state["held_out_loss"]
         data.train.load_state_dict(state["data"])
 
-    # Before the checkpoint's weights are loaded: a reference is the policy from before the stage, which
-    # computes the log-probs of all batches here.
+    # Prepare the batches before the checkpoint's weights are loaded: the reference is the policy from before
+    # the stage, and computes the log-probs of all batches here.
     batches, held_out = _prepare_batches(stage, job, step)
     if newest_checkpoint is not None:
         checkpoint.load_checkpoint(newest_checkpoint, trained_roles)
@@ -543,8 +551,9 @@ def _is_scheduled(step: int, interval: int | None, last_step: int) -> bool:
 def _prepare_batches(
     stage: Stage, job: Job, completed_steps: int
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
-    """Return the remaining batches, each with the data's state after it, and the held-out rows (or None).
+    """Return an iterator over the remaining batches, and the batch of held-out rows or None.
 
+    Each batch comes with the state of the data source after it, for a checkpoint.
     If the stage needs a reference, this computes the log-probs of all batches with the current weights.
     Collective over the world.
     """

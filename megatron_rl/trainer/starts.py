@@ -1,7 +1,7 @@
-"""Record of the starts of a run: time, command, revision, versions and hardware of each of its jobs.
+"""List of a run's starts: time, command, code revision, versions and hardware of each job of the run.
 
-The one idea: each job adds an entry to ``starts.json`` of the run folder. From it a report shows the command,
-the machine and the versions of a run, and a comparison shows the settings that its user has set.
+The one idea: each job appends its start to ``starts.json`` of the run folder. The report shows command,
+hardware and versions from this file, and a comparison of runs shows the settings that the users have set.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron_rl.redaction import HIDDEN, is_secret
 PACKAGE = Path(__file__).resolve().parents[1]
 """Folder of this package, which has a revision if it is a checkout."""
 _GIT_SECONDS = 10.0
-"""Time limit of git, which reads every changed file."""
+"""Maximum seconds that git may take, which reads every changed file."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Record of one start of a run's job: when, with which command, code, libraries and machine.
+    """One start of a run: time, command line, code revisions, library versions and hardware.
 
     Example: ``Start("2026-08-01T10:00:00+00:00", "torchrun --nproc-per-node 4 -m megatron_rl train run.yaml",
     explicit=("model.path", "steps"))``.
@@ -82,19 +82,20 @@ def describe_current_start(
 
 
 def write_start(folder: RunFolder, start: Start, *, resumed: bool) -> None:
-    """Append a start to the record of a run folder.
+    """Append a start to ``starts.json`` of a run folder.
 
-    If the run was not ``resumed``, the record of the earlier run is renamed and a new one begins.
+    If the run is not ``resumed``, the file of the earlier run is renamed and a new file is written.
     """
     if not resumed:
         set_aside(folder.starts)
     starts = [*read_starts(folder), start]
-    write_text(folder.starts, json.dumps([asdict(item) for item in starts], indent=1, default=str) + "\n")
+    plain_starts = [asdict(recorded_start) for recorded_start in starts]
+    write_text(folder.starts, json.dumps(plain_starts, indent=1, default=str) + "\n")
 
 
 def read_starts(folder: RunFolder) -> list[Start]:
-    """Return the starts of a run, oldest first; empty if the record is missing or damaged."""
-    # The record only informs: a damaged one must stop neither a run nor its report.
+    """Return the starts of a run, oldest first, up to the first damaged entry of ``starts.json``."""
+    # The starts are only shown to the user: a missing or damaged file must not stop a run or its report.
     starts: list[Start] = []
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         for values in json.loads(folder.starts.read_text(encoding="utf-8")):
@@ -125,7 +126,7 @@ def format_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         launcher = []
         program_arguments = [program.name]
 
-    # torchrun passes its own arguments on in environment variables.
+    # Reconstruct torchrun's arguments from the environment variables that it sets in its processes.
     if "TORCHELASTIC_RUN_ID" in environment:
         process_count = environment.get("LOCAL_WORLD_SIZE", "1")
         launcher = ["torchrun", "--nproc-per-node", process_count]
@@ -133,23 +134,25 @@ def format_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         if node_count != "1":
             launcher += ["--nnodes", node_count]
 
-    argument_texts: list[str] = []
-    hides_next = False
+    quoted_arguments: list[str] = []
+    is_next_secret = False
     for argument in arguments[1:]:
         # A script's own option can have its secret in the next argument: `--api-key k`.
         is_option = argument.startswith("-")
-        is_hidden = hides_next and not is_option
-        argument_texts.append(HIDDEN if is_hidden else _quote_argument(argument))
-        hides_next = is_option and "=" not in argument and is_secret(argument)
-    return " ".join([*launcher, *map(shlex.quote, program_arguments), *argument_texts])
+        if is_next_secret and not is_option:
+            quoted_arguments.append(HIDDEN)
+        else:
+            quoted_arguments.append(_quote_argument(argument))
+        is_next_secret = is_option and "=" not in argument and is_secret(argument)
+    return " ".join([*launcher, *map(shlex.quote, program_arguments), *quoted_arguments])
 
 
 def _quote_argument(argument: str) -> str:
     """Quote a command-line argument for a shell; hide the value of an override that sets a secret."""
     key, separator, value = argument.partition("=")
     # A value can be a mapping with secrets in it: `reward.arguments={api_key: k}`.
-    names = [*key.split("."), *re.findall(r"[\w-]+(?=\W*:)", value)]
-    if separator and value and any(map(is_secret, names)):
+    key_names = [*key.split("."), *re.findall(r"[\w-]+(?=\W*:)", value)]
+    if separator and value and any(map(is_secret, key_names)):
         return f"{shlex.quote(key)}={HIDDEN}"
     return shlex.quote(argument)
 

@@ -85,7 +85,7 @@ class Best:
         # Of equal values the earlier step ranks first, so that a plateau does not replace checkpoints.
         ranked_measurements = sorted(
             [*self.kept, (step, value)],
-            key=lambda item: (-sign * item[1], item[0]),
+            key=lambda measurement: (-sign * measurement[1], measurement[0]),
         )
         self.kept = ranked_measurements[: config.keep_best]
         return (step, value) in self.kept
@@ -100,7 +100,7 @@ class DeferredEvaluation:
     sets: tuple[str, ...]
     """Names of the evaluation sets."""
     metrics: Metrics
-    """Metrics of the step, which are written with those of the evaluation."""
+    """Metrics of the step, which are written together with the evaluation's metrics."""
 
 
 @dataclass
@@ -139,7 +139,7 @@ class TrainerState:
     ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint of the roles and this state into the folder ``path``.
 
-        ``layout`` and ``in_background`` are those of `checkpoint.save_checkpoint`. Collective over the world.
+        ``layout``, ``in_background``: see `checkpoint.save_checkpoint`. Collective over the world.
         """
         # Retain the checkpoints of the best steps in addition to the newest ones.
         best_steps = [step for step, _ in self.best.kept]
@@ -198,16 +198,18 @@ class TrainerState:
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         warning = self.prompts.load_state_dict(state["prompts"])
 
-        # Restore the version before the groups: it determines which of them are too old.
+        # Restore the version before the groups: it determines which groups are too old.
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
-        self.queue[:] = self.source.select_trainable([SampledBatch(**item) for item in state["queue"]])
+        queued_batches = [SampledBatch(**batch_fields) for batch_fields in state["queue"]]
+        self.queue[:] = self.source.select_trainable(queued_batches)
         self.best = Best(**state["best"])
 
-        # Checkpoints of older versions do not have this key.
-        deferred = state.get("held")
-        self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
-        # Checkpoints of older versions do not have this key.
+        # Checkpoints of older versions lack the keys "held" and "health".
+        deferred_fields = state.get("held")
+        self.deferred = None
+        if deferred_fields is not None:
+            self.deferred = DeferredEvaluation(**deferred_fields)
         self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
         if self.budget is not None:
             self.budget = self.budget.restore(state.get("token_budget"))
@@ -223,7 +225,7 @@ class TrainerState:
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
             "rollout_version": roles.hybrid_engine.rollout_version,
-            "queue": [vars(item) for item in self.queue],
+            "queue": [vars(batch) for batch in self.queue],
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
             "held": None if self.deferred is None else vars(self.deferred),
@@ -240,7 +242,7 @@ def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
 
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
-    """Return the rollout policy's weights in the form in which checkpoints save a role."""
+    """Return the rollout policy's weights as a role that checkpoints can save and restore."""
     return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.swap_into_model)
 
 
@@ -296,7 +298,7 @@ class Checkpoints:
 
         ``path``: the restored checkpoint, or None. Collective over the world.
         """
-        # So a run whose setting was changed can resume on another layout without running another step.
+        # After this, a run whose setting was changed can resume on another layout without another step.
         if path is None or self._layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
@@ -323,10 +325,9 @@ class Checkpoints:
             self._pending = None
 
     def finish_if_written(self) -> Metrics:
-        """Complete the pending checkpoint if all ranks have written it; return metrics of write times.
+        """Complete the pending checkpoint if all ranks have written it; return the metrics of write times.
 
-        The metrics are those of checkpoints that were completed since the last call. Collective over the
-        world.
+        The metrics cover the checkpoints that were completed since the last call. Collective over the world.
         """
         # Do not wait: `wait_for_pending` would block until every rank has written.
         if self._pending is not None and all(gather_objects(self._pending.is_written)):
@@ -361,8 +362,8 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
 def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     """Save the Megatron-LM checkpoint of a restored step if it is missing.
 
-    It is missing if the run was killed after the step's checkpoint and before the one for Megatron-LM. If
-    this was the last step, no later step would write one. Collective over the world.
+    It is missing if the run was killed between writing the step's checkpoint and its Megatron-LM checkpoint.
+    After the last step, no later step would write a Megatron-LM checkpoint. Collective over the world.
     """
     folder = config.checkpoint.megatron
     if folder is None:
@@ -370,6 +371,7 @@ def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -
     _, first_iteration = checkpoint_arguments(config.model.path)
 
     def is_written() -> bool:
+        """Return whether the Megatron-LM checkpoint of the step exists, on the first rank."""
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 

@@ -1,4 +1,4 @@
-"""Experiment trackers: a background thread calls their clients, so that training never waits for them."""
+"""Experiment trackers: a background thread calls the trackers' clients, so that training never waits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_rl.durable import write_text
 from megatron_rl.errors import first_line
 
 MAX_QUEUED = 10_000
-"""Maximum number of queued calls; further calls are dropped, because a tracker apparently hangs."""
+"""Maximum number of queued calls. A full queue means that a tracker hangs: further calls are dropped."""
 CLOSING_SECONDS = 60.0
 """Seconds to wait for queued calls at the end of a complete job."""
 FAILING_SECONDS = 5.0
 """Seconds to wait for queued calls at the end of a job that ends by an exception."""
 _EVENTS = "events.out.tfevents."
-"""Prefix of the names of TensorBoard's event files, which the time in seconds follows."""
+"""Prefix of the names of TensorBoard's event files; the creation time in seconds follows the prefix."""
 
 Columns = Mapping[str, Sequence[Any]]
 """Samples as a table: name of a column -> values of its rows."""
@@ -36,11 +36,11 @@ class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if that is None."""
+        """Prepare for the steps of a new phase (None), or of a phase that resumes after ``resumed_step``."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Send those metrics of a step that are finite to the tracker."""
+        """Send the metrics of a step to the tracker; all values are finite."""
         ...
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
@@ -55,7 +55,7 @@ class Tracker(Protocol):
 class Trackers:
     """All configured trackers; calls are queued, and a thread executes them in order.
 
-    After an exception a tracker is disabled with a warning. Only one rank may construct it.
+    A tracker that raises an exception is disabled with a warning. Only one rank may construct `Trackers`.
 
     ``run_info``: configuration, versions and hardware of the run.
     ``resumed``: whether to continue the trackers' runs whose ids are stored in the run folder.
@@ -113,7 +113,7 @@ class Trackers:
 
     def _enqueue(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of all trackers; drop it if the queue is full."""
-        # A dropped call loses no data: the files in the run folder have every metric and sample.
+        # A dropped call loses no data: the run folder contains all metrics and samples.
         try:
             self._queue.put_nowait((method, arguments))
         except queue.Full:
@@ -121,7 +121,7 @@ class Trackers:
 
     def _serve_calls(self) -> None:
         """Open the trackers, then execute queued calls until `close`."""
-        # Opened in this thread, since importing a client takes seconds.
+        # Open the trackers in this thread, since importing a client takes seconds.
         for name in self._config.trackers:
             self._call_or_disable(name, partial(self._open_tracker, name))
         if self._config.prometheus is not None:
@@ -130,7 +130,7 @@ class Trackers:
                 partial(self._open_prometheus, self._config.prometheus),
             )
 
-        # `close` is the last call, and is executed, too.
+        # Stop after executing `close`, the last call.
         method = ""
         while method != "close":
             method, arguments = self._queue.get()
@@ -147,7 +147,7 @@ class Trackers:
             self._say(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
 
     def _open_tracker(self, name: str) -> None:
-        """Open a tracker, and store the id of its run, which a resumed job needs."""
+        """Open the tracker ``name``, and store the id of its run, which a resumed job needs."""
         if name == "tensorboard":
             self._trackers[name] = TensorBoard(self._folder)
             return
@@ -230,6 +230,7 @@ def _silence_writer_threads() -> None:
     original_hook = threading.excepthook
 
     def report_other_failures(failure: threading.ExceptHookArgs) -> None:
+        """Report an exception of any thread that is not a writer thread of TensorBoard."""
         if not isinstance(failure.thread, _AsyncWriterThread):
             original_hook(failure)
 
@@ -287,12 +288,12 @@ class Wandb(ServerTracker):
         self._run.define_metric("*", step_metric="step")
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """Give the metrics of a stage an axis of steps of their own."""
+        """Define a separate step axis for the metrics of a stage."""
         if phase != "train":
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step to the run; a stage has a step metric of its own."""
+        """Log the metrics of a step to the run; each stage has a separate step metric."""
         if phase == "train":
             self._run.log({**values, "step": step})
         else:
@@ -319,7 +320,7 @@ class Mlflow(ServerTracker):
         run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
-        # Before the import, when the client reads this variable.
+        # Set the variable before the import: the client reads it when it is imported.
         if config.offline:
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         from mlflow import MlflowClient
@@ -339,7 +340,7 @@ class Mlflow(ServerTracker):
         else:
             self._client.update_run(self.id, status="RUNNING")
 
-        # Tags can be searched; the configuration is only in the file.
+        # Store versions and hardware also as tags, which MLflow can search.
         for key in ("versions", "hardware"):
             self._client.set_tag(self.id, key, json.dumps(self.run_info.get(key)))
         self._client.log_dict(self.id, dict(self.run_info), "about.json")
@@ -443,11 +444,9 @@ class Prometheus:
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Replace the served values by the metrics of a step, and serve its number as ``PHASE/at_step``."""
-        for name, value in {
-            **values,
-            f"{phase}/at_step": float(step),
-        }.items():
+        for name, value in values.items():
             self._values.labels(name).set(value)
+        self._values.labels(f"{phase}/at_step").set(float(step))
 
     def write_samples(self, kind: str, step: int, columns: Columns) -> None:
         """Ignore samples: Prometheus stores numbers only."""
@@ -459,24 +458,31 @@ class Prometheus:
 
 def describe_host() -> dict[str, Any]:
     """Return this host's name, processor and number of cores."""
+    # Only Linux on x86 lists the processor's model; elsewhere, use the name of the architecture.
+    processor = platform.machine()
     cpu_info = Path("/proc/cpuinfo")
-    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
-    processor_names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    if cpu_info.is_file():
+        for line in cpu_info.read_text().splitlines():
+            if line.startswith("model name"):
+                processor = line.partition(":")[2].strip()
+                break
     return {
         "host": platform.node(),
-        "processor": processor_names[0] if processor_names else platform.machine(),
+        "processor": processor,
         "cores": os.cpu_count(),
     }
 
 
 def _to_rows(columns: Columns) -> list[list[Any]]:
-    """Convert the table of samples from columns to rows: one list of values per sample."""
+    """Convert a table from columns to rows: one list of values per sample."""
     return [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def _to_cell(value: Any) -> Any:
-    """Return a number or text unchanged and any other value as JSON, since not all trackers can store it."""
-    return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+    """Return numbers and texts unchanged; convert other values to JSON text for trackers that need it."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    return json.dumps(value, default=str)
 
 
 def _renumber_if_clock_went_back(events: Path) -> None:

@@ -46,7 +46,7 @@ class Generator(Protocol):
 
     @property
     def most_rows(self) -> int:
-        """Return the maximum number of requests that the engine runs concurrently; it queues others."""
+        """Return the maximum number of requests that the engine runs concurrently; further requests wait."""
         ...
 
     # Sampling: submit, step and abort inside the context of `sampling`, and interrupt at its end.
@@ -54,17 +54,17 @@ class Generator(Protocol):
     def sampling(self) -> AbstractContextManager[None]:
         """Return a context for `submit` and `step` that restores the process's random generators.
 
-        Requests that are open at its end are aborted: weights may change afterwards, and the engine must have
-        no state of older ones, except for `kept` requests. Raises RuntimeError while weights are missing.
+        The end of the context aborts open requests: weights may change afterwards, and the engine must not
+        use state of older weights, except for `kept` requests. Raises RuntimeError while weights are missing.
         """
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Add a request. An invalid one gets a failed completion."""
+        """Queue a request for the next `step`; an invalid request gets a failed completion."""
         ...
 
     def step(self) -> list[Completion]:
-        """Work on the open requests for a while and return the completions that are ready."""
+        """Sample further tokens for the open requests; return the completions that are ready."""
         ...
 
     def abort(self, number: int) -> None:
@@ -83,7 +83,7 @@ class Generator(Protocol):
         """Return the seeds of interrupted requests whose key-value cache the engine retains.
 
         Such a request resumes from its cache if it is submitted again, with the tokens that were returned,
-        before the next `step`. That step drops all others.
+        before the next `step`. This step drops the caches of all other requests.
         """
         ...
 
@@ -121,7 +121,7 @@ class WeightStore(Protocol):
         ...
 
     def finish_update(self, version: int) -> None:
-        """Use the written weights as ``version`` and drop every cache of older ones.
+        """Set the version of the written weights, and drop all caches computed with older weights.
 
         Raises RuntimeError when requests are still running.
         """
@@ -155,7 +155,7 @@ class Engine(Generator, WeightStore, Protocol):
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of an adapter that is separate from the weights, or None if there is none."""
+        """Return the storage of an adapter with separate storage, or None without such an adapter."""
         ...
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ ENGINE_MEMBERS = tuple(
     for name in vars(protocol)
     if not name.startswith("_")
 )
-"""Names of the members of all three protocols: an engine of the user's must have each of them."""
+"""Names of the members of all three protocols, which a user-defined engine must have."""
 
 
 def make_engine(
@@ -188,8 +188,8 @@ def make_engine(
 
     With ``routing_shape``, the model's (layers, experts per token), the engine records the experts of each
     token; it must support ``routing_replay``. ``adapters`` describes an adapter with separate storage, for
-    engines with ``adapter_sync``. A user's own engine receives neither, and is built only on the ranks of
-    ``layout``. Collective over the world.
+    engines with ``adapter_sync``. A user-defined engine receives neither argument, and is built only on the
+    ranks of ``layout``. Collective over the world.
     """
     arguments: dict[str, Any] = {
         "layout": layout,
@@ -205,7 +205,7 @@ def make_engine(
             return None
         return _make_user_engine(model_path, config, **arguments)
 
-    # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
+    # Import only the chosen engine: its module prepares vLLM, which must not be imported before.
     engine_module = import_module(spec.module)
     arguments |= {"routing_shape": routing_shape, "adapters": adapters}
     return engine_module.make_engine(model_path, config, **arguments)
@@ -220,7 +220,7 @@ def _make_user_engine(
     engine_class = load_object(config.engine, "rollout.engine")
     engine = engine_class(model_path, config, **arguments)
 
-    # Checked on the object, since a class may set attributes in its constructor.
+    # Check the object, since a class may set attributes in its constructor.
     absent_members = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))
     if absent_members:
         raise UserError(

@@ -1,11 +1,11 @@
-"""Servers that sample for the run: their protocol, and the job's side of them.
+"""Servers that sample for the run: client protocol, distribution of requests, and reservation of servers.
 
-A `Server` is independent of its network protocol. It receives its weights from `hybrid_engine.servers`,
-through a process group of the actor's ranks and the server's workers. Every response names the weights that
-its tokens were sampled from, so a server that was restarted and has other weights is detected by its first
-response.
+A `Server` is a client that hides the network protocol. The server receives its weights from
+`hybrid_engine.servers`, through a process group of the actor's ranks and the server's workers. Every response
+names the weights that its tokens were sampled from, so the first response of a restarted server shows that
+the server has other weights.
 
-In the job, `ServerGenerator` spreads requests over servers, and `Lease` reserves them.
+`ServerGenerator` distributes the job's requests over the servers, and `Lease` reserves the servers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Server(Protocol):
 
     Every call has a time limit and raises ServerError, except where another error is named.
 
-    A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and a line
-    in the table of `config.engines`.
+    A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and an
+    entry in the table of `config.engines`.
     """
 
     # Identity and requests.
@@ -81,7 +81,7 @@ class Server(Protocol):
     # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
-        """Return the maximum number of requests in flight; raise UserError if the server does not fit."""
+        """Return the server's maximum number of concurrent requests; raise UserError if it does not fit."""
         ...
 
     def require_token_sampling(self) -> None:
@@ -89,9 +89,9 @@ class Server(Protocol):
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve the server for ``run`` for ``seconds``; return None.
+        """Reserve the server for ``run`` for ``seconds``, unless another run has reserved it.
 
-        If another run has reserved it, nothing changes, and that run is returned.
+        Returns the name of the other run, or None if the server is now reserved for ``run``.
         """
         ...
 
@@ -105,11 +105,12 @@ class Server(Protocol):
         """Return the number of the server's worker processes: each is a rank of the process group."""
         ...
 
-    # One update of the weights, in the order of the calls. `reset_updates` and `join_transfer` belong to the
-    # first update of a server, and to the first after a failed one. A ``timeout`` is in seconds.
+    # One update of the weights, in the order of the calls. `reset_updates` and `join_transfer` are only
+    # called before a server's first update, and before the first update after a failure. Timeouts are in
+    # seconds.
 
     def reset_updates(self, timeout: float) -> None:
-        """Drop an unfinished update of a killed job, and its process group. Without one, do nothing."""
+        """Drop the unfinished update of a killed job and its process group, if there is such an update."""
         ...
 
     def pause(self, timeout: float) -> None:
@@ -119,9 +120,9 @@ class Server(Protocol):
     def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
         """Make the workers join a process group with the actor's ranks, and plan the transfer.
 
-        The rendezvous is at ``address`` and ``port``; the workers are the ranks from ``trainers`` on.
-        ``workers``, ``staging_bytes`` and ``verify`` are equal on both sides. Planning is collective, so the
-        call returns only if the actor's ranks plan at the same time.
+        ``rendezvous`` has the keys ``address``, ``port``, ``trainers`` (number of actor ranks; the workers'
+        ranks follow), ``workers``, ``staging_bytes`` and ``verify``. Planning is collective, so the call
+        returns only if the actor's ranks plan at the same time.
         """
         ...
 
@@ -134,21 +135,21 @@ class Server(Protocol):
         ...
 
     def finish_update(self, weights_name: str, timeout: float) -> None:
-        """Use the received weights under this name, drop the cache of older ones, and resume requests."""
+        """Set the name of the received weights, drop the caches of older weights, and resume requests."""
         ...
 
 
 def make_servers(config: RunConfig) -> list[Server]:
     """Make the clients of the run's servers, in the order of `rollout.server.urls`."""
-    # Imported once it is chosen: the libraries of other engines need not be installed.
+    # Import only the chosen engine: the libraries of other engines need not be installed.
     engine_module = import_module(ENGINES[config.rollout.engine].module)
     return [engine_module.make_server(url) for url in config.rollout.server.urls]
 
 
 def start_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Start a function in a thread and return the future of its result.
+    """Start a function in a new thread; return the future of its result.
 
-    For calls of a server that return only after this process has taken part in the transfer.
+    Use it for a server call that returns only after this process has taken part in the transfer.
     """
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function, *arguments)
@@ -159,25 +160,26 @@ def start_in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any
 
 
 STEP_SECONDS = 0.05
-"""Longest wait of a `ServerGenerator.step` for a completion; the scheduler has other work in between."""
+"""Maximum wait of `ServerGenerator.step` for a completion; the scheduler has other work between two steps."""
 
 LEASE_SECONDS = 30.0
-"""Time after which a lease expires that is not renewed, so that a killed run does not block its servers."""
+"""Time after which a lease expires unless it is renewed, so that a killed run does not block its servers."""
 
 RENEW_SECONDS = 5.0
-"""Interval between two renewals of a lease; several may fail before it expires."""
+"""Interval between two renewals of a lease; several renewals may fail before the lease expires."""
 
 
 class ServerGenerator:
     """Generator that distributes requests over several servers and tolerates the loss of servers.
 
-    A sequence stays with its server, which has its prefix cached. If the server is lost, or has
-    other weights than the trainer sent last, the request goes to another server, and is counted. If no server
-    remains, it fails.
+    All requests of a sequence go to the same server, which has the sequence's prefix cached. If the server is
+    lost, or has other weights than the trainer sent last, the request is resubmitted to another server and
+    counted. If no server remains, the request fails.
 
-    At most ``most_rows`` requests, each of one row, are open at a time. ``client_index`` is the index of this
-    client among all sampling ranks: each begins with a different server. ``on_close`` is called by
-    `close`. With ``stops``, responses end at stop texts, whether the server has ended them there or not.
+    ``most_rows``: maximum number of open requests.
+    ``client_index``: index of this client among all sampling ranks; each client begins with another server.
+    ``on_close``: function that `close` calls.
+    ``stops``: finder with which responses are cut at stop texts, even if the server has not ended them there.
     """
 
     def __init__(
@@ -202,12 +204,11 @@ class ServerGenerator:
 
         # Number of a request -> its task on the event loop.
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
-        # Server that has not been lost in this round -> number of its requests in flight.
+        # Number of requests in flight on each server that has not been lost in this round.
         self._in_flight: dict[Server, int] = {}
-        # Seed of a sequence -> its server.
-        self._server_of: dict[int, Server] = {}
+        self._server_by_seed: dict[int, Server] = {}
 
-        # The loop runs only inside `step` and the calls that end requests; no thread is needed.
+        # The event loop runs only inside `step` and the methods that end requests, so it needs no thread.
         self._loop = asyncio.new_event_loop()
         self._session: aiohttp.ClientSession | None = None
 
@@ -225,11 +226,11 @@ class ServerGenerator:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """See `Generator.sampling`."""
-        # Every server of the run is tried again in each round.
-        first = self._client_index % max(1, len(self._servers))
-        rotated_servers = self._servers[first:] + self._servers[:first]
+        # Try every server of the run again in each round, even a server that was lost in the last round.
+        first_index = self._client_index % max(1, len(self._servers))
+        rotated_servers = self._servers[first_index:] + self._servers[:first_index]
         self._in_flight = dict.fromkeys(rotated_servers, 0)
-        self._server_of = {}
+        self._server_by_seed = {}
 
         try:
             yield
@@ -242,7 +243,7 @@ class ServerGenerator:
         self._tasks[request.number] = self._loop.create_task(self._complete_request(request))
 
     def step(self) -> list[Completion]:
-        """Wait up to `STEP_SECONDS` for a completion; return all that have arrived."""
+        """Wait up to `STEP_SECONDS` for a completion; return all completions that have arrived."""
         if not self._tasks:
             return []
 
@@ -264,7 +265,7 @@ class ServerGenerator:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Return no seeds: a server retains no request."""
+        """Return no seeds: servers do not retain cancelled requests."""
         return ()
 
     def close(self) -> None:
@@ -285,7 +286,7 @@ class ServerGenerator:
     def _get_session(self) -> aiohttp.ClientSession:
         """Return the HTTP session, which is created at the first request."""
         if self._session is None:
-            # No connection is reused: the server may have closed it between two steps, and the next request
+            # Never reuse a connection: the server may have closed it between two steps, and the next request
             # on it would fail.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -302,11 +303,11 @@ class ServerGenerator:
             self._run_coroutine(asyncio.wait(tasks))
 
     def _choose_server(self, seed: int) -> Server | None:
-        """Choose the server for the sequence with this ``seed``; None if all servers are lost.
+        """Choose the server for the sequence with this ``seed``; return None if all servers are lost.
 
-        It is the server of the sequence's earlier requests, or the least busy one for a new sequence.
+        A continued sequence stays on its server; a new sequence gets the least busy server.
         """
-        server = self._server_of.get(seed)
+        server = self._server_by_seed.get(seed)
         if server in self._in_flight:
             return server
 
@@ -314,11 +315,11 @@ class ServerGenerator:
         if not self._in_flight:
             return None
         least_busy = min(self._in_flight, key=lambda candidate: self._in_flight[candidate])
-        self._server_of[seed] = least_busy
+        self._server_by_seed[seed] = least_busy
         return least_busy
 
     async def _complete_request(self, request: GenerationRequest) -> Completion:
-        """Send a request to its server, or to another one if that is lost; return the completion."""
+        """Send a request to its sequence's server, or to another if it is lost; return the completion."""
         while (server := self._choose_server(request.seed)) is not None:
             self._in_flight[server] += 1
 
@@ -333,7 +334,7 @@ class ServerGenerator:
                 if error.refuses_request:
                     break
 
-                # The server is lost to all sequences of this round.
+                # No sequence uses this server again in this round.
                 self._in_flight.pop(server, None)
                 if self._in_flight:
                     self._resubmitted += 1
@@ -346,7 +347,7 @@ class ServerGenerator:
 class Lease:
     """Reservation of servers for one run, renewed by a thread until it is closed.
 
-    Without it, two runs that update the weights of one server at the same time would block each other.
+    Without a lease, two runs that update the weights of one server at the same time would block each other.
     """
 
     def __init__(self, servers: Sequence[Server], run_dir: str) -> None:
@@ -390,7 +391,7 @@ class Lease:
         self._thread.start()
 
     def _claim_all(self) -> tuple[str, str] | None:
-        """Reserve every server; return (URL, holder) of the first one that another run holds, or None."""
+        """Reserve every server; return (URL, holder) of the first server of another holder, or None."""
         holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
         for url, holder in holders:
             if holder:
@@ -411,9 +412,9 @@ class Lease:
             ) from error
 
     def _claim(self, server: Server, seconds: float) -> str | None:
-        """Reserve a server for ``seconds``; return its holder if that is not this lease, else None.
+        """Reserve a server for ``seconds``; return None, or the name of another holder.
 
-        The URL is part of the name, so that a server with two URLs is detected.
+        The holder's name contains the server's URL, so that a server with two URLs is detected.
         """
         return server.claim(f"{self._run_name} {server.url}", seconds)
 

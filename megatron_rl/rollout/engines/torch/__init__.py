@@ -28,7 +28,7 @@ def make_engine(
 
     if rank not in layout.ranks:
         return None
-    # On the device of the trainer's weights, from which they are synchronized.
+    # Use the device of the trainer's weights, which weight syncs copy from.
     return TorchEngine.from_hf(
         model_path,
         rank=rank,

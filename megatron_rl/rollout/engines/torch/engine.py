@@ -36,7 +36,7 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Decoder(Protocol):
-    """Incremental decoder of a batch of B sequences, with the state that the model needs of their tokens."""
+    """Incremental decoder of a batch of B sequences; retains model state such as a key-value cache."""
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Start the batch with these token ids; return the logits [B, V] after their last tokens."""
@@ -47,7 +47,7 @@ class Decoder(Protocol):
         ...
 
     def select_rows(self, rows: list[int]) -> None:
-        """Drop all sequences except those with the batch indices ``rows``, which are also the new order."""
+        """Retain only the sequences with the batch indices ``rows``, in this order."""
         ...
 
 
@@ -62,12 +62,13 @@ class CachingDecoder:
         self._cache: Any = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """See `Decoder.prefill`."""
         # Padding on the left puts the last tokens of all prompts into one column.
-        longest = max(len(prompt) for prompt in prompts)
+        max_prompt_length = max(len(prompt) for prompt in prompts)
         padded_prompts = []
         mask = []
         for prompt in prompts:
-            padding = [0] * (longest - len(prompt))
+            padding = [0] * (max_prompt_length - len(prompt))
             padded_prompts.append([*padding, *prompt])
             mask.append(padding + [1] * len(prompt))
         tokens = torch.tensor(padded_prompts, device=self._device)
@@ -79,6 +80,7 @@ class CachingDecoder:
         return self._forward(tokens, positions)
 
     def append_tokens(self, tokens: Tensor) -> Tensor:
+        """See `Decoder.append_tokens`."""
         positions = self._mask.sum(1, keepdim=True)
         new_column = torch.ones_like(self._mask[:, :1])
         self._mask = torch.cat([self._mask, new_column], dim=1)
@@ -87,13 +89,14 @@ class CachingDecoder:
         return self._forward(inputs, positions)
 
     def select_rows(self, rows: list[int]) -> None:
+        """See `Decoder.select_rows`."""
         row_indices = torch.tensor(rows, device=self._device)
         self._mask = self._mask[row_indices]
-        # Unlike `batch_select_indices`, it also selects the states of delta nets (seen in transformers 5.19).
+        # Not `batch_select_indices`, which does not select the states of delta nets (in transformers 5.19).
         self._cache.reorder_cache(row_indices)
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Append ``tokens`` [B, n] to the cache; return the logits [B, V] after the last ones."""
+        """Append ``tokens`` [B, n] to the cache; return the logits [B, V] after each row's last token."""
         output = self._model(
             input_ids=tokens,
             attention_mask=self._mask,
@@ -110,11 +113,13 @@ class CachingDecoder:
 class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
-    ``make_decoder`` makes the decoder of one batch. ``model`` has the parameters of ``parameters()`` and
-    ``boxes()``; None for a decoder without weights. ``tensor_name`` maps their names to the names of
-    checkpoints, and ``fused_experts`` is how the model stores the experts of a layer in one parameter.
-    ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded together.
-    Requests with stop texts need ``stops``.
+    ``make_decoder``: function that makes the decoder of one batch.
+    ``model``: module with the weights that ``parameters()`` returns, or None for a decoder without weights.
+    ``tensor_name``: function that maps a parameter's name to its name in checkpoints.
+    ``fused_experts``: layout of the parameters that contain all experts of a layer.
+    ``max_model_len``: maximum number of tokens of a sequence, prompt included; None for no limit.
+    ``batch_rows``: maximum number of sequences that are decoded together.
+    ``stops``: finder of stop texts; required for requests with stop texts.
     """
 
     def __init__(
@@ -156,7 +161,7 @@ class TorchEngine:
     ) -> TorchEngine:
         """Load the Hugging Face causal language model at ``path``, with eager attention, in ``dtype``.
 
-        If the folder points to a Megatron checkpoint, weights are noise until the trainer writes them.
+        If the folder points to a Megatron checkpoint, the weights are random until the trainer writes them.
         """
         from transformers import AutoModelForCausalLM
 
@@ -164,9 +169,9 @@ class TorchEngine:
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         pretrained = read_pretrained(Path(path) / "config.json")
         has_tensors = not (Path(path) / POINTER).is_file()
-        # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
-        # model, or an indexer of sparse attention. It also fails on an index without metadata, which nothing
-        # needs.
+        # Read the weights here if transformers would load something else: on an accelerator it computes with
+        # quantised weights, and it loads all parts of a multimodal model, or an indexer of sparse attention.
+        # It also fails on an index without metadata, which is not needed.
         is_loadable = pretrained.loads_as_stored and index_has_metadata(Path(path))
         reads_weights_itself = has_tensors and not is_loadable
         config = read_hf_config(path, of_engine=True)
@@ -176,7 +181,7 @@ class TorchEngine:
             model = AutoModelForCausalLM.from_config(config, **settings)
         model.eval().to(device)
 
-        # A decoder for each step: its cache belongs to one batch.
+        # Make a decoder for each step, since its cache belongs to one batch.
         engine = cls(
             lambda: CachingDecoder(model),
             model=model,
@@ -206,10 +211,10 @@ class TorchEngine:
             self._open.clear()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Add a request, which `step` completes.
+        """Queue a request for `step`.
 
-        A request may continue a response of an earlier request. While the weights stay the same, its tokens
-        are those that a single, longer request would have sampled.
+        A request may continue the response of an earlier request. With unchanged weights, both together
+        sample the same tokens as one longer request.
         """
         self._open[request.number] = request
 
@@ -226,7 +231,7 @@ class TorchEngine:
             else:
                 completions.append(make_failed_completion(request.number))
 
-        # Invalid requests have failed completions, so the batch may be empty.
+        # The batch is empty if all requests are invalid.
         if valid_requests:
             completions += _decode_batch(self._make_decoder(), valid_requests, self._stops)
         return completions
@@ -242,7 +247,7 @@ class TorchEngine:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Return no seeds: no cache outlives a step."""
+        """Return no seeds: no cache remains after a step."""
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -283,7 +288,7 @@ class TorchEngine:
         return boxes
 
     def finish_update(self, version: int) -> None:
-        """Set the version of the weights. There is no cache to invalidate: none survives a step."""
+        """Set the version of the weights; there is no cache to drop, since none remains after a step."""
         self.weights_version = version
 
     def sleep(self) -> None:
@@ -304,9 +309,9 @@ def _decode_batch(
 ) -> list[Completion]:
     """Decode all requests to their end; return the completions in the order of the requests.
 
-    Finished sequences leave the batch. ``stops`` finds stop texts; None if no request has any.
+    Finished sequences leave the batch. ``stops``: finder of stop texts, or None if no request has stop texts.
     """
-    # Results by request.
+    # Results of each request.
     tokens: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]
     support: list[list[list[int]]] = [[] for _ in requests]
@@ -318,7 +323,7 @@ def _decode_batch(
             stops.make_search(request.sampling, request.tokens, request.turn_tokens) for request in requests
         ]
 
-    # Tokens of the prompt, and of the response that earlier requests have sampled.
+    # Split each request's tokens into the prompt and the response that earlier requests have sampled.
     prompts: list[Sequence[int]] = []
     partial_responses: list[Sequence[int]] = []
     for request in requests:
@@ -385,7 +390,7 @@ def _decode_batch(
 def _make_generator(seed: int, num_draws: int) -> torch.Generator:
     """Make a sequence's random generator, advanced by ``num_draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    # Separate draws and a batch of draws advance a CPU generator equally; `draw_tokens` also uses float64.
+    # A batch of draws advances a CPU generator like single draws, with the dtype of `draw_tokens`.
     torch.rand(num_draws, generator=generator, dtype=torch.float64)
     return generator
 

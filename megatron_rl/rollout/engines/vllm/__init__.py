@@ -27,7 +27,7 @@ def make_engine(
     from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
 
     prepare_vllm()
-    # On every rank, also outside the layout: the creation of a process group is collective over the world.
+    # Call it on ranks outside the layout, too: the creation of a process group is collective over the world.
     create_layout_groups(layout)
     if rank not in layout.ranks:
         return None
@@ -35,11 +35,10 @@ def make_engine(
 
 
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
-    """Make a function that parses tool calls with vLLM's parser ``name``; None if ``name`` is None.
+    """Make a function that parses tool calls with vLLM's parser ``name``; return None without a name.
 
-    Engines other than vLLM can use it, too.
-
-    Raises UserError for an unknown parser, or one that refuses the tokenizer.
+    Other engines can use the function, too. Raises UserError for an unknown parser, and for a parser that
+    refuses the tokenizer.
     """
     if name is None:
         return None
@@ -53,18 +52,20 @@ def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
         parser_class = ToolParserManager.get_tool_parser(name)
         parser_class(tokenizer)
     except Exception as error:
-        # Any exception: a parser may need tokens that the tokenizer lacks, and each has an error of its own.
+        # Catch any exception: a parser may need tokens that the tokenizer lacks, and each parser raises its
+        # own class of error.
         raise UserError(
             "the tool-call parser cannot be constructed",
             where="rollout.environment.tool_parser",
             expected="a tool-call parser of vLLM that accepts the model's tokenizer",
             got=f"{type(error).__name__}: {error}",
-            fix="name the one that vLLM's documentation has for the model (--tool-call-parser)",
+            fix="name the parser that vLLM's documentation lists for the model (--tool-call-parser)",
         ) from None
 
     def parse_tool_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        """Parse the tool calls in a turn's text; return the text without them, and the calls."""
         request: Any = ChatCompletionRequest(messages=[], model="policy", tools=tools)  # pyright: ignore
-        # A parser for each turn: some keep state between calls.
+        # Construct a parser for each turn, since some parsers have state.
         parsed = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
         calls = [
             {"name": call.function.name, "arguments": call.function.arguments} for call in parsed.tool_calls

@@ -45,8 +45,8 @@ class Transfer(Protocol):
 class TransferRendezvous(WeightTransferInitInfo):
     """Rendezvous of a vLLM worker with the trainers.
 
-    In a rank of the trainers' own job the defaults suffice. A worker of another job needs the address and the
-    counts.
+    A worker in the trainers' job can use the defaults. A worker of another job needs the address, the port
+    and the numbers of ranks.
 
     Example:
         Two trainer ranks and a server with tensor parallelism 2::
@@ -64,13 +64,13 @@ class TransferRendezvous(WeightTransferInitInfo):
     """Port of the rendezvous."""
 
     trainers: int = 0
-    """Number of trainer ranks: they have the ranks from 0 on."""
+    """Number of trainer ranks, which are the first ranks of the process group."""
 
     workers: int = 0
-    """Number of vLLM workers, whose ranks follow those of the trainers."""
+    """Number of vLLM workers, whose ranks follow the trainer ranks."""
 
     staging_bytes: int = HybridEngineConfig.staging_bytes
-    """Largest number of bytes in staging buffers at a time, equal on all ranks."""
+    """Maximum number of bytes in staging buffers, equal on all ranks."""
 
     verify: str = HybridEngineConfig.verify
     """Verification of a transfer, equal on all ranks; see `HybridEngineConfig.verify`."""
@@ -92,8 +92,8 @@ JoinRendezvous = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[T
 (transfer, function that leaves the transfer's process group)."""
 
 _join_functions: list[JoinRendezvous] = []
-"""The function that `register_backend` received, or empty before. Module state, since vLLM constructs the
-backends itself."""
+"""The function that `register_backend` received, or empty before. It is module state, because vLLM constructs
+the backends itself."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
@@ -147,7 +147,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 class TrainerMeeting(TrainerInitInfo):
     """Rendezvous of a trainer rank with vLLM's workers; ``rank`` is its index among the trainer ranks.
 
-    The fields have the meaning that they have in `TransferRendezvous`.
+    The fields are described in `TransferRendezvous`.
     """
 
     backend: ClassVar[str] = TRANSFER_BACKEND
@@ -186,12 +186,12 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         client: Any,
         source: Any = None,
     ) -> HybridTrainerEngine:
-        """Join the rendezvous with vLLM's workers; the sender makes them join by a call of ``client``.
+        """Join the rendezvous with vLLM's workers; the sender also calls ``client`` to make the workers join.
 
-        The call returns only once workers and trainers have planned the transfer together, so it runs in a
-        thread while this rank joins. Collective over the ranks of the rendezvous.
+        The client's call returns only after workers and trainers have planned the transfer together, so it
+        runs in a thread while this rank joins. Collective over the ranks of the rendezvous.
         """
-        # Workers have neither the trainer's model nor its rank.
+        # The workers receive the fields without this rank's model and rank number.
         shared_fields = {
             name: value for name, value in vars(init_info).items() if name not in ("model", "rank")
         }

@@ -1,9 +1,9 @@
 """vLLM as generation engine inside the training processes, its weights written in place.
 
-A request of the scheduler is one request of vLLM, unless the engine *retains* it: an interrupted request can
-stay in vLLM through a weight update (`rollout.on_update: keep`), and its continuation is then the same
-request of vLLM. So an open request has two `GenerationRequest`: the one that vLLM received, and the current
-one, for the tokens that earlier completions have not returned.
+Each request of the scheduler is one request of vLLM, unless the engine *retains* it: an interrupted request
+can stay in vLLM during a weight update (`rollout.on_update: keep`), and the scheduler's next request then
+continues it. So an open request has two `GenerationRequest`: the original request that vLLM received, and the
+scheduler's current request, for the tokens that earlier completions have not returned.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from megatron_rl.types import FINISH_FAILED, TensorBox
 
 @dataclass
 class _OpenRequest:
-    """Request that vLLM works on, or retains while weights are updated.
+    """Request in vLLM that is open, or retained while weights are updated.
 
     Example:
-        A request for 16 tokens, of which an interruption has returned the first 4: ``original`` is for 16
-        tokens after the prompt, ``current`` for 12 tokens after the prompt and these 4.
+        A request for 16 tokens was interrupted after 4 tokens, which were returned. ``original`` asks for 16
+        tokens after the prompt, and ``current`` for 12 tokens after the prompt and these 4 tokens.
     """
 
     original: GenerationRequest
@@ -64,16 +64,16 @@ class _OpenRequest:
     """vLLM's sampling parameters of the request, which may contain its expert record."""
 
     support: replay.Support | None
-    """Record of the support of each draw, or None if vLLM reports it or nothing is filtered."""
+    """Record of the support of each draw, or None if vLLM reports the support or there are no filters."""
 
     current: GenerationRequest
-    """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
+    """The scheduler's last request for the sequence; its tokens include all returned tokens."""
 
     search: StopSearch | None
-    """Search for stop texts in the sampled tokens; None without stop texts, or after one was found."""
+    """Search for stop texts in the sampled tokens; None without stop texts, and after finding a stop text."""
 
     num_searched: int = 0
-    """Number of vLLM's sampled tokens that were searched; if a stop text was found, all up to its end."""
+    """Number of vLLM's sampled tokens that were searched, up to the end of a stop text if one was found."""
 
     is_stopped: bool = False
     """Whether a stop text is complete."""
@@ -86,8 +86,7 @@ class _OpenRequest:
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
         """Search the tokens sampled since the last call; return whether a stop text is complete.
 
-        ``tokens`` are all sampled tokens of the vLLM request. ``num_searched`` ends at the end of the stop
-        text if one is complete.
+        ``tokens`` are all sampled tokens of the vLLM request. The search does not continue after a stop text.
         """
         if self.search is None:
             return self.is_stopped
@@ -103,19 +102,21 @@ class _OpenRequest:
 
 
 class VllmEngine:
-    """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
+    """vLLM engine on one rank of a replica; ``layout.ranks`` in order form ``layout.data`` replicas.
 
-    ``model_path`` is a Hugging Face folder. ``config.vllm`` passes through to vLLM's engine arguments.
-    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` are
-    the shapes of the checkpoint's tensors; None reads them from the files' headers.
+    ``model_path``: Hugging Face folder.
+    ``config``: its ``vllm`` section is passed to vLLM as engine arguments.
+    ``load``: whether vLLM reads the checkpoint. Otherwise the weights are random, and ``needs_weights`` is
+        true.
+    ``shapes``: shapes of the checkpoint's tensors; None reads them from the headers of its files.
+    ``sleep_level``: 2 drops the weights during sleep, since the next update writes all weights; 1 moves them
+        to host memory.
+    ``routing_shape``: (layers, experts per token) of the model, to return `Completion.experts`; or None.
+    ``adapters``: adapter with separate storage, which every request uses, or None. With an adapter the base
+        weights are never updated again, so the engine sleeps at level 1.
 
-    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 moves them
-    to host memory. ``routing_shape`` requests `Completion.experts`: the (layers, experts per token) of the
-    model, or None. ``adapters`` describes an adapter with separate storage, which every request uses. The
-    base weights are then never updated again, so the engine sleeps at level 1.
-
-    Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
-    ``create_layout_groups(layout)`` first. Must be built before anything else imports vllm.
+    Construction is collective over ``layout.ranks``; unless these are the whole world, every rank of the
+    world calls ``create_layout_groups(layout)`` first. Must be built before anything else imports vllm.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class VllmEngine:
         load: bool,
         adapters: AdaptedModel | None,
     ) -> Any:
-        """Build vLLM's engine on the ranks of a layout; raises UserError if vLLM refuses the settings."""
+        """Build vLLM's engine on the ranks of a layout; raise UserError if vLLM refuses the settings."""
         setup.prepare_vllm()
         arguments = self._make_engine_arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
@@ -217,7 +218,7 @@ class VllmEngine:
         dtype: str,
         seed: int,
     ) -> dict[str, Any]:
-        """Make vLLM's engine arguments; raises UserErrors for invalid ones in ``config.vllm``."""
+        """Make vLLM's engine arguments; raise UserErrors for invalid arguments in ``config.vllm``."""
         model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
@@ -233,7 +234,7 @@ class VllmEngine:
         }
         if self._truncates:
             arguments |= replay.make_support_arguments()
-        # On accelerators in this order: rules precede the temperature and the filters.
+        # The order matters on accelerators: rules precede the temperature and the filters.
         processors = replay.list_logits_processors(config)
         if config.bans_ngrams:
             processors = [*rules.list_logits_processors(), *processors]
@@ -250,7 +251,7 @@ class VllmEngine:
             arguments |= _make_accelerator_arguments(config)
         if errors:
             raise UserErrors(errors)
-        # The user's own arguments come last, so that they replace the ones above.
+        # The user's arguments come last, so that they override the arguments above.
         return arguments | config.vllm
 
     def _make_host_arguments(
@@ -268,8 +269,8 @@ class VllmEngine:
             **host_arguments(self.max_model_len, tensor_parallel_size),
         }
         if model.shape.kv_lora:
-            # On processors with AMX vLLM chooses another backend, which computes with packed copies of the
-            # weights that no write reaches.
+            # On processors with AMX vLLM would choose a backend that computes with packed copies of the
+            # weights, which weight updates would not change.
             arguments["attention_backend"] = "CPU_MLA"
         return arguments
 
@@ -280,7 +281,7 @@ class VllmEngine:
 
     @property
     def needs_weights(self) -> bool:
-        """Return whether weights must be written before anything can be sampled."""
+        """Return whether the weights must be written before the engine can sample."""
         return self._weight_store.needs_weights
 
     @contextmanager
@@ -307,7 +308,7 @@ class VllmEngine:
         """
         if self._resume_retained(request):
             return
-        # vLLM refuses these with an exception, which would end the run.
+        # vLLM would raise an exception for an invalid request, which would end the run.
         is_empty = not request.tokens or request.limit < 1
         if is_empty or max(request.tokens) >= self._vocabulary:
             self._failed_completions.append(make_failed_completion(request.number))
@@ -318,8 +319,8 @@ class VllmEngine:
         if self._truncates or has_schedule(request.sampling):
             support = replay.add_filters(parameters, request)
         else:
-            # Only evaluation sets have filters in such a run. They are not trained on, so vLLM's own filters,
-            # which report no support, suffice.
+            # In a run without filters in training, only evaluation sets have filters. Their answers are not
+            # trained on, so vLLM's filters suffice, which report no support.
             for field, value in make_vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         rules.add_rules(parameters, request)
@@ -346,7 +347,7 @@ class VllmEngine:
             return False
         name, retained = self._retained[request.seed]
 
-        # A request that differs, in its limit for example, needs a new request of vLLM.
+        # If any field differs, such as the limit, vLLM needs a new request.
         expected = replace(retained.current, number=request.number)
         if expected != replace(request, tokens=list(request.tokens)):
             return False
@@ -357,11 +358,11 @@ class VllmEngine:
         return True
 
     def step(self) -> list[Completion]:
-        """Run one step of vLLM's scheduler; return the completions of the requests that finished in it."""
+        """Run one step of vLLM's scheduler; return the completions of requests that finished in this step."""
         completions = self._failed_completions
         self._failed_completions = []
 
-        # A retained request that was not resumed before this step no longer belongs to a sequence.
+        # Abort the retained requests that were not resumed before this step: no sequence needs them.
         for name, _ in self._retained.values():
             self._abort_vllm_request(name)
         self._retained.clear()
@@ -377,8 +378,8 @@ class VllmEngine:
     def _end_stopped_requests(self) -> list[Completion]:
         """End the requests whose last tokens complete a stop text; return their completions.
 
-        vLLM's own `stop` is not used. It does not see the tokens of a turn that an earlier request sampled,
-        and it may end several requests at once (see `_abort_vllm_request`).
+        vLLM's `stop` parameter is not used: it does not search tokens of the turn that an earlier request
+        sampled, and it may end several requests at once (see `_abort_vllm_request`).
         """
         processor = self._llm.llm_engine.output_processor
         completions = []
@@ -397,23 +398,24 @@ class VllmEngine:
         if not completion.tokens:
             return completion
 
-        first = request.returned_tokens
+        num_returned = request.returned_tokens
         completion = replace(
             completion,
-            tokens=completion.tokens[first:],
-            log_probs=completion.log_probs[first:],
+            tokens=completion.tokens[num_returned:],
+            log_probs=completion.log_probs[num_returned:],
         )
         if self._truncates:
             support = replay.extract_support(output, request.support, request.original)
-            completion = replace(completion, support=support[first:])
+            completion = replace(completion, support=support[num_returned:])
         if self._routing_shape:
             experts = replay.extract_experts(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
-        # Cut the completion at the end of its stop text, whatever reason vLLM gives: several tokens may come
-        # at once, and the last one allowed may complete the text.
+        # Cut the completion at the end of its stop text, for any of vLLM's finish reasons: a step may return
+        # several tokens, and the last token within the limit may complete a stop text.
         if request.completes_stop_text(output.token_ids):
-            completion = cut_stopped_completion(request.current, completion, request.num_searched - first)
+            num_tokens = request.num_searched - num_returned
+            completion = cut_stopped_completion(request.current, completion, num_tokens)
         return completion
 
     def abort(self, number: int) -> None:
@@ -426,10 +428,10 @@ class VllmEngine:
                 self._abort_vllm_request(name)
 
     def _abort_vllm_request(self, name: str) -> None:
-        """Abort the request of vLLM called ``name``.
+        """Abort the vLLM request ``name``.
 
-        One name per call: vLLM frees the blocks of several requests in the order of a set of strings, which
-        differs between ranks.
+        Abort one request per call: vLLM frees the blocks of several requests in the order of a set of
+        strings, which differs between ranks.
         """
         self._open.pop(name, None)
         self._llm.llm_engine.abort_request([name])
@@ -451,7 +453,8 @@ class VllmEngine:
                 self._abort_vllm_request(name)
                 continue
 
-            # The retained request must equal the one with which the scheduler will continue the sequence.
+            # Predict the request with which the scheduler will continue the sequence: `_resume_retained`
+            # compares them.
             current = request.current
             request.current = replace(
                 current,
@@ -470,7 +473,7 @@ class VllmEngine:
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Return the storage of the adapter, None in an engine without one."""
+        """Return the storage of the adapter, or None for an engine without adapter."""
         return self._adapter_slots
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -484,11 +487,11 @@ class VllmEngine:
         return self._weight_store.boxes()
 
     def finish_update(self, version: int) -> None:
-        """Use the written weights as ``version``; see `LiveWeights`."""
+        """Set the version of the written weights; see `LiveWeights.finish_update`."""
         self._weight_store.finish_update(version)
 
     def sleep(self) -> None:
-        """Release device memory: the cache, and the weights (level 2: dropped; level 1: to host memory).
+        """Release the device memory of the cache and the weights; see ``sleep_level``.
 
         Does nothing on the host, which has no device memory to release.
         """
@@ -529,7 +532,7 @@ class VllmEngine:
         if setup.change_engine_count(-1) == 0:
             setup.drop_vllm_groups()
 
-        # vLLM's objects have reference cycles; memory is free only after their collection.
+        # vLLM's objects have reference cycles: collect them to free their memory.
         gc.collect()
         device.empty_cache()
 
@@ -539,11 +542,11 @@ def _make_accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
-        # The backend that reads experts in the checkpoint's layout, so that they can be written in place.
+        # Triton reads experts in the checkpoint's layout, so that they can be written in place.
         "moe_backend": "triton",
     }
     if config.on_update == KEEP:
-        # No step may be in progress while weights are written.
+        # With asynchronous scheduling, a step could still run while weights are written.
         arguments["async_scheduling"] = False
     return arguments
 
@@ -575,8 +578,8 @@ def _make_unfinished_output(processor: Any, name: str) -> Any:
 
 
 def _get_request_state(processor: Any, name: str) -> Any:
-    """Return the state, with the output so far, that vLLM's output processor has of the request ``name``."""
-    # vLLM gives requests internal names with a random suffix.
+    """Return the state of request ``name`` in vLLM's output processor, which contains its output so far."""
+    # vLLM's internal name of a request has a random suffix.
     (internal_name,) = processor.external_req_ids[name]
     return processor.request_states[internal_name]
 
@@ -585,8 +588,8 @@ def _convert_output(number: int, output: Any) -> Completion:
     """Convert a vLLM output to the completion of request ``number``, without support and experts."""
     log_probs: list[float] = []
     if output.logprobs is not None:
-        # At each position, the first entry is that of the sampled token; vLLM's top tokens follow.
-        log_probs = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
+        # At each position, the first log-prob belongs to the sampled token; vLLM's top tokens follow.
+        log_probs = [output.logprobs.logprobs[index] for index in output.logprobs.start_indices]
 
     finish_reason = map_vllm_finish_reason(output.token_ids, log_probs, output.finish_reason)
     if finish_reason == FINISH_FAILED:

@@ -1,6 +1,6 @@
-"""Watchdog of a vLLM server's processes: it ends them once the server is gone.
+"""Watchdog that kills the processes of a vLLM server after the server has ended.
 
-Without it, vLLM's engine processes would wait forever for requests of a killed server, and keep their memory.
+Without it, vLLM's engine processes would wait forever for requests of a killed server, and occupy memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _POLL_SECONDS = 1.0
 
 
 def start_watchdog() -> None:
-    """Start the watchdog in an engine process of a server, or in a worker of one; do nothing elsewhere.
+    """Start the watchdog in a server's engine process, or in a worker of an engine; do nothing elsewhere.
 
-    Once the server is gone, for whatever reason, its engines, their workers and the coordinator of several
-    engines are killed.
+    After the server has ended, for any reason, the watchdogs kill its engines, their workers and the
+    coordinator of several engines.
     """
     process = multiprocessing.current_process()
     parent = multiprocessing.parent_process()
@@ -43,13 +43,13 @@ def start_watchdog() -> None:
 
 
 def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
-    """Wait until the engine has lost its server; then kill the engine, its siblings and this process.
+    """Wait until the engine's server has ended; then kill the engine, its siblings and this process.
 
     ``server_pid`` defaults to the engine's parent at the start. The kernel's signal for a parent's death does
     not suffice: it reaches only children, but workers are children of an engine, and the coordinator runs no
     code of this package.
     """
-    # NoSuchProcess: the engine ended first, which the server detects by itself.
+    # NoSuchProcess means that the engine ended first, which the server detects by itself.
     with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(engine_pid)
         server_pid = server_pid or engine.ppid()
@@ -66,7 +66,7 @@ def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
         while is_serving and engine.ppid() == server_pid:
             time.sleep(_POLL_SECONDS)
 
-        # psutil identifies a process by its start time, too, so a reused process id is not killed.
+        # psutil also compares start times, so it does not kill a new process with a reused process id.
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 if process.pid != os.getpid():

@@ -1,8 +1,8 @@
 """Per-token records of vLLM that the trainer replays: sampling support and routed experts.
 
 *Support*: the token ids that passed the filters at each draw. The trainer normalises over the same tokens, so
-that log-probs of both sides belong to one distribution. *Experts*: the experts that each token was routed to,
-so that the trainer routes it the same way.
+that trainer and engine compute log-probs of the same distribution. *Experts*: the experts that each token was
+routed to, so that the trainer routes the token to the same experts.
 
 On accelerators vLLM's newer model runner reports both. The host has only the older runner, so hooks of this
 module record them there: a logits processor and a capture function of the routers. A hook finds its request's
@@ -34,7 +34,7 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 Support = dict[int, list[int]]
-"""Support of the draws of one request: number of tokens sampled before -> token ids."""
+"""Support of the draws of one request: number of tokens sampled before the draw -> token ids."""
 
 _SAMPLING_KEY = "megatron_rl"
 """Key of a request's sampling parameters and support record in its ``extra_args``."""
@@ -46,7 +46,7 @@ _EVERY_TOKEN = 2**31 - 1
 
 
 def make_support_arguments() -> dict[str, Any]:
-    """Make the engine arguments that requests with filters need, besides ``logits_processors``."""
+    """Make the engine arguments with which vLLM reports the support of requests with filters."""
     if device.on_host():
         return {}
     return {"return_sampling_mask": True}
@@ -68,14 +68,14 @@ def list_logits_processors(config: RolloutConfig) -> list[type]:
 def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     """Add filters and schedules over tokens to a request's vLLM parameters; return its support record.
 
-    The logits processor fills the record during sampling. Returns None if there is none: because vLLM reports
-    the support itself, or because the request has neither filters nor schedules.
+    The logits processor fills the record during sampling. Returns None for requests without filters and
+    schedules, and on accelerators, where vLLM reports the support itself.
     """
     sampling = request.sampling
     if device.on_host():
         if not has_filters(sampling) and not has_schedule(sampling):
             return None
-        # The processor divides by the temperature, and filters.
+        # The logits processor applies temperature and filters in vLLM's place.
         support: Support = {}
         parameters.temperature = 1.0
         parameters.extra_args = {_SAMPLING_KEY: (sampling, request.turn_tokens, support)}
@@ -116,7 +116,7 @@ def extract_support(
     if not sampling.changes_over_tokens:
         return output.sampling_mask.token_ids
 
-    # A filter may begin or end within a turn: the other tokens have the full vocabulary.
+    # A filter may begin or end within a turn: tokens without a filter have an empty support.
     supports = []
     for position, token_ids in enumerate(output.sampling_mask.token_ids, start=request.turn_tokens):
         is_filtered = has_filters(resolve_schedules(sampling, position))
@@ -126,7 +126,7 @@ def extract_support(
 
 @cache
 def _make_host_processor_class() -> type:
-    """Make the class of the host's logits processor, once: it derives from a class of vLLM, imported late."""
+    """Make the class of the host's logits processor; lazily, since its base class needs a prepared vLLM."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -139,10 +139,10 @@ def _make_host_processor_class() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
-            # Row of the batch -> the request in it.
+            # Row of the batch -> its request.
             self._requests: dict[int, _HostRequest] = {}
 
-        # Filters never remove the most likely token, so vLLM may skip them for greedy requests.
+        # True, since filters never remove the most likely token: vLLM may skip this for greedy requests.
         def is_argmax_invariant(self) -> bool:
             return True
 
@@ -161,7 +161,7 @@ def _make_host_processor_class() -> type:
 
             support_masks = filtered_logits > -torch.inf
             for mask, parameters, request in zip(support_masks, sampling, requests, strict=True):
-                # A chunked prefill passes here after each chunk; the last one overwrites the entry.
+                # A chunked prefill calls this after each chunk; the last call overwrites the support.
                 request.support[len(request.tokens)] = extract_support_ids(mask, parameters)
             return logits
 
@@ -169,7 +169,7 @@ def _make_host_processor_class() -> type:
 
 
 class _HostRequest(NamedTuple):
-    """Request as the host's logits processor needs it.
+    """State of one request in the host's logits processor.
 
     Example:
         A request that continues a turn of 5 tokens, and for which 1 token has been sampled::
@@ -182,7 +182,7 @@ class _HostRequest(NamedTuple):
     turn_tokens: int
     """Number of tokens that were sampled in the turn before the request."""
     support: Support
-    """Record of the support, to which the processor adds an entry per sampled token."""
+    """Record of the support, to which the processor adds the support of each sampled token."""
     tokens: list[int]
     """Tokens sampled so far for this request, to which vLLM appends."""
 
@@ -193,9 +193,9 @@ class _HostRequest(NamedTuple):
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Make the logits processor's entry for a new request; None if vLLM samples it by itself.
+    """Make the logits processor's state of a new request; return None if vLLM applies its filters itself.
 
-    ``tokens`` are the request's sampled tokens, to which vLLM appends.
+    ``tokens``: the request's sampled tokens, to which vLLM appends.
     """
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
@@ -217,7 +217,7 @@ def make_accelerator_processor_class() -> type:
             self._requests: dict[int, tuple[SamplingParameters, int]] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            # Slots are reused, so a request without a schedule removes the entry of an earlier one.
+            # Slots are reused: a request without a schedule must remove the parameters of an earlier request.
             self._requests.pop(req_idx, None)
             record = (sampling_params.extra_args or {}).get(_SAMPLING_KEY)
             if record is None:
@@ -226,7 +226,7 @@ def make_accelerator_processor_class() -> type:
             return True
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            # A request has one row, since no tokens are drafted. So vLLM's bound of its length is exact.
+            # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             rows: list[int] = []
             sampling: list[SamplingParameters] = []
@@ -248,7 +248,7 @@ def make_accelerator_processor_class() -> type:
 def make_routing_arguments() -> dict[str, Any]:
     """Make the engine arguments with which an engine records the experts of its tokens."""
     if device.on_host():
-        # A token with a prefix-cache hit passes through no router, so its experts would not be recorded.
+        # A token with a prefix-cache hit is not routed again, so its experts would not be recorded.
         return {"enable_prefix_caching": False}
     return {"enable_return_routed_experts": True}
 
@@ -260,7 +260,7 @@ def install_expert_capture(runner: Any) -> None:
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    # Each MoE layer has a router of its own, which has the experts of a step but not their requests.
+    # Each MoE layer has a router, which calls the function with the experts of all tokens of a step.
     for module in runner.get_model().modules():
         if isinstance(module, MoERunner):
             module.router.set_capture_fn(partial(_record_experts, runner, module.layer_id))
@@ -276,8 +276,8 @@ def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
         if expert_record is None:
             continue
 
-        # The request's tokens of this step: from `step_start` to `step_end` in the step's tokens, and from
-        # `start` to `end` in the request.
+        # The request's tokens of this step have the indices `step_start` to `step_end` among the step's
+        # tokens, and `start` to `end` in the request.
         step_start = int(step_bounds[index])
         step_end = int(step_bounds[index + 1])
         start = int(batch.num_computed_tokens_cpu[index])
@@ -291,7 +291,7 @@ def add_expert_record(
     layers: int,
     experts_per_token: int,
 ) -> None:
-    """Attach an empty expert record to a request's vLLM parameters; accelerators need none."""
+    """Attach an empty expert record to a request's vLLM parameters; do nothing on accelerators."""
     if device.on_host():
         # The record has room for all tokens of the request; -1 marks tokens that are never routed.
         max_tokens = len(request.tokens) + request.limit
@@ -302,7 +302,7 @@ def add_expert_record(
 def extract_experts(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
     """Extract the experts of the tokens of a request and its output: [tokens, layers, k] int16.
 
-    The last token has none: it was sampled, but never an input of the model.
+    The last token has no experts: it was sampled, but never an input of the model.
     """
     num_routed = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():

@@ -41,7 +41,7 @@ def _get_ngram_size(parameters: Any) -> int:
 
 @cache
 def make_host_processor_class() -> type:
-    """Make the class of the host's logits processor, once: it derives from a class of vLLM, imported late."""
+    """Make the class of the host's logits processor; lazily, since its base class needs a prepared vLLM."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -54,10 +54,10 @@ def make_host_processor_class() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
-            # Row of the batch -> (n of its n-grams, prompt tokens, sampled tokens) of the request in it.
+            # Row of the batch -> (n of the n-grams, prompt tokens, sampled tokens) of its request.
             self._requests: dict[int, tuple[int, list[int], list[int]]] = {}
 
-        # A ban may remove the most likely token, so it holds for greedy requests, too.
+        # A ban may remove the most likely token: vLLM must call this for greedy requests, too.
         def is_argmax_invariant(self) -> bool:
             return False
 
@@ -78,9 +78,9 @@ def _make_host_request(
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Make the processor's entry for a new request: (n of its n-grams, prompt, output); None without rules.
+    """Return (n of the n-grams, prompt, output) of a new request, or None for a request without this rule.
 
-    vLLM appends to ``output`` as it samples.
+    vLLM appends each sampled token to ``output``.
     """
     ngram_size = _get_ngram_size(parameters)
     if not ngram_size:
@@ -100,16 +100,16 @@ def make_accelerator_processor_class() -> type:
         def __init__(self, vllm_config: Any, req_states: Any) -> None:
             # [slots, longest row] tokens of each request, on the device.
             self._tokens = req_states.all_token_ids.gpu
-            # Slot of a request -> the n of its n-grams.
+            # Slot of a request -> size of the n-grams that it must not repeat.
             self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            # Slots are reused, so a request without rules replaces the entry of an earlier one, too.
+            # Slots are reused: a request without this rule must overwrite the size of an earlier request.
             self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
             return self._ngram_sizes[req_idx] > 0
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            # A request has one row, since no tokens are drafted. So vLLM's bound of its length is exact.
+            # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
                 ngram_size = self._ngram_sizes.get(slot, 0)

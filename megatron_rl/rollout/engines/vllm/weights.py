@@ -1,12 +1,12 @@
-"""The weights of a vLLM model in this process, as storage that a `HybridEngine` fills in place.
+"""Weights of a vLLM model in this process, which a `HybridEngine` writes in place.
 
 vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. Instead of repeating
 its rules, the loader runs once on stand-ins that record every copy (`megatron_rl.weights.trace`). Each copy
 becomes a `TensorBox`: a region of a checkpoint tensor and its position in a parameter of this rank. From then
 on weights are written to these positions, without the loader.
 
-Three kinds of storage need more than that: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
-values that layers derive from their weights (`recompute_derived_tensors`).
+Three kinds of storage need further steps: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
+tensors that layers derive from their weights (`recompute_derived_tensors`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _ADAPTER_ID = 1
 
 
 class LiveWeights:
-    """Weight store over a vLLM model of this process; see `rollout.engines.base.WeightStore`.
+    """Weight store of a vLLM model in this process; see `rollout.engines.base.WeightStore`.
 
-    ``model`` is one rank's module inside vLLM. ``checkpoint`` is a Hugging Face folder, or the shapes of its
-    tensors. ``reset_cache`` drops the prefix cache of older weights and returns whether that succeeded.
-    ``loaded`` is true if vLLM has read the checkpoint itself.
+    ``model``: this rank's module inside vLLM.
+    ``checkpoint``: Hugging Face folder, or the shapes of its tensors.
+    ``reset_cache``: function that drops the prefix cache of older weights and returns whether it succeeded.
+    ``loaded``: whether vLLM has read the checkpoint itself.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LiveWeights:
         self._rank = rank
         self._reset_cache = reset_cache
 
-        # Names and modules as the checkpoint's loader sees them.
+        # Without adapter wrappers, parameters have the names that vLLM's loader uses.
         with without_wrappers(model):
             self._packed = PackedModules(model)
             self._parameters = get_model_parameters(model) | self._packed.parameters()
@@ -70,7 +71,7 @@ class LiveWeights:
 
     @classmethod
     def of(cls, llm: Any) -> LiveWeights:
-        """Return the weight store of a user's own ``vllm.LLM`` in this process.
+        """Return the weight store of a ``vllm.LLM`` that a user has built in this process.
 
         Requests in flight survive an update: they continue with the new weights, and their key-value cache
         is recomputed. Raises UserError if `prepare_vllm` was not called before vLLM was imported.
@@ -87,7 +88,7 @@ class LiveWeights:
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of this rank's weights by vLLM's parameter name.
 
-        It is the live storage, except for packed modules: see `PackedModules`.
+        This is the live storage, except for packed modules; see `PackedModules`.
         """
         return self._parameters
 
@@ -109,11 +110,11 @@ class LiveWeights:
         return self._map
 
     def finish_update(self, version: int) -> None:
-        """Use the written weights as ``version`` and drop the prefix cache of older ones.
+        """Set the version of the written weights, and drop the prefix cache of older weights.
 
-        Raises RuntimeError when the cache cannot be dropped, because requests are still running.
+        Raises RuntimeError if the cache cannot be dropped because requests are still running.
         """
-        # The order matters: packed and derived weights are computed from the raw ones, padding included.
+        # The order matters: packed and derived weights are computed from the raw weights, padding included.
         clear_padding(self._parameters, self.get_map().padding)
         self._packed.repack()
         dtype = next(iter(self._parameters.values())).dtype
@@ -139,12 +140,12 @@ def get_vllm_model(llm: Any) -> nn.Module:
 def get_model_runner(llm: Any) -> Any:
     """Return vLLM's model runner inside a ``vllm.LLM`` of this process."""
     worker = llm.llm_engine.model_executor.driver_worker
-    # Some executors wrap the worker once more.
+    # Some executors wrap the worker in another object.
     return getattr(worker, "worker", worker).model_runner
 
 
 def require_writable(model: nn.Module) -> None:
-    """Raise UserError if vLLM has packed plain weights into copies, which a write would not reach."""
+    """Raise UserError if vLLM computes with packed copies of weights, which writes would not change."""
     if not device.on_host():
         return
     empty_parameters = [name for name, parameter in model.named_parameters() if not parameter.numel()]
@@ -169,12 +170,12 @@ class WeightMap:
     """
 
     boxes: tuple[TensorBox, ...]
-    """Regions of checkpoint tensors with their storage; together they fill every other element once."""
+    """Regions of checkpoint tensors with their storage; they cover all elements except ``padding`` once."""
 
     padding: Mapping[str, tuple[tuple[int, int], ...]]
-    """Vocabulary padding: parameter -> ranges [start, end) of its flattened elements. No box fills it.
+    """Elements that no box fills: parameter -> ranges [start, end) of its flattened elements.
 
-    Biases that are zero on this rank, since another one adds them, are listed too.
+    They are vocabulary padding, and biases that are zero on this rank because another rank adds them.
     """
 
 
@@ -186,7 +187,7 @@ def trace_weights(
 ) -> WeightMap:
     """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
 
-    Where the embedding is tied, a checkpoint's own ``lm_head.weight`` is read from the embedding. Raises
+    If the embedding is tied, the boxes of ``lm_head.weight`` are replaced by boxes of the embedding. Raises
     CoverageError unless every element of every parameter is written exactly once, except vocabulary padding
     and biases that another rank adds.
     """
@@ -213,8 +214,13 @@ def trace_weights(
 
 
 def _find_fused_experts(model: Any) -> FusedExperts | None:
-    """Find how vLLM's loader expects all experts of a layer in one tensor; None if it expects one each."""
-    family = BY_MODEL_TYPE.get(getattr(getattr(model, "config", None), "model_type", ""))
+    """Return the layout of a layer's experts in one tensor that vLLM's loader expects.
+
+    Returns None if the loader expects a tensor per expert.
+    """
+    model_config = getattr(model, "config", None)
+    model_type = getattr(model_config, "model_type", "")
+    family = BY_MODEL_TYPE.get(model_type)
     if family is None:
         return None
     return family.fused_experts
@@ -225,18 +231,17 @@ def _merge_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
 
     Both names have the same storage, which would otherwise count as written twice.
     """
-    # Storage of an embedding -> name of the checkpoint's tensor.
-    embedding_of = {}
+    embedding_name_by_storage = {}
     for box in boxes:
         if box.name.endswith("embed_tokens.weight"):
-            embedding_of[box.storage] = box.name
+            embedding_name_by_storage[box.storage] = box.name
 
-    renamed = []
+    renamed_boxes = []
     for box in boxes:
-        if box.name.endswith("lm_head.weight") and box.storage in embedding_of:
-            box = replace(box, name=embedding_of[box.storage])
-        renamed.append(box)
-    return merge_boxes(renamed)
+        if box.name.endswith("lm_head.weight") and box.storage in embedding_name_by_storage:
+            box = replace(box, name=embedding_name_by_storage[box.storage])
+        renamed_boxes.append(box)
+    return merge_boxes(renamed_boxes)
 
 
 def _find_vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
@@ -264,7 +269,7 @@ def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequen
 
 
 def get_model_parameters(model: Any) -> dict[str, Tensor]:
-    """Return the live weights of a vLLM model by name; a tied one appears once.
+    """Return the live weights of a vLLM model by name; a tied weight appears once.
 
     Tensors that latent attention derives from its weights after loading are omitted: vLLM registers them as
     parameters, but no checkpoint has them.
@@ -301,10 +306,10 @@ def recompute_derived_tensors(model: nn.Module, dtype: torch.dtype) -> None:
 class PackedModules:
     """Raw storage of the modules whose weights vLLM rewrites after loading, by parameter name.
 
-    On the host vLLM packs experts into a layout that only its kernel reads, so their live storage cannot be
-    written. They get a raw copy to write into, which `repack` converts into the live storage. The copy stays
-    allocated, so experts take twice their memory. On accelerators the engine uses a kernel that reads experts
-    in the checkpoint's layout, and nothing is packed.
+    On the host, vLLM packs experts into a layout that only its kernel reads, so weight updates cannot write
+    the live storage. Updates write a raw copy instead, which `repack` converts into the live storage. The
+    copy stays allocated, so experts take twice their memory. On accelerators the engine uses a kernel that
+    reads experts in the checkpoint's layout, so no module is packed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -335,11 +340,11 @@ class PackedModules:
                 self._swap_parameters(path, parameters)
 
     def _swap_parameters(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Register parameters in the module at ``path``; return the ones that they replace, by name."""
+        """Register parameters in the module at ``path``; return the replaced parameters by name."""
         module: Any = self._modules[path]
-        replaced = {name: module._parameters[name] for name in parameters}
+        replaced_parameters = {name: module._parameters[name] for name in parameters}
         module._parameters.update(parameters)
-        return replaced
+        return replaced_parameters
 
     @torch.no_grad()
     def repack(self) -> None:
@@ -354,14 +359,14 @@ class PackedModules:
             method.moe_kernel = None  # vLLM skips the packing of a module that has a kernel
             method.process_weights_after_loading(module)
 
-            # Kernels hold the live storage, so the newly packed weights are copied into it.
+            # Kernels have references to the live storage: copy the newly packed weights into it.
             for name, packed in self._swap_parameters(path, live_parameters).items():
                 live_parameters[name].data.copy_(packed)
 
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Remove vLLM's adapter wrappers within the context: its loader expects the layers themselves."""
+    """Remove vLLM's adapter wrappers within the context: vLLM's loader expects the wrapped layers."""
     manager: Any = getattr(model, "lora_manager", None)
     wrappers: dict[str, Any] = {}
     if manager is not None:
@@ -386,7 +391,7 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
 def _is_packed(module: nn.Module) -> bool:
     """Return whether a module stores its weights in a different order than the checkpoint.
 
-    Shapes do not show it: packing may preserve them. Only experts are packed, and their kernel decides.
+    Only experts can be packed, depending on their kernel. Shapes do not reveal it: packing may preserve them.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -398,7 +403,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _require_unquantised(model: nn.Module) -> None:
-    """Raise UserError if a module stores quantised weights instead of the checkpoint's."""
+    """Raise UserError if a module of the engine stores quantised weights."""
     unquantised_methods = {
         "UnquantizedLinearMethod",
         "UnquantizedEmbeddingMethod",
@@ -406,7 +411,7 @@ def _require_unquantised(model: nn.Module) -> None:
     }
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # By name: the classes are in several modules of vLLM.
+        # Compare names, since the classes are in several modules of vLLM.
         if method is not None and type(method).__name__ not in unquantised_methods:
             raise UserError(
                 "a quantised rollout engine cannot take weights from the actor",
@@ -418,17 +423,17 @@ def _require_unquantised(model: nn.Module) -> None:
 
 
 def _make_raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Make raw parameters of a packed module by name, as vLLM recorded them before it packed them."""
+    """Make the raw parameters of a packed module, by name, as vLLM recorded them before packing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     info = get_layerwise_info(module)
+    raw_parameters: dict[str, Any] = {}
     with info.restore_device:
-        return {
-            name: restore_layer_refs(materialize_meta_tensor(recorded), module)
-            for name, recorded in info.restore_metadata[0].items()
-        }
+        for name, meta_tensor in info.restore_metadata[0].items():
+            raw_parameters[name] = restore_layer_refs(materialize_meta_tensor(meta_tensor), module)
+    return raw_parameters
 
 
 def _make_alias(parameter: Any) -> Any:
@@ -466,9 +471,9 @@ def make_adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]
 class AdapterSlots:
     """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
 
-    There is one slot, which every request uses. It starts as zeros, which add nothing, and is written in
-    place. vLLM's own loader loads stand-ins for PEFT's tensors, so vLLM treats the adapter as loaded and
-    never evicts it. vLLM applies no factor to the written matrices: an adapter adds B A.
+    The engine has one adapter slot, which every request uses. It starts as zeros, which have no effect, and
+    is written in place. vLLM's loader loads stand-ins for PEFT's tensors, so vLLM treats the adapter as
+    loaded and never evicts it. vLLM does not scale the written matrices: an adapter adds B A.
     """
 
     def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
@@ -504,7 +509,7 @@ class AdapterSlots:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
-        # alpha = rank makes vLLM's own factor alpha / rank 1.
+        # With alpha = rank, vLLM's scale alpha / rank is 1.
         settings = {**adapters.peft_config(), "lora_alpha": adapters.rank}
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is not None:
@@ -529,7 +534,7 @@ class AdapterSlots:
 
 
 def _collect_adapter_storages(manager: Any) -> dict[str, Tensor]:
-    """Collect the stacked A and B matrices of every layer with an adapter, by layer, matrix and slice.
+    """Return the storage of every adapted layer's A and B matrices, named ``LAYER.lora_MATRIX.SLICE``.
 
     A fused layer has several slices of each matrix.
     """

@@ -7,7 +7,7 @@ from megatron_rl.rollout.engines.servers import Server
 
 def make_server(url: str) -> Server:
     """Make the client of the vLLM server at ``url``."""
-    # Imported here: the table of engines is read without torch, which the server's module needs.
+    # Import lazily: the server's module imports torch, and reading the table of engines must not.
     from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 
     return VllmServer(url)

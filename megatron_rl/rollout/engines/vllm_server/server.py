@@ -1,7 +1,7 @@
-"""vLLM's API server as a `Server`: the HTTP requests that a job sends it.
+"""Client of vLLM's API server: the HTTP requests that a job sends to it.
 
-Paths as in vLLM 0.32. Sampling from tokens and weight updates need its development mode, with the
-worker extension of this package.
+The URL paths are from vLLM 0.32. Sampling from token ids and weight updates need vLLM's development mode and
+the worker extension of this package.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONTROL_SECONDS = 20.0
 """Time limit of calls that neither sample nor move weights."""
 
 FIRST_SECONDS = 120.0
-"""Time limit of calls that take long the first time: for `server_info` the server runs programs that inspect
-its machine, and its first sampling warms up."""
+"""Time limit of calls that take long the first time: `server_info` runs programs that inspect the machine,
+and the first sampling warms up."""
 
 POLL_SECONDS = 5.0
 """Time limit of the calls before each step that find out whether the server is reachable."""
@@ -54,7 +54,7 @@ _EXPECTED_BY_STATUS = {
     401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
     403: "--enable-scale-out in its command",
 }
-"""HTTP status with which a server refuses to sample from tokens -> change of the server that allows it."""
+"""HTTP status of a server that refuses to sample from tokens -> the requirement that it does not meet."""
 
 
 class VllmServer:
@@ -72,8 +72,7 @@ class VllmServer:
     ) -> Any:
         """Send a GET request, or a POST request with ``body`` as JSON; return the response's JSON.
 
-        ``timeout`` is in seconds. Raises ServerError for every failure, of the network, of the server, or of
-        its response.
+        ``timeout`` is in seconds. Raises ServerError for network failures, HTTP errors and malformed JSON.
         """
         url = f"{self.url}/{path}"
         method = "GET" if body is None else "POST"
@@ -104,18 +103,19 @@ class VllmServer:
     ) -> Any:
         """Send one request synchronously, in a separate session; see `send_request`."""
 
-        # A loop and a session for one call: control calls are rare, and come from several threads.
+        # Use a new event loop and session per call: control calls are rare, and come from several threads.
         async def send_once() -> Any:
+            """Send the request in a new session."""
             async with aiohttp.ClientSession() as session:
                 return await self.send_request(session, path, body, timeout)
 
         return asyncio.run(send_once())
 
     def call_workers(self, method: str, *arguments: Any, timeout: float) -> None:
-        """Call a method of the server's workers by name; raises ServerError if it fails in any of them.
+        """Call a method of the server's workers by name; raise ServerError if it fails in any worker.
 
-        The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
-        leave the replies of the others unread, and a later call would receive them.
+        The call goes through the extension's ``attempt``, which returns a failure as text. After an exception
+        in one worker, vLLM would leave the replies of other workers unread, for a later call to receive.
         """
         body = {"method": "attempt", "args": [method, *arguments]}
         reply = self.send_control_request("collective_rpc", body, timeout)
@@ -135,7 +135,7 @@ class VllmServer:
         """See `Server.claim`."""
         body = {"method": "claim", "args": [run, seconds]}
         reply = self.send_control_request("collective_rpc", body, POLL_SECONDS)
-        # All workers have the same claim: the first one's result counts for the server.
+        # All workers have the same claim: use the first worker's result.
         first_holder, *_ = reply["results"]
         return first_holder
 
@@ -148,13 +148,11 @@ class VllmServer:
     ) -> Completion:
         """See `Server.generate`."""
         seed = derive_continuation_seed(request.seed, request.done)
-        # A server reports no support of filters: `check` refuses them in training, so that only evaluation
-        # sets have them.
-        parameters = {
-            **make_vllm_parameters(request.sampling, request.limit, seed, request.done),
-            **make_vllm_filters(request.sampling),
-            **make_vllm_stop_fields(request.sampling),
-        }
+        parameters = make_vllm_parameters(request.sampling, request.limit, seed, request.done)
+        # Only evaluation sets have filters here: a server does not report their support, which training
+        # needs, so `check` refuses filters in training.
+        parameters |= make_vllm_filters(request.sampling)
+        parameters |= make_vllm_stop_fields(request.sampling)
 
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         reply = await self.send_request(session, "inference/v1/generate", body, timeout)
@@ -163,7 +161,7 @@ class VllmServer:
     def reset_updates(self, timeout: float) -> None:
         """See `Server.reset_updates`."""
         for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
-            # A server without an update to finish raises.
+            # A server without an unfinished update responds with an error.
             with suppress(ServerError):
                 self.call_workers(method, timeout=timeout)
 
@@ -205,16 +203,17 @@ class VllmServer:
             tokenizer=has_stop_texts(Path(config.model.path), config.rollout),
         )
 
-        # The settings that the trainer's own engine would have: transformers' and the family's.
+        # Model settings of an engine in this process: config.json as transformers reads it, and the family's
+        # settings for engines.
         settings = read_hf_config(config.model.path).to_dict()
         settings |= dict(read_pretrained(path).engine_keys)
         return self.require_settings(settings, requirements)
 
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
-        """Return how many requests the server runs concurrently; raise UserError if it does not fit the run.
+        """Return the maximum number of concurrent requests; raise UserError if the server does not fit.
 
-        ``settings`` is the config.json of the run's model, as transformers reads it; ``requirements`` are the
-        engine settings that the server must have.
+        ``settings``: config.json of the run's model, as transformers reads it. ``requirements``: engine
+        settings that the server must have.
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
@@ -235,7 +234,7 @@ class VllmServer:
 
         ``path`` is the error's ``where``: the URL and the key that names it.
         """
-        # The likely causes: no response, or no such path without the development mode.
+        # Likely causes: the server does not respond, or its development mode is off and the path is missing.
         message = "a server does not report its configuration"
         expected = "an API server of the vLLM that is installed here"
         if isinstance(error, ServerError) and error.status == 0:
@@ -247,7 +246,7 @@ class VllmServer:
         )
 
     def _is_vllm_server(self) -> bool:
-        """Return whether the server responds on the path that every server of vLLM has."""
+        """Return whether a vLLM server responds at the URL, with or without the development mode."""
         try:
             return "version" in self.send_control_request("version", timeout=POLL_SECONDS)
         except (ServerError, TypeError, ValueError):
@@ -256,7 +255,7 @@ class VllmServer:
     def require_token_sampling(self) -> None:
         """See `Server.require_token_sampling`.
 
-        Not for the server of another run, whose updates it would disturb.
+        Call it only for a server that this run has reserved: it resumes a paused server.
         """
         try:
             # A job that was killed during an update has left the server paused.
@@ -277,7 +276,7 @@ class VllmServer:
 
 @dataclass(frozen=True)
 class ServerRequirements:
-    """Configuration that a server needs, to sample as the trainer computes.
+    """Engine settings that a server must have, so that its log-probs match the trainer's.
 
     Example:
         >>> requirements = ServerRequirements("bfloat16", float32_head=True, max_model_len=4096, host="cpu")
@@ -289,23 +288,23 @@ class ServerRequirements:
     """dtype of weights and computation."""
 
     float32_head: bool
-    """The logits are computed in float32."""
+    """Whether the logits are computed in float32."""
 
     max_model_len: int
-    """Tokens of the longest sequence of the run, prompt included."""
+    """Number of tokens of the longest sequence of the run, prompt included."""
 
     host: str
-    """vLLM's name of a device without accelerator."""
+    """vLLM's name of the device on machines without accelerator."""
 
     tokenizer: bool = False
-    """The server ends responses at stop texts, for which it needs the model's tokenizer."""
+    """Whether the server must have the model's tokenizer, to end responses at stop texts."""
 
     def compare_settings(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
-        """Compare the settings of a server with these requirements.
+        """Compare a server's settings with these requirements: setting -> (expected, actual, does it fit).
 
-        ``info`` is the server's configuration. Returns setting -> (expected, actual, whether they fit).
+        ``info``: the server's ``vllm_config``.
         """
-        # How the model is loaded, and how its log-probs are computed.
+        # Settings of the model and of its log-probs.
         model = info["model_config"]
         dtype = str(model["dtype"]).removeprefix("torch.")
         head_dtype = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
@@ -320,11 +319,11 @@ class ServerRequirements:
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
-        # A chunked prefill sets a request's generator back, which a generator on the host cannot do.
+        # A chunked prefill rewinds a request's random generator, which is not possible for host generators.
         has_chunked_prefill = info["scheduler_config"]["enable_chunked_prefill"]
         loses_seeds = bool(has_chunked_prefill) and info["device_config"]["device"] == self.host
 
-        # Names as in the command that `check` shows. The first misfit is reported.
+        # Use the names in the command that `check` shows. The first setting that does not fit is reported.
         return {
             "worker-extension-cls": (WORKER_EXTENSION, str(extension), extension == WORKER_EXTENSION),
             "weight-transfer-config": (
@@ -375,10 +374,11 @@ def _require_same_model(
     served_settings: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError if the server's model differs from the run's in a value of `comparable_settings`.
+    """Raise UserError if the server's model and the run's differ in any of `comparable_settings`.
 
-    Both mappings are contents of a config.json; ``path`` is the error's ``where``. A setting that only one of
-    the two has is ignored: transformers and vLLM add different defaults.
+    ``settings``, ``served_settings``: config.json of the run's and of the server's model. Settings that only
+    one of them has are ignored: transformers and vLLM add different defaults. ``path``: ``where`` of the
+    error.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
     expected_values = comparable_settings(settings)
@@ -398,19 +398,18 @@ def _require_same_model(
 def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
     """Return the completion of request ``number`` from a server's reply.
 
-    Raises ServerError if the reply is malformed, or sampled from weights of another name.
+    Raises ServerError if the reply is malformed, or sampled from weights with another name.
     """
+    # Validate the reply by reading it: any program may respond at a URL.
     try:
         (choice,) = reply["choices"]
         tokens = choice["token_ids"]
         log_probs: list[float] = []
         if tokens:
-            entries = choice["logprobs"]["content"]
-            log_probs = [float(entry["logprob"]) for entry in entries]
+            log_probs = [float(position["logprob"]) for position in choice["logprobs"]["content"]]
         sampled_weights = {span["version"] for span in choice["weight_versions"]}
         stale_weights = sampled_weights - {weights_name}
         reason = choice["finish_reason"]
-    # Any program may respond at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
@@ -418,7 +417,7 @@ def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
         raise ServerError(f"a response from weights {sorted(stale_weights)} instead of {weights_name}")
 
     if reason not in ("stop", "length"):
-        # A server that is being stopped ends its requests with other reasons.
+        # A server that shuts down ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
 
     finish_reason = map_vllm_finish_reason(tokens, log_probs, reason)
