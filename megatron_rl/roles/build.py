@@ -116,7 +116,7 @@ class Roles:
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether a reward comes from one scorer, and is not a weighted sum over several."""
+        """Return whether rewards come from exactly one scorer, so that no weighted sum is needed."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property

@@ -452,7 +452,7 @@ class RewardRole:
         remaining_calls = iter(calls_by_turn)
         turns: list[dict[str, Any]] = []
         for is_policy, turn_tokens in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
-            ids = [token for token, _ in turn_tokens]
+            token_ids = [token for token, _ in turn_tokens]
             if is_policy:
                 role = "policy"
             elif turns:
@@ -462,8 +462,8 @@ class RewardRole:
 
             turn = {
                 "role": role,
-                "content": self._tokenizer.decode(ids),
-                "tokens": len(ids),
+                "content": self._tokenizer.decode(token_ids),
+                "tokens": len(token_ids),
             }
             if is_policy:
                 turn_calls = next(remaining_calls, ())
@@ -638,19 +638,19 @@ def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
         strict=True,
     )
 
-    result: list[dict[str, list]] = []
-    for ids, mask, log_probs in rows:
+    token_fields: list[dict[str, list]] = []
+    for token_ids, mask, log_probs in rows:
         # If the engine failed, a row can consist of the prompt only.
-        start = len(ids)
+        response_start = len(token_ids)
         if mask.any():
-            start = int(mask.int().argmax())
-        result.append({
-            "prompt": ids[:start].tolist(),
-            "response": ids[start:].tolist(),
-            "mask": mask[start:].tolist(),
-            "log_probs": log_probs[start:].tolist(),
+            response_start = int(mask.int().argmax())
+        token_fields.append({
+            "prompt": token_ids[:response_start].tolist(),
+            "response": token_ids[response_start:].tolist(),
+            "mask": mask[response_start:].tolist(),
+            "log_probs": log_probs[response_start:].tolist(),
         })  # fmt: skip
-    return result
+    return token_fields
 
 
 def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:

@@ -121,18 +121,18 @@ class Rendezvous:
 
     def count_finished(self, group_index: int) -> None:
         """Count a finished group of the round; call it once per group, on the first rank of its replica."""
-        number = self._round.rendezvous
-        store_increment(f"finished by rendezvous {number}")
+        rendezvous = self._round.rendezvous
+        store_increment(f"finished by rendezvous {rendezvous}")
         if self._round.required[group_index]:
-            store_increment(f"required and finished by rendezvous {number}")
+            store_increment(f"required and finished by rendezvous {rendezvous}")
 
     def is_over(self) -> bool:
         """Return whether all learners wait and enough groups, including the required ones, are finished."""
-        number = self._round.rendezvous
+        rendezvous = self._round.rendezvous
         return (
-            store_value(f"waiting for rendezvous {number}") >= self._num_learners
-            and store_value(f"finished by rendezvous {number}") >= self._num_to_finish
-            and store_value(f"required and finished by rendezvous {number}") >= self._num_required
+            store_value(f"waiting for rendezvous {rendezvous}") >= self._num_learners
+            and store_value(f"finished by rendezvous {rendezvous}") >= self._num_to_finish
+            and store_value(f"required and finished by rendezvous {rendezvous}") >= self._num_required
         )
 
 
@@ -390,9 +390,9 @@ class ReplicaScheduler:
         """Start a token round: mark all unfinished sequences as needing a request of at most ``tokens``."""
         self._token_round = tokens
         self._pending = []
-        for number, admitted in enumerate(self.admitted):
+        for admitted_index, admitted in enumerate(self.admitted):
             if not admitted.sequence.is_finished:
-                self._pending.append(number)
+                self._pending.append(admitted_index)
 
     def step(self) -> bool:
         """Submit the scheduled requests and run one engine step; return False at the end of the round."""
@@ -406,8 +406,8 @@ class ReplicaScheduler:
             return False
 
         # All ranks of the replica make the same calls in the same order.
-        for number in output.aborts:
-            self.engine.abort(number)
+        for request_number in output.aborts:
+            self.engine.abort(request_number)
         for request in output.requests:
             self.engine.submit(request)
         completions = self.engine.step()
@@ -426,7 +426,7 @@ class ReplicaScheduler:
         """Return the next requests, or None if no request is open and no sequence needs one."""
         num_in_flight = self._num_running + len(self._pending)
         self._pending += self.admit_sequences(num_in_flight)
-        requests = tuple(self.make_request(number, self._token_round) for number in self._pending)
+        requests = tuple(self.make_request(index, self._token_round) for index in self._pending)
         self._num_running += len(requests)
         self._pending = []
 
@@ -453,11 +453,11 @@ class ReplicaScheduler:
         """
         unfinished = []
         while num_in_flight + len(unfinished) < self.queue.max_in_flight:
-            number = self._admit_next()
-            if number is None:
+            admitted_index = self._admit_next()
+            if admitted_index is None:
                 break
-            if not self.admitted[number].sequence.is_finished:
-                unfinished.append(number)
+            if not self.admitted[admitted_index].sequence.is_finished:
+                unfinished.append(admitted_index)
         return unfinished
 
     def admit_remaining(self) -> None:
@@ -479,22 +479,22 @@ class ReplicaScheduler:
 
     def make_request(
         self,
-        number: int,
+        admitted_index: int,
         limit: int | None,
         turn_start: int = 0,
     ) -> GenerationRequest:
-        """Make the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
+        """Make a request for at most ``limit`` further tokens of the sequence ``admitted[admitted_index]``.
 
         Without a ``limit``, the request is for all tokens that the sequence has room for. ``turn_start`` is
         the number of tokens in the response before the current turn.
         """
-        sequence = self.admitted[number].sequence
+        sequence = self.admitted[admitted_index].sequence
         max_tokens = self.compute_remaining_room(sequence)
         if limit is not None:
             max_tokens = min(max_tokens, limit)
 
         return GenerationRequest(
-            number,
+            admitted_index,
             (sequence.prompt + sequence.tokens).tolist(),
             sequence.sampling,
             max_tokens,

@@ -112,10 +112,10 @@ class Comparison:
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare the runs in ``folders``; raise UserError for a folder without metrics."""
     # Folders with the same name are distinguished by their paths.
-    names = [folder.resolve().name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    run_names = [folder.resolve().name for folder in folders]
+    if len(set(run_names)) < len(run_names):
+        run_names = [str(folder) for folder in folders]
+    runs = [_read_run(folder, name) for folder, name in zip(folders, run_names, strict=True)]
     keys = list(dict.fromkeys(key for run in runs for key in run.settings))
 
     groups, notes = _group_runs(runs, keys)
@@ -259,31 +259,38 @@ def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
     Returns None for a run without steps. An evaluation before the first step has no ``time/step`` and is
     skipped: its metrics can be equal in runs that are not copies.
     """
-    lines = run.lines or [line for stage in run.stages.values() for line in stage]
-    return next((line for line in lines if "time/step" in line), None)
+    lines = list(run.lines)
+    if not lines:
+        for stage_lines in run.stages.values():
+            lines += stage_lines
+    for line in lines:
+        if "time/step" in line:
+            return line
+    return None
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> str:
     """Write ``compare.html`` and ``compare.md`` into the folder ``out``; return the Markdown text."""
     comparison = compare(folders)
-    names = list(comparison.groups)
+    group_names = list(comparison.groups)
     notes = [*comparison.notes, MEANING]
 
-    # The page for browsers; the Markdown below has the same tables.
-    result_columns = range(1, len(names) + 1)
+    # Write a page for browsers, and Markdown with the same tables.
+    result_columns = range(1, len(group_names) + 1)
     sections = [
         page.heading("Results"),
-        page.table(("", *names), comparison.results, numeric_columns=result_columns),
+        page.table(("", *group_names), comparison.results, numeric_columns=result_columns),
         *map(page.paragraph, notes),
         page.heading("Settings that differ"),
     ]
     if comparison.settings:
-        sections.append(page.table(("", *names), comparison.settings))
+        sections.append(page.table(("", *group_names), comparison.settings))
     else:
         sections.append(page.paragraph("none"))
     if comparison.derived:
         title = f"{len(comparison.derived)} derived values and defaults that differ"
-        sections.append(page.collapsible_section(title, page.table(("", *names), comparison.derived)))
+        derived_table = page.table(("", *group_names), comparison.derived)
+        sections.append(page.collapsible_section(title, derived_table))
 
     # One chart per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
@@ -292,11 +299,11 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         page.chart_grid(make_overlay_charts(runs_by_group)),
     ]
 
-    markdown = f"## Results\n\n{_markdown_table(names, comparison.results)}\n\n"
-    markdown += f"## Settings that differ\n\n{_markdown_table(names, comparison.settings)}\n\n"
+    markdown = f"## Results\n\n{_markdown_table(group_names, comparison.results)}\n\n"
+    markdown += f"## Settings that differ\n\n{_markdown_table(group_names, comparison.settings)}\n\n"
     if comparison.derived:
-        count = len(comparison.derived)
-        markdown += f"{count} derived values and defaults differ, too: compare.html has them.\n\n"
+        num_derived = len(comparison.derived)
+        markdown += f"{num_derived} derived values and defaults differ, too: compare.html has them.\n\n"
     markdown += "\n\n".join(map(_escape_cell, notes)) + "\n"
 
     out.mkdir(parents=True, exist_ok=True)
@@ -404,13 +411,13 @@ def _format_mean_and_deviation(results: Sequence[Result]) -> str:
     return text
 
 
-def _markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown; ``names`` are the headings of all columns except the first."""
+def _markdown_table(group_names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown, with a column of labels and a column per group."""
     if not rows:
         return "none"
-    # The first column is text, the others are numbers and aligned to the right.
-    alignment = ["---", *["---:"] * len(names)]
-    lines = [_markdown_row(["", *names]), f"| {' | '.join(alignment)} |"]
+    # Align the labels to the left, and the values of the groups to the right.
+    alignment = ["---", *["---:"] * len(group_names)]
+    lines = [_markdown_row(["", *group_names]), f"| {' | '.join(alignment)} |"]
     return "\n".join([*lines, *(_markdown_row(row) for row in rows)])
 
 

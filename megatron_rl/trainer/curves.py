@@ -141,10 +141,11 @@ def metric_series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
 
 def measured_accuracy_names(lines: Lines) -> list[str]:
     """Return the names of the evaluation sets' accuracy metrics that occur in any line, each once."""
-    names: dict[str, None] = {}
+    # A dict drops repeated names and keeps the order.
+    metric_names: dict[str, None] = {}
     for line in lines:
-        names |= dict.fromkeys(line)
-    return accuracy_names(names)
+        metric_names |= dict.fromkeys(line)
+    return accuracy_names(metric_names)
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
@@ -160,9 +161,11 @@ def smooth_curve(values: Sequence[float]) -> list[float]:
 
 def select_panels(lines: Lines) -> list[Panel]:
     """Return a panel for each metric that occurs in the lines, evaluation sets first."""
-    names = measured_accuracy_names(lines)
-    evaluation = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
-    return [panel for panel in (*evaluation, *PANELS) if metric_series(lines, panel.metric)[1]]
+    accuracy_panels = [
+        Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True)
+        for name in measured_accuracy_names(lines)
+    ]
+    return [panel for panel in (*accuracy_panels, *PANELS) if metric_series(lines, panel.metric)[1]]
 
 
 def select_stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:

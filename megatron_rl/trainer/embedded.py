@@ -183,13 +183,13 @@ def _unsupported_error(key: str) -> UserError:
     expected = "its default"
     if key == "actor.layout.ranks":
         expected = "every rank of the script"
-    change = f"remove {key}"
+    advice = f"remove {key}"
     if key == "critic":
-        change = "choose an algorithm without a critic"
+        advice = "choose an algorithm without a critic"
     return UserError(
         f"training a script's own model does not support {key}",
         where=key,
         expected=expected,
         got="another value",
-        fix=f"{change}, or train with `megatron-rl train`",
+        fix=f"{advice}, or train with `megatron-rl train`",
     )

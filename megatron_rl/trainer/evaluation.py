@@ -334,9 +334,9 @@ def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) 
     generator = numpy.random.default_rng(0)
     samples = correct.shape[1]
     probabilities = numpy.zeros(len(correct))
-    for prompt_index, texts in enumerate(votes):
+    for prompt_index, prompt_votes in enumerate(votes):
         # Number the distinct texts of this prompt.
-        _, text_ids = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
+        _, text_ids = numpy.unique(numpy.asarray(prompt_votes, dtype=object), return_inverse=True)
         distinct_count = int(text_ids.max()) + 1
         frequency = numpy.bincount(text_ids, minlength=distinct_count)
         # Rewards of equal texts may differ: the credit of a text is the fraction of its answers that is

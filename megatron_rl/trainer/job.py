@@ -154,8 +154,8 @@ class Job:
 
         # The main rank compares the settings with those of an earlier job before it overwrites them.
         if self.main:
-            for change in self._changed_settings():
-                self.say(f"warning: this run resumes with a changed setting: {change}")
+            for changed_setting in self._changed_settings():
+                self.say(f"warning: this run resumes with a changed setting: {changed_setting}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
@@ -249,6 +249,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
     """Open the trackers of a job; if the job resumes, they append to the tracked run."""
 
     def say(text: str) -> None:
+        """Print a line on the console."""
         console.write(text + "\n")
         console.flush()
 

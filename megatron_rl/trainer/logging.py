@@ -328,13 +328,13 @@ class Progress:
         return bar
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Add ``count`` completed units; ``note`` is a short text about the state, such as the loss."""
+        """Add ``count`` completed units; ``note`` is a short text to show, such as the loss."""
         self._count += count
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=count, note=note)
             return
 
-        # Lines of text accumulate in a log file, so print one every few seconds only.
+        # Lines of text accumulate in a log file, so print a line only every few seconds.
         now = time.monotonic()
         if self.enabled and now - self._last_line_time >= PLAIN_SECONDS:
             self._last_line_time = now
@@ -354,16 +354,17 @@ class Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         *_: TracebackType | BaseException | None,
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
         if self.enabled:
-            outcome = "done" if kind is None else "stopped"
+            outcome = "done" if error_type is None else "stopped"
             self._print(f"{self.title}: {outcome} after {format_clock(time.monotonic() - self._start_time)}")
 
     def _print(self, text: str) -> None:
+        """Print a line on the console."""
         self.console.write(text + "\n")
         self.console.flush()
 

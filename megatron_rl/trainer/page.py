@@ -74,7 +74,7 @@ def collapsible_section(title: str, content: Markup) -> Markup:
 
 
 def chart_grid(charts: Sequence[Mapping[str, Any]]) -> Markup:
-    """Return the HTML of charts, side by side if there is room; use it at most once on a page.
+    """Return the HTML of charts, side by side if the page is wide enough; use it at most once on a page.
 
     ``charts``: data of the charts, as `curves.make_charts` returns it.
     """

@@ -239,16 +239,16 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
     rows = [("folder", str(folder.path.resolve()))]
     starts = read_starts(folder)
     if starts:
-        first = starts[0]
-        last = starts[-1]
-        start_text = first.time.replace("T", " ")
+        # Each start may have had another command, version or machine: show them for the last start.
+        first_start = starts[0]
+        last_start = starts[-1]
+        start_text = first_start.time.replace("T", " ")
         if len(starts) > 1:
-            start_text += f"; {len(starts)} starts, the last {last.time.replace('T', ' ')}"
-        rows += [("started", start_text), ("command", last.command)]
-        rows += [("revision", format_revisions(last)), ("versions", format_pairs(last.versions))]
-        rows.append(("hardware", format_pairs(last.hardware)))
+            start_text += f"; {len(starts)} starts, the last {last_start.time.replace('T', ' ')}"
+        rows += [("started", start_text), ("command", last_start.command)]
+        rows += [("revision", format_revisions(last_start)), ("versions", format_pairs(last_start.versions))]
+        rows.append(("hardware", format_pairs(last_start.hardware)))
 
-    # Each start may have had another command, version or machine: the last one's are named above.
     durations: list[str] = []
     if starts and starts[0].moment is not None and folder.metrics.is_file():
         seconds = folder.metrics.stat().st_mtime - starts[0].moment.timestamp()
@@ -292,15 +292,16 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
     rows: list[tuple[str, ...]] = []
     for name, steps in steps_by_rule.items():
         rule = rules[name]
-        change = rule.change.replace("`", "")
-        rows.append((name, format_step_ranges(steps), rule.meaning, rule.causes, change))
+        settings_to_change = rule.change.replace("`", "")
+        rows.append((name, format_step_ranges(steps), rule.meaning, rule.causes, settings_to_change))
     sections.append(page.table(headings, rows))
 
     for name, steps in steps_by_rule.items():
         samples = _health_samples(folder, rules[name], steps[0])
         if samples:
-            text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
-            sections += [page.paragraph(text), page.table(HEALTH_COLUMNS, samples, numeric_columns=(2, 3))]
+            caption = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
+            sections.append(page.paragraph(caption))
+            sections.append(page.table(HEALTH_COLUMNS, samples, numeric_columns=(2, 3)))
     return sections
 
 
@@ -402,8 +403,9 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             # At most half of the steps, so that first and last steps do not overlap in a short run.
             step_count = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {step_count} steps"
-            change = _format_change(fmean(values[:step_count]), fmean(values[-step_count:]), number_format)
-            rows.append((label, change, remark))
+            first_mean = fmean(values[:step_count])
+            last_mean = fmean(values[-step_count:])
+            rows.append((label, _format_change(first_mean, last_mean, number_format), remark))
 
     return rows
 
@@ -499,13 +501,13 @@ def _phase_rows(
     """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
-        share = ""
+        share_text = ""
         if phase.share is not None:
-            share = number_text(phase.share, ".0%")
+            share_text = number_text(phase.share, ".0%")
 
-        total = format_clock(phase.total)
-        per_step = f"{_format_three_digits(phase.per_step)} s"
-        rows.append((phase.name, total, per_step, share, phase.part_of))
+        total_text = format_clock(phase.total)
+        per_step_text = f"{_format_three_digits(phase.per_step)} s"
+        rows.append((phase.name, total_text, per_step_text, share_text, phase.part_of))
     return rows
 
 
@@ -539,14 +541,18 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
     samples = StoredSamples([], [], [])
     for kind, step, path in files:
         try:
-            rows, stored = read_samples(kind, step, path, samples_per_file, max_characters)
+            rows, num_stored = read_samples(kind, step, path, samples_per_file, max_characters)
         except Exception as error:  # anything that pyarrow, or a row with an unexpected structure, raises
             reason = first_line(error)
             samples.unreadable.append(f"{path.name} is omitted, since it cannot be read: {reason}")
             continue
         samples.rows.extend(rows)
-        count = {"set": _set_name(kind), "step": step, "stored": stored, "shown": len(rows)}
-        samples.counts.append(count)
+        samples.counts.append({
+            "set": _set_name(kind),
+            "step": step,
+            "stored": num_stored,
+            "shown": len(rows),
+        })  # fmt: skip
     return samples
 
 

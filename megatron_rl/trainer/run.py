@@ -588,7 +588,7 @@ class Training:
         """Return the evaluation sets of a deferred evaluation."""
         if deferred is None:
             return []
-        return [item for item in self.sets if item.name in deferred.sets]
+        return [evaluation_set for evaluation_set in self.sets if evaluation_set.name in deferred.sets]
 
     def _run_deferred_evaluation(self, log: MetricsLog | None) -> None:
         """Run a deferred evaluation now, if there is one: no later step will overlap with it.

@@ -48,11 +48,13 @@ class SampleWriter:
 
         Collective over the world.
         """
-        # Compare the i-th lines of all ranks, so that a failure that occurs on every rank is printed once.
+        # Print the first line of every rank, then the second lines, without repeated lines: a failure that
+        # occurs on every rank is printed once.
         lines_by_rank = gather_objects(list(failure_lines(results, step)))
-        for lines in zip_longest(*lines_by_rank, fillvalue=""):
-            for line in dict.fromkeys(filter(None, lines)):
-                self.job.say(line)
+        for lines_at_index in zip_longest(*lines_by_rank, fillvalue=""):
+            for line in dict.fromkeys(lines_at_index):
+                if line:
+                    self.job.say(line)
 
         if self.job.main:
             for result in results:

@@ -108,8 +108,8 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        self.close(CLOSING_SECONDS if error_type is None else FAILING_SECONDS)
 
     def _enqueue(self, method: str, *arguments: Any) -> None:
         """Queue a call of a method of all trackers; drop it if the queue is full."""

@@ -68,7 +68,7 @@ class Generator(Protocol):
         ...
 
     def abort(self, number: int) -> None:
-        """Drop an open request; it gets no completion."""
+        """Drop the open request with this number; it gets no completion."""
         ...
 
     def interrupt(self) -> list[Completion]:
@@ -113,7 +113,7 @@ class WeightStore(Protocol):
     # An update: wake, write every box into the storage, finish.
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each box of a Hugging Face tensor in this rank's ``parameters()``."""
+        """Return the boxes: regions of Hugging Face tensors, each with its position in ``parameters()``."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -142,7 +142,7 @@ class Storage(Protocol):
     """Storage of tensors that the hybrid engine writes into, without the updates of a `WeightStore`."""
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each box of a tensor in this rank's ``parameters()``."""
+        """Return the boxes: regions of tensors, each with its position in ``parameters()``."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:

@@ -219,9 +219,9 @@ class ServerGenerator:
 
     def pop_resubmitted(self) -> int:
         """Return the number of requests that were sent to another server since the last call; reset it."""
-        count = self._resubmitted
+        num_resubmitted = self._resubmitted
         self._resubmitted = 0
-        return count
+        return num_resubmitted
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -142,14 +142,16 @@ def _make_host_processor_class() -> type:
             # Row of the batch -> its request.
             self._requests: dict[int, _HostRequest] = {}
 
-        # True, since filters never remove the most likely token: vLLM may skip this for greedy requests.
         def is_argmax_invariant(self) -> bool:
+            """Return True: filters never remove the most likely token, so greedy requests need no filters."""
             return True
 
         def update_state(self, batch_update: Any) -> None:
+            """Add, remove and move requests as in vLLM's batch."""
             process_dict_updates(self._requests, batch_update, _make_host_request)
 
         def apply(self, logits: Tensor) -> Tensor:
+            """Filter the logits [B, V] of the requests, in place; record which tokens passed the filters."""
             if not self._requests:
                 return logits
 
@@ -217,6 +219,7 @@ def make_accelerator_processor_class() -> type:
             self._requests: dict[int, tuple[SamplingParameters, int]] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            """Store the parameters of the request in slot ``req_idx``; return whether it has a schedule."""
             # Slots are reused: a request without a schedule must remove the parameters of an earlier request.
             self._requests.pop(req_idx, None)
             record = (sampling_params.extra_args or {}).get(_SAMPLING_KEY)
@@ -226,6 +229,7 @@ def make_accelerator_processor_class() -> type:
             return True
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+            """Apply temperature and filters of the next token to requests with a schedule, in place."""
             # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             rows: list[int] = []

@@ -57,14 +57,16 @@ def make_host_processor_class() -> type:
             # Row of the batch -> (n of the n-grams, prompt tokens, sampled tokens) of its request.
             self._requests: dict[int, tuple[int, list[int], list[int]]] = {}
 
-        # A ban may remove the most likely token: vLLM must call this for greedy requests, too.
         def is_argmax_invariant(self) -> bool:
+            """Return False: a ban may remove the most likely token, so it also applies to greedy requests."""
             return False
 
         def update_state(self, batch_update: Any) -> None:
+            """Add, remove and move requests as in vLLM's batch."""
             process_dict_updates(self._requests, batch_update, _make_host_request)
 
         def apply(self, logits: Tensor) -> Tensor:
+            """Ban repeated n-grams from the logits [B, V], in place."""
             for row, (ngram_size, prompt, output) in self._requests.items():
                 tokens = torch.tensor([*prompt, *output], device=logits.device)
                 ban_repeated_ngrams(logits[row], tokens, ngram_size)
@@ -104,11 +106,13 @@ def make_accelerator_processor_class() -> type:
             self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+            """Store the size of the n-grams of the request in slot ``req_idx``; return whether it has one."""
             # Slots are reused: a request without this rule must overwrite the size of an earlier request.
             self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
             return self._ngram_sizes[req_idx] > 0
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+            """Ban repeated n-grams from the logits [B, V], in place."""
             # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             for row, slot in enumerate(ctx.idx_mapping_np.tolist()):

@@ -145,9 +145,11 @@ def _name_shared_memory_by_job() -> None:
     join_segment = _CPUSHMDistributed._init_cpu_shm
 
     def make_job_name(group: Any) -> str:
+        """Return a name of the group that is unique to the job."""
         return make_shared_memory_name(make_group_name(group))
 
     def join_and_unlink(group: Any) -> int:
+        """Join the group's segment and unlink its name; return the segment's handle."""
         # The join ends with a barrier, so every rank has opened the segment.
         handle = join_segment(group)
         shm_unlink(f"{group.group_name}_{group.communicator.rank}")
@@ -167,6 +169,7 @@ def _omit_message_queues() -> None:
     make_group = parallel_state.init_model_parallel_group
 
     def make_without_queue(*arguments: Any, **options: Any) -> Any:
+        """Create a group without a message queue."""
         options["use_message_queue_broadcaster"] = False
         return make_group(*arguments, **options)
 
@@ -183,6 +186,7 @@ def _choose_experts_without_adapters() -> None:
     make_config = expert_layer.FusedMoEConfig
 
     def make_config_without_adapters(**options: Any) -> Any:
+        """Create the configuration of an expert layer without adapters."""
         options["is_lora_enabled"] = False
         return make_config(**options)
 
@@ -211,6 +215,7 @@ def _store_weights_unpacked() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     def use_plain_linear(_: Any, layer: Any) -> None:
+        """Set the layer's linear function, and leave its weight unpacked."""
         layer.cpu_linear = apply_linear
 
     setattr(UnquantizedLinearMethod, "process_weights_after_loading", use_plain_linear)
@@ -237,6 +242,7 @@ def _run_sampler_eagerly() -> None:
     from vllm.v1.sample import sampler
 
     def count_greater(values: Tensor, thresholds: Tensor) -> Tensor:
+        """Return, for each row, the number of values that are at least the row's threshold."""
         return (values >= thresholds).sum(-1)
 
     # The results are equal to the compiled functions' results.
@@ -262,6 +268,7 @@ def _rotate_heads_in_torch() -> None:
         key: Tensor | None = None,
         **options: Any,
     ) -> Any:
+        """Rotate three-dimensional queries in torch, and all others with vLLM's kernel."""
         # The kernel reads only two dimensions correctly: [tokens, heads * size].
         if query.dim() == 3:
             return self.forward_native(positions, query, key, **options)
@@ -280,6 +287,7 @@ def _route_by_sigmoid_without_groups() -> None:
     compute_routing = CPURouter._compute_routing
 
     def route(self: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Compute the routing; treat ungrouped experts with sigmoid scores as one group."""
         is_ungrouped = not self.use_grouped_topk and self.custom_routing_function is None
         if is_ungrouped and self.scoring_func == "sigmoid":
             self.use_grouped_topk = True
@@ -328,11 +336,13 @@ class _DistributedOfLayout:
         return getattr(self._distributed, name)
 
     def get_world_size(self, group: Any = None) -> int:
+        """Return the number of ranks in the layout, or in ``group``."""
         if group is None:
             return self._layout.size
         return self._distributed.get_world_size(group)
 
     def new_group(self, ranks: Any, **options: Any) -> Any:
+        """Return a process group of ``ranks``; create it only if the layout is the whole world."""
         spans_world = self._layout.size == self._distributed.get_world_size()
         if spans_world and not device.on_host():
             # Do not sort the ranks: the order of a layout's ranks need not be ascending.
@@ -398,6 +408,7 @@ def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
         return [layout.ranks[position] for position in positions]
 
     def init_world_of_layout(positions: list[int], *arguments: Any, **options: Any) -> Any:
+        """Initialise vLLM's world group with the layout's ranks at ``positions``."""
         return init_world(to_ranks(positions), *arguments, **options)
 
     def init_groups_of_layout(
@@ -405,6 +416,7 @@ def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
         *arguments: Any,
         **options: Any,
     ) -> Any:
+        """Initialise vLLM's groups with the layout's ranks at the positions in ``groups``."""
         rank_groups = [to_ranks(positions) for positions in groups]
         return init_model_parallel(rank_groups, *arguments, **options)
 

@@ -218,11 +218,11 @@ class VllmServer:
         path = f"{self.url}, of rollout.server.urls"
         try:
             server_info = self.send_control_request("server_info?config_format=json", timeout=FIRST_SECONDS)
-            info = server_info["vllm_config"]
-            _require_fitting_settings(requirements.compare_settings(info), path)
+            vllm_config = server_info["vllm_config"]
+            _require_fitting_settings(requirements.compare_settings(vllm_config), path)
             reply = self.send_control_request("collective_rpc", {"method": "model_settings"})
             served_settings, *_ = reply["results"]
-            max_requests = int(info["scheduler_config"]["max_num_seqs"])
+            max_requests = int(vllm_config["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
             raise self._unusable_error(path, error) from error
 
@@ -299,13 +299,13 @@ class ServerRequirements:
     tokenizer: bool = False
     """Whether the server must have the model's tokenizer, to end responses at stop texts."""
 
-    def compare_settings(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
-        """Compare a server's settings with these requirements: setting -> (expected, actual, does it fit).
+    def compare_settings(self, vllm_config: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
+        """Compare a server's configuration with these requirements.
 
-        ``info``: the server's ``vllm_config``.
+        Returns name of a setting -> (expected value, actual value, whether the actual value fits).
         """
         # Settings of the model and of its log-probs.
-        model = info["model_config"]
+        model = vllm_config["model_config"]
         dtype = str(model["dtype"]).removeprefix("torch.")
         head_dtype = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
         expected_head = "float32" if self.float32_head else head_dtype
@@ -314,14 +314,15 @@ class ServerRequirements:
         log_probs_mode = model["logprobs_mode"]
 
         # The plug-ins of this package.
-        transfer_backend = (info.get("weight_transfer_config") or {}).get("backend")
-        extension = info["parallel_config"]["worker_extension_cls"]
+        transfer_backend = (vllm_config.get("weight_transfer_config") or {}).get("backend")
+        extension = vllm_config["parallel_config"]["worker_extension_cls"]
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
         # A chunked prefill rewinds a request's random generator, which is not possible for host generators.
-        has_chunked_prefill = info["scheduler_config"]["enable_chunked_prefill"]
-        loses_seeds = bool(has_chunked_prefill) and info["device_config"]["device"] == self.host
+        has_chunked_prefill = vllm_config["scheduler_config"]["enable_chunked_prefill"]
+        is_on_host = vllm_config["device_config"]["device"] == self.host
+        loses_seeds = bool(has_chunked_prefill) and is_on_host
 
         # Use the names in the command that `check` shows. The first setting that does not fit is reported.
         return {
@@ -358,8 +359,8 @@ def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], 
 
     ``path`` is the error's ``where``: the URL and the key that names it.
     """
-    for name, (expected, actual, fits) in comparisons.items():
-        if not fits:
+    for name, (expected, actual, is_fitting) in comparisons.items():
+        if not is_fitting:
             raise UserError(
                 f"the `{name}` of a server does not fit the run",
                 where=path,
