@@ -261,8 +261,9 @@ class RewardRole:
 
         futures = self._early_futures
         self._early_futures = []
-        for results in replica_group.gather_objects([future.result() for future in futures]):
-            for name, answers in results:
+        local_results = [future.result() for future in futures]
+        for rank_results in replica_group.gather_objects(local_results):
+            for name, answers in rank_results:
                 rewards[name].update(answers)
         return rewards
 
@@ -329,10 +330,13 @@ class RewardRole:
             early_rewards: rewards from `gather_early_rewards`, or None.
             filtered: rows that filters removed, from `run_filters`.
         """
-        answers = environment_answers(rollouts)
+        # Rows that have an answer from an environment or a filter. An evaluator also rewards the rows that an
+        # environment has rewarded, so drop the environment's rewards, but not its failures.
+        existing_answers = environment_answers(rollouts)
         if self._ignores_environments:
-            answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
-        answers |= filtered.answers
+            failures = {row: answer for row, answer in existing_answers.items() if answer.reason is not None}
+            existing_answers = failures
+        existing_answers |= filtered.answers
         failed_rows = _failed_rows(rollouts)
         skipped_rows = failed_rows | filtered.dropped_rows
 
@@ -341,7 +345,7 @@ class RewardRole:
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, replica_group, scorer)
             all_answers = dict((early_rewards or {}).get(name, {}))
-            all_answers |= answers
+            all_answers |= existing_answers
             available_answers = {
                 row: answer for row, answer in all_answers.items() if row not in skipped_rows
             }
@@ -361,9 +365,9 @@ class RewardRole:
             skipped_rows = skipped_rows | set(result.reasons)
 
             # The first scorer's result contains the rewards of environments: the other scorers add 0.
-            for row, answer in answers.items():
+            for row, answer in existing_answers.items():
                 if answer.reason is None:
-                    answers[row] = Answer(None, "", 0.0)
+                    existing_answers[row] = Answer(None, "", 0.0)
         return results
 
     def _add_saved_calls(

@@ -189,7 +189,8 @@ class _RowColumns:
         with the token's ``logprob``, as the server returned it.
         """
         log_probs = {int(text): float(values["logprob"]) for text, values in returned_log_probs.items()}
-        # Validate the numbers of an untrusted server: the columns are int32 and float32.
+        # Validate the numbers of an untrusted server, since the columns are int32 and float32. Rounding can
+        # make a log-prob slightly positive.
         if min(log_probs) < 0 or not all(BANNED <= value <= 1e-3 for value in log_probs.values()):
             raise ValueError(f"log-probs {log_probs}")
         self.tensors["teacher_log_probs"][position] = log_probs[token]

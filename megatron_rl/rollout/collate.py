@@ -34,7 +34,10 @@ def make_waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     tuple_rows: list[Iterable[Any]] = []
     for name in PromptBatch.TUPLE_FIELDS:
         values = getattr(prompts, name)
-        tuple_rows.append([None] * len(prompts) if values is None else zip(values, strict=True))
+        if values is None:
+            tuple_rows.append([None] * len(prompts))
+        else:
+            tuple_rows.append(zip(values, strict=True))
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
@@ -256,14 +259,14 @@ def collect_new_tokens(
         support += sequence.support[support_start:]
 
     rows = torch.tensor(positions, dtype=torch.int64)
-    counts = []
+    new_token_counts = []
     for sequence, start in zip(sequences, starts, strict=True):
-        counts.append(len(sequence.tokens) - start)
+        new_token_counts.append(len(sequence.tokens) - start)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
     finish_rounds = [sequence.finished_in for sequence in sequences]
     shard = RowShard(
         rows,
-        torch.tensor(counts, dtype=torch.int64),
+        torch.tensor(new_token_counts, dtype=torch.int64),
         {
             "tokens": _to_tensor(tokens, torch.int64),
             "mask": _to_tensor(versions, torch.int32) != OBSERVED,
@@ -412,7 +415,8 @@ def _sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
 def _to_tensor(values: array, dtype: torch.dtype) -> Tensor:
     """Return a copy of an array as a tensor."""
-    # Not torch.from_numpy: the gather views tensors as bytes, which fails if NumPy owns their empty memory.
+    # Not torch.from_numpy: the gather views tensors as bytes, which fails for a tensor that was made from an
+    # empty NumPy array.
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 

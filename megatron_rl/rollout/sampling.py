@@ -27,7 +27,7 @@ _UINT64_MASK = 2**64 - 1
 
 
 def _hash_splitmix64(value: int) -> int:
-    """Return a hash of 64 bits: the output function of the random generator SplitMix64."""
+    """Hash a 64-bit integer with the output function of the random generator SplitMix64."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64_MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _UINT64_MASK
     return value ^ (value >> 31)

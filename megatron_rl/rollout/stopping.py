@@ -139,7 +139,7 @@ class StopTextFinder:
         request: GenerationRequest,
         completion: Completion,
     ) -> Completion:
-        """Cut a completion after the token that completes a stop text; return it unchanged without one."""
+        """Cut a completion after the token that completes a stop text; return others unchanged."""
         search = self.make_search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
             return completion

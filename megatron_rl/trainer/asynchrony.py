@@ -71,7 +71,8 @@ class AheadBatches:
         learner_ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
         self.learners: tuple[int, ...] | None = learner_ranks
         self._is_learner = device.rank() in learner_ranks
-        # Creating a communicator is collective over the world, and rollout ranks never use this one.
+        # Create the learners' communicator on all ranks now: the creation is collective over the world, and
+        # rollout ranks never use it later.
         communicator(learner_ranks)
 
     @contextmanager
@@ -81,7 +82,7 @@ class AheadBatches:
         phase: Phases,
         learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """Yield the oldest batch of the queue while the next one is sampled with the newest weights.
+        """Yield the oldest batch of the queue, while rollout ranks sample the next with the newest weights.
 
         See `BatchSource.produce_batch`.
         """
@@ -145,8 +146,7 @@ class AheadBatches:
     def _count_prompts_to_sample(self) -> int:
         """Return the number of prompts of the next batch.
 
-        With dynamic sampling, this is more than a step's prompts: the fewer groups of the last batch were
-        informative, the more.
+        With dynamic sampling, the number is larger if few groups of the last batch were informative.
         """
         prompts_per_step = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling.further_rounds:

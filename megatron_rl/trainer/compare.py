@@ -111,7 +111,7 @@ class Comparison:
 
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare the runs in ``folders``; raise UserError for a folder without metrics."""
-    # Folders with the same name are distinguished by their paths.
+    # Name each run after its folder, or by its path if two folders have the same name.
     run_names = [folder.resolve().name for folder in folders]
     if len(set(run_names)) < len(run_names):
         run_names = [str(folder) for folder in folders]
@@ -141,8 +141,8 @@ def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Co
     """
     if key in explicit_keys:
         return True
-    names = key.split(".")
-    parent_keys = [".".join(names[:length]) for length in range(1, len(names))]
+    key_parts = key.split(".")
+    parent_keys = [".".join(key_parts[:length]) for length in range(1, len(key_parts))]
     return any(parent_key in explicit_mappings for parent_key in parent_keys)
 
 
@@ -155,8 +155,8 @@ def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
     for fact_name, format_fact in _START_TEXTS.items():
         cells: list[str] = []
         for group in groups.values():
-            texts = [format_fact(run.start) for run in group if run.start is not None]
-            cells.append("; ".join(dict.fromkeys(texts)) or "-")
+            fact_texts = [format_fact(run.start) for run in group if run.start is not None]
+            cells.append("; ".join(dict.fromkeys(fact_texts)) or "-")
         if len(set(cells)) > 1:
             rows.append([fact_name, *cells])
     return rows
@@ -232,16 +232,16 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
     Two folders whose first steps took exactly the same time are copies of one run.
     """
     # Runs with the same first step are copies of each other. A run without a step is not a copy.
-    by_first_step: dict[str, list[ComparedRun]] = {}
+    runs_by_first_step: dict[str, list[ComparedRun]] = {}
     for run in group:
         first_step = _first_timed_step(run.metrics)
-        key = run.name
+        first_step_key = run.name
         if first_step is not None:
-            key = json.dumps([run.settings.get("seed"), first_step], sort_keys=True)
-        by_first_step.setdefault(key, []).append(run)
+            first_step_key = json.dumps([run.settings.get("seed"), first_step], sort_keys=True)
+        runs_by_first_step.setdefault(first_step_key, []).append(run)
 
     notes: list[str] = []
-    for copies in by_first_step.values():
+    for copies in runs_by_first_step.values():
         # Retain the folder with the most steps, which is the original or a copy that was resumed.
         original = max(copies, key=lambda run: len(run.metrics.lines))
         for run in copies:
@@ -318,10 +318,10 @@ def _read_run(path: Path, name: str) -> ComparedRun:
     ``name``: name of the run in the comparison.
     """
     folder = RunFolder(path)
-    text = ""
+    config_text = ""
     if folder.config.is_file():
-        text = folder.config.read_text(encoding="utf-8", errors="replace")
-    setting_leaves = read_tree(text, str(folder.config), []).leaves()
+        config_text = folder.config.read_text(encoding="utf-8", errors="replace")
+    setting_leaves = read_tree(config_text, str(folder.config), []).leaves()
     settings = {key: leaf.value for key, leaf in setting_leaves}
     starts = read_starts(folder)
     start = None
@@ -400,7 +400,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
 
 
 def _format_mean_and_deviation(results: Sequence[Result]) -> str:
-    """Format the mean of a result over runs, with its standard deviation if there are at least two runs."""
+    """Format the mean of a result over runs, with the standard deviation if there are several runs."""
     if not results:
         return "-"
     numbers = [number for number, _ in results]

@@ -221,7 +221,7 @@ def make_charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
     seconds_by_phase = _phase_seconds(lines)
     if seconds_by_phase:
         steps = [int(line["step"]) for line in lines if line["step"] > 0]
-        # Smoothed, since a single slow step would hide the shares of the phases.
+        # Smooth the curves, since a single slow step would hide the shares of the phases.
         curves = [
             _make_curve(name.removeprefix("time/"), COLOURS[index], steps, smooth_curve(seconds))
             for index, (name, seconds) in enumerate(seconds_by_phase.items())
@@ -234,7 +234,8 @@ def make_charts(lines: Lines, stages: Mapping[str, Lines]) -> list[Chart]:
 def make_overlay_charts(groups: Mapping[str, Sequence[RunMetrics]]) -> list[Chart]:
     """Return the data of a chart for each metric of several runs, with the curves of all runs.
 
-    Runs of a group differ only in their seeds: each run has a thin line, and the group's mean a thick one.
+    Runs of a group differ only in their seeds. Each run is drawn as a thin line, and the mean of each group
+    as a thick line.
     """
     # A panel for each metric that any of the runs has.
     panels: dict[str, Panel] = {}
@@ -269,8 +270,12 @@ def _make_overlay_chart(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]
         means = [fmean(values_by_step[step]) for step in steps]
         if steps:
             curves.append(_make_curve(name, colour, steps, means))
-    stages = [name for runs in groups.values() for run in runs for name in run.stages]
-    return _make_chart(panel, curves, _axis_name(panel, stages))
+
+    stage_names: set[str] = set()
+    for runs in groups.values():
+        for run in runs:
+            stage_names.update(run.stages)
+    return _make_chart(panel, curves, _axis_name(panel, stage_names))
 
 
 def _axis_name(panel: Panel, stages: Collection[str]) -> str:
@@ -430,8 +435,8 @@ def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw one metric over the steps into the axes of its panel.
 
-    A smooth panel shows the values and their running mean; other panels show points, and label the first and
-    the last one.
+    A smooth panel shows the values and their running mean. Other panels show points, with labels at the first
+    and the last point.
     """
     steps, values = metric_series(lines, panel.metric)
     _set_title(axis, panel.title)
@@ -514,7 +519,7 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
 
 def _draw_phase_times(axis: Axes, lines: Lines) -> None:
     """Draw the seconds of each phase over the steps, smoothed and stacked on one another."""
-    # Smoothed, since a single slow step would make the other steps' phases too small to see.
+    # Smooth the curves, since a single slow step would make the phases of other steps too small to see.
     seconds_by_phase = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
     curves = [smooth_curve(seconds) for seconds in seconds_by_phase.values()]

@@ -152,7 +152,7 @@ class Run:
 
     @property
     def critic(self) -> LearningRole:
-        """Return the critic; raise UserError if the algorithm has none."""
+        """Return the critic; raise UserError if the algorithm has no critic."""
         critic = self._training.roles.critic
         if critic is None:
             raise UserError(
@@ -280,7 +280,7 @@ class Run:
     def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:
         """Compute the training batch of the configured algorithm: advantages, returns and corrections.
 
-        Raises UserError if no token has a loss, because filters have removed all.
+        Raises UserError if no token has a loss because filters have removed all tokens.
         """
         training = self._training
         with training.phases("estimate"):
@@ -298,7 +298,7 @@ class Run:
         """Return a training batch with advantages that the script has computed, [B] or [N].
 
         Tokens whose advantage is NaN are not trained on. ``scores``: result of `score`, whose log-probs are
-        added to the batch; None for a loss that does not need them.
+        added to the batch; None for a loss that does not need log-probs.
         """
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
@@ -326,7 +326,7 @@ class Run:
         """Return pairs of rows for a preference loss: row ``chosen[i]`` is preferred to ``rejected[i]``.
 
         Pairs with an empty response are omitted. ``scores``: result of `score`, whose log-probs are added to
-        the pairs; losses with a reference need them.
+        the pairs; losses with a reference need these log-probs.
         """
         response_lengths = row_counts(rollouts.response_mask, rollouts.lengths)
         pair_rows: list[int] = []

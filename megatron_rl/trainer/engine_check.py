@@ -52,8 +52,8 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
     # One rank per replica has completions to gather; after the gather, every rank has all rows.
     world = ReplicaGroup()
-    gathered = chain.from_iterable(world.gather_objects(completions))
-    rollouts = _collate_rollouts(requests, gathered, roles.hybrid_engine.version)
+    all_completions = chain.from_iterable(world.gather_objects(completions))
+    rollouts = _collate_rollouts(requests, all_completions, roles.hybrid_engine.version)
     if rollouts is None:
         raise UserError(
             "the rollout engine sampled no token in its check at the start of the run",
@@ -135,8 +135,8 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
     mean_difference = float(difference.mean())
 
-    # At least the default: the mean over a few tokens of random prompts has more variance than the mean over
-    # a batch, to which `mismatch.stop` normally applies.
+    # Allow at least the default difference: the mean over a few tokens of random prompts has more variance
+    # than the mean over a batch, to which `mismatch.stop` normally applies.
     assert config.mismatch.stop is not None
     _, default_stop, _ = default_mismatch_thresholds(config.model.dtype)
     max_difference = max(config.mismatch.stop, default_stop)

@@ -133,12 +133,12 @@ def evaluate(
     """Sample and reward answers to each set; return the results and the metrics of the weight sync.
 
     ``eval/NAME/accuracy`` is the fraction of answers whose reward is at least `CORRECT_REWARD`; with several
-    scorers, only the first one's reward is used. An answer whose reward failed is not correct.
+    scorers, only the first scorer's reward is used. An answer whose reward failed is not correct.
     ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other metrics.
     Collective over the world.
     """
     world = ReplicaGroup()
-    # Evaluate the newest weights, even if training responses are sampled from older ones.
+    # Evaluate the newest weights, even if training responses are sampled from older weights.
     with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
         answers = [gather_complete_round(roles.rollout, pending_set, world) for pending_set in pending]
@@ -214,7 +214,7 @@ def _compute_set_result(
     statistics = _answer_statistics(evaluation_set, rollouts, correct, answer_texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
-    # Run the evaluators on the same answers, and report their failures together with those of the reward.
+    # Run the evaluators on the same answers, and report their failures together with failed rewards.
     failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
     for key, role in evaluation_set.evaluators.items():
         evaluator_metrics, evaluator_failures = _run_evaluator(
@@ -244,12 +244,13 @@ def _answer_statistics(
 
     ``correct``: [B] bool. ``answer_texts``: the B answers, decoded.
     """
-    samples = evaluation_set.settings.samples
-    correct_by_prompt = correct.view(-1, samples).numpy().astype(float)
+    samples_per_prompt = evaluation_set.settings.samples
+    correct_by_prompt = correct.view(-1, samples_per_prompt).numpy().astype(float)
 
     # A response votes for its marked answer, or for its complete text if it marks no answer.
     votes = [find_marked_answer(text) or text.strip() for text in answer_texts]
-    votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
+    first_votes = range(0, len(votes), samples_per_prompt)
+    votes_by_prompt = [votes[first : first + samples_per_prompt] for first in first_votes]
 
     # Estimates for each prompt ([P] per statistic), since the bootstrap resamples prompts.
     estimates = {"accuracy": correct_by_prompt.mean(axis=1)}
@@ -265,7 +266,7 @@ def _answer_statistics(
     # Split the response tokens by answer.
     response_ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
     responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), response_ends)
-    return statistics | diversity_statistics(responses, samples)
+    return statistics | diversity_statistics(responses, samples_per_prompt)
 
 
 def _run_evaluator(
@@ -284,17 +285,17 @@ def _run_evaluator(
     (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
     for key, values in world.gather_rows(result.shard).values.items():
-        finite = values.isfinite()
+        is_finite = values.isfinite()
         is_reward = key == "rewards"
         metric = prefix if is_reward else f"{prefix}/{key.removeprefix(COMPONENT)}"
-        metrics += Metrics.mean(metric, float(values[finite].sum()), float(finite.sum()))
+        metrics += Metrics.mean(metric, float(values[is_finite].sum()), float(is_finite.sum()))
         if is_reward:
-            metrics += Metrics.mean(f"{prefix}_failed", float((~finite).sum()), len(values))
+            metrics += Metrics.mean(f"{prefix}_failed", float((~is_finite).sum()), len(values))
     return metrics, result.failures
 
 
 def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[str]:
-    """Yield a warning for the console for each failure in ``results``, which are failures on this rank."""
+    """Yield a console warning for each example of a failed reward or evaluator in ``results``."""
     for result in results:
         for source, failure in result.failures:
             last_line = failure.message.strip().rpartition("\n")[2][-300:]
@@ -314,13 +315,13 @@ def pass_at_k(correct: ndarray, count: int) -> ndarray:
         >>> pass_at_k(numpy.array([[1, 0, 0, 0]]), 2)
         array([0.5])
     """
-    samples = correct.shape[1]
-    incorrect = samples - correct.sum(axis=1)
+    num_answers = correct.shape[1]
+    num_incorrect = num_answers - correct.sum(axis=1)
 
     # Compute the probability that every draw is incorrect as a product: binomials of large n overflow.
     all_incorrect = numpy.ones(len(correct))
     for draw in range(count):
-        all_incorrect *= numpy.clip(incorrect - draw, 0, None) / (samples - draw)
+        all_incorrect *= numpy.clip(num_incorrect - draw, 0, None) / (num_answers - draw)
     return 1.0 - all_incorrect
 
 
@@ -332,7 +333,7 @@ def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) 
     frequent answers share the vote (Wang et al. 2022, arXiv 2203.11171).
     """
     generator = numpy.random.default_rng(0)
-    samples = correct.shape[1]
+    num_answers = correct.shape[1]
     probabilities = numpy.zeros(len(correct))
     for prompt_index, prompt_votes in enumerate(votes):
         # Number the distinct texts of this prompt.
@@ -344,10 +345,10 @@ def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) 
         credit = numpy.bincount(text_ids, correct[prompt_index], distinct_count) / frequency
 
         # One subset with all answers, or random subsets.
-        if count == samples:
+        if count == num_answers:
             subsets = text_ids[None, :]
         else:
-            permutations = generator.random((SUBSETS, samples)).argsort(axis=1)
+            permutations = generator.random((SUBSETS, num_answers)).argsort(axis=1)
             subsets = text_ids[permutations[:, :count]]
 
         # Count the votes for each distinct text in each subset; equally frequent texts share the win.
@@ -361,11 +362,12 @@ def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) 
 def bootstrap_intervals(
     values: Mapping[str, ndarray],
 ) -> dict[str, tuple[float, float]]:
-    """Return, for each [P] array, the 95% bootstrap interval (low, high) of its mean over prompts.
+    """Compute the 95% bootstrap interval of the mean of each statistic: name -> (low, high).
 
-    Prompts are drawn with replacement; the draws are the same for all arrays and in every call.
+    ``values``: name of a statistic -> [P], its value for each prompt. Prompts are drawn with replacement; the
+    draws are equal for all statistics and in every call.
     """
-    # [P, arrays], so that all arrays use the same resamples of prompts.
+    # Stack to [P, statistics], so that all statistics use the same resamples of prompts.
     stacked = numpy.stack(list(values.values()), axis=1)
     prompt_count = len(stacked)
     generator = numpy.random.default_rng(0)

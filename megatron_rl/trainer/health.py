@@ -94,7 +94,7 @@ class HealthMonitor:
         values: Mapping[str, float],
         states: Mapping[str, RuleState],
     ) -> None:
-        """Warn of user-defined rules whose metric does not exist in the first step of a job."""
+        """Print a warning for each user-defined rule whose metric is missing in the first step of a job."""
         for rule in self._rules:
             # Metrics of evaluation sets may only exist from the first evaluation on.
             metric = rule.metrics[0]
@@ -148,14 +148,14 @@ def warning_text(rule: HealthRule, measurements: Sequence[tuple[int, float]]) ->
 
 
 def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> UserError:
-    """Return the error of a run that a rule with ``act: stop`` ends."""
-    path = f"health.rules.{rule.name}"
-    fix = f"{path}=off, or {path}.act=warn, resumes without this rule's stop"
+    """Return the error with which a rule with ``act: stop`` ends the run."""
+    key = f"health.rules.{rule.name}"
+    fix = f"{key}=off, or {key}.act=warn, resumes without this rule's stop"
     if rule.change:
         fix = f"look at the samples ({rule.samples}), change {rule.change.replace('`', '')} and resume; {fix}"
     return UserError(
         f"a health rule has ended the run: {rule.meaning}",
-        where=f"{path} (step {measurements[-1][0]})",
+        where=f"{key} (step {measurements[-1][0]})",
         expected=f"{rule.band_text()} ({_measure_text(rule)})",
         got=_describe_measurements(rule, measurements),
         fix=fix,
@@ -167,10 +167,10 @@ def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, f
 
     ``measurements``: (step, value) pairs.
     """
-    # Not all values, since a rule can require hundreds of steps.
-    last = ", ".join(_format_value(value) for _, value in measurements[-3:])
+    # Show only the last values, since a rule can require hundreds of steps.
+    last_values = ", ".join(_format_value(value) for _, value in measurements[-3:])
     steps = format_step_ranges([step for step, _ in measurements])
-    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band_text()} is healthy"
+    return f"{_measure_text(rule)} {last_values} at steps {steps}, where {rule.band_text()} is healthy"
 
 
 def _measure_text(rule: HealthRule) -> str:
@@ -198,7 +198,7 @@ def _measure_value(rule: HealthRule, values: Mapping[str, float], memory: Memory
 
 
 def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the rule's first metric if its second one, the maximum age of the step's tokens, is 0.
+    """Return the rule's first metric if the second metric, the maximum age of the step's tokens, is 0.
 
     Otherwise returns None: for old tokens, the metric also contains the effect of updates since sampling.
     """
@@ -216,7 +216,7 @@ def _measure_sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) 
 
 
 def _measure_share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest of the rule's times as a fraction of the step's time, the rule's last metric."""
+    """Return the longest of the rule's times as a fraction of the step's time (the rule's last metric)."""
     *time_metrics, step_time_metric = rule.metrics
     times = [values[name] for name in time_metrics if name in values]
     step_time = values.get(step_time_metric, 0.0)
@@ -340,7 +340,7 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def find_rule(name: str) -> HealthRule:
-    """Return the built-in health rule ``name``; for a user-defined rule, one with a generic description."""
+    """Return the built-in health rule ``name``, or a rule with a generic meaning for a user-defined name."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 

@@ -109,12 +109,12 @@ class Job:
     def stop_if_requested(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
         """Save the current step and raise Stopped, if any rank has received a stop signal or has an error.
 
-        Called after each step. All ranks gather the requests, so that they end after the same step.
+        Call it after each step. All ranks gather the requests, so that they end after the same step.
         ``save``: function that writes a checkpoint of a step and returns its path. ``error``: error of this
         rank, such as a health rule's, that ends a run which can be resumed. Collective over the world.
         """
         requests = gather_objects((self.stop.signal_number, error is not None))
-        signals = [number for number, _ in requests if number is not None]
+        signals = [signal_number for signal_number, _ in requests if signal_number is not None]
         if signals:
             code = 128 + signals[0]
             reason = signal.Signals(signals[0]).name
@@ -152,7 +152,7 @@ class Job:
             self.folder.flight_records,
         )
 
-        # The main rank compares the settings with those of an earlier job before it overwrites them.
+        # The main rank compares the settings with an earlier job's settings before it overwrites them.
         if self.main:
             for changed_setting in self._changed_settings():
                 self.say(f"warning: this run resumes with a changed setting: {changed_setting}")
@@ -313,7 +313,8 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         if stopped.error is not None:
             report_errors(stopped.error)
         elif stopped.code:
-            # The launcher kills all ranks when the first one ends with an error: wait until it is reported.
+            # The launcher kills all ranks when the first rank ends with an error: wait until the rank with
+            # the error has reported it.
             time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
     except BaseException as error:
@@ -678,7 +679,7 @@ def _file_system_time(folder: Path) -> float:
 
 
 def _read_lock_holder(path: Path) -> dict[str, Any]:
-    """Return host, process and start time of the job that the lock file names, or {} if it names none."""
+    """Read host, process and start time of the job in the lock file; {} if the file names no job."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

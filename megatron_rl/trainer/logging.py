@@ -217,9 +217,9 @@ class MetricsLog:
         # The first metric, such as the reward, takes precedence over the phases.
         if len("  ".join([*columns, *metrics[:1], *last_columns, phases])) > WIDTH:
             phases = ""
-        reserved = len("  ".join(filter(None, [*last_columns, phases])))
+        reserved_width = len("  ".join(filter(None, [*last_columns, phases])))
         for metric in metrics:
-            if len("  ".join([*columns, metric])) + 2 + reserved <= WIDTH:
+            if len("  ".join([*columns, metric])) + 2 + reserved_width <= WIDTH:
                 columns.append(metric)
         if phases and len("  ".join([*columns, *last_columns, phases])) <= WIDTH:
             # The remaining time comes last.
@@ -306,7 +306,7 @@ class Progress:
 
     def _start_bar(self) -> Any:
         """Start a progress bar and return it; it is a spinner if the total number of units is unknown."""
-        # Imported only if the console is a terminal.
+        # Import rich only if the console is a terminal.
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -422,6 +422,8 @@ def format_step_ranges(steps: Sequence[int]) -> str:
         else:
             ranges.append([step, step])
 
-    texts = [f"{first}-{last}" if last > first else str(first) for first, last in ranges]
-    text = ", ".join(texts[:MAX_STEP_RANGES])
-    return f"{text} and more" if len(texts) > MAX_STEP_RANGES else text
+    range_texts = [f"{first}-{last}" if last > first else str(first) for first, last in ranges]
+    shown_ranges = ", ".join(range_texts[:MAX_STEP_RANGES])
+    if len(range_texts) > MAX_STEP_RANGES:
+        return f"{shown_ranges} and more"
+    return shown_ranges

@@ -216,7 +216,7 @@ def train_step(
                 state,
             )
 
-    # On every rank: this increments the version, on which the next weight sync depends, which is collective.
+    # Increment the version on every rank: the next weight sync, which is collective, depends on it.
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
     return result
@@ -273,7 +273,7 @@ def compute_log_probs(
         served_rows = rows_by_role.get(served_teacher.name)
         batch = _add_served_columns(batch, columns, pending_results.result(), served_rows, learners)
 
-    # Store the outputs in the fields of `Scores`; the remaining ones are extra columns.
+    # Store the outputs in the fields of `Scores`; the remaining outputs are extra columns.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
     return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
 
@@ -283,7 +283,7 @@ def _rows_by_teacher(
     roles: Roles,
     config: RunConfig,
 ) -> dict[str, list[int]]:
-    """Map the name of each teacher's role to the indices of the rows that it scores.
+    """Return the rows that each teacher scores: `ModelRole.name` of the teacher -> row indices.
 
     The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task has no
     teacher.
@@ -431,8 +431,8 @@ def update_weights(
         )
     )
 
-    # Update one role after the other, so that on shared ranks only one must be in device memory. On disjoint
-    # ranks their updates still run in parallel.
+    # Update one role after the other, so that on shared ranks only one role must be in device memory. On
+    # disjoint ranks their updates still run in parallel.
     if roles.critic is not None:
         with roles.critic.resident():
             for minibatch in batches:
@@ -529,8 +529,8 @@ def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 
     A batch without any valid reward is accepted here: `reward.max_invalid_fraction` limits failed rewards.
     """
-    counts = batch.response_counts
-    has_rewards = counts is not None and bool(counts.any())
+    response_counts = batch.response_counts
+    has_rewards = response_counts is not None and bool(response_counts.any())
     if has_rewards and not bool(batch.response_mask.any()):
         raise _no_tokens_error(metrics.values())
     require_accepted_tokens(metrics)

@@ -167,7 +167,11 @@ def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
     folder = RunFolder(run_dir)
     run = run_metrics(folder)
     rows = summary_rows(run.lines, run.stages)
-    phases = phase_times(run.lines or [line for lines in run.stages.values() for line in lines])
+    timed_lines = list(run.lines)
+    if not timed_lines:
+        for stage_lines in run.stages.values():
+            timed_lines += stage_lines
+    phases = phase_times(timed_lines)
 
     # Print the table before files are written: the folder of another user's run may not be writable.
     _print_tables(folder, rows, phases, console)
@@ -179,7 +183,7 @@ def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
     for line in samples.unreadable:
         print(f"warning: {line}", file=console)
     files = [("learning curves:", folder.curve), ("report:", folder.report)]
-    # A run in progress, or one that exports nothing, has no model yet.
+    # The folder has no model while the run is in progress, or if the run exports no model.
     has_model = folder.model.is_dir()
     if has_model:
         files.append(("trained model:", folder.model))
@@ -216,7 +220,7 @@ def _page_sections(
         sections.append(page.table(PHASE_HEADINGS, _phase_rows(phases), numeric_columns=(1, 2, 3)))
         sections.append(page.paragraph(PHASES_NOTE))
 
-    # Files that cannot be read are named even if no sample is left to show.
+    # Show the warnings about unreadable files even if there is no sample to show.
     if samples.rows or samples.unreadable:
         sections += [
             page.heading("Samples"),
@@ -234,7 +238,7 @@ def _page_sections(
 def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
     """Return facts about a run as (name, value) pairs: start, command, versions, hardware, duration.
 
-    A run without a record of its starts has only its folder and the time of its steps.
+    Without recorded starts, the facts are only the folder and the time of the steps.
     """
     rows = [("folder", str(folder.path.resolve()))]
     starts = read_starts(folder)
@@ -363,18 +367,18 @@ def summary_rows(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
     # Throughput, log-prob mismatch and invalid rewards: mean over the steps, and the worst or best step.
-    _, speed = metric_series(lines, "throughput/tokens_per_second")
-    if speed:
-        remark = f"best step {number_text(max(speed), ',.0f')}"
-        rows.append(("tokens per second", number_text(fmean(speed), ",.0f"), remark))
-    _, mismatch = metric_series(lines, "mismatch/abs_diff")
-    if mismatch:
-        remark = f"largest step mean {max(mismatch):.1e}"
-        rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", remark))
-    _, invalid = metric_series(lines, "reward/invalid")
-    if invalid:
-        remark = f"worst step {number_text(max(invalid), '.2%')}"
-        rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), remark))
+    _, throughputs = metric_series(lines, "throughput/tokens_per_second")
+    if throughputs:
+        remark = f"best step {number_text(max(throughputs), ',.0f')}"
+        rows.append(("tokens per second", number_text(fmean(throughputs), ",.0f"), remark))
+    _, mismatches = metric_series(lines, "mismatch/abs_diff")
+    if mismatches:
+        remark = f"largest step mean {max(mismatches):.1e}"
+        rows.append(("log-prob mismatch", f"{fmean(mismatches):.1e}", remark))
+    _, invalid_fractions = metric_series(lines, "reward/invalid")
+    if invalid_fractions:
+        remark = f"worst step {number_text(max(invalid_fractions), '.2%')}"
+        rows.append(("invalid rewards", number_text(fmean(invalid_fractions), ".2%"), remark))
     for name, steps_fired in firing_steps(lines).items():
         remark = f"{format_step_ranges(steps_fired)}; see {PAGE}"
         rows.append((f"health: {name}", f"{len(steps_fired)} steps", remark))
@@ -437,8 +441,12 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
     Phases that are part of another phase come last: the time of ``generate``, for example, includes the time
     of ``reshard``.
     """
-    names = sorted({name for line in lines for name in line if name.startswith("time/")})
-    seconds_by_phase = {name.removeprefix("time/"): metric_series(lines, name)[1] for name in names}
+    time_metrics: set[str] = set()
+    for line in lines:
+        time_metrics.update(name for name in line if name.startswith("time/"))
+    seconds_by_phase: dict[str, list[float]] = {}
+    for metric in sorted(time_metrics):
+        _, seconds_by_phase[metric.removeprefix("time/")] = metric_series(lines, metric)
     step_seconds = seconds_by_phase.pop("step", [])
     step_total = sum(step_seconds)
 
@@ -481,8 +489,12 @@ def _print_tables(
     console.print(result_table)
     components = algorithm_rows(folder)
     if components:
-        names = [f"{key} {text.partition(': ')[0]}" for key, text in components if key in _NAMED_COMPONENTS]
-        console.print(f"algorithm: {', '.join([components[0][1], *names])}")
+        algorithm_texts = [components[0][1]]
+        for key, component_text in components:
+            if key in _NAMED_COMPONENTS:
+                component_name = component_text.partition(": ")[0]
+                algorithm_texts.append(f"{key} {component_name}")
+        console.print(f"algorithm: {', '.join(algorithm_texts)}")
 
     if phases:
         phase_table = Table(title="time by phase", title_justify="left")
@@ -632,7 +644,9 @@ def select_rows(
 
     # All candidates in order of importance; a dict drops repeated rows and keeps the order.
     marked_groups = list(dict.fromkeys(groups[row] for row in marks_by_row if groups[row] is not None))
-    group_rows = [row for group in marked_groups for row in range(row_count) if groups[row] == group]
+    group_rows: list[int] = []
+    for group in marked_groups:
+        group_rows += [row for row in range(row_count) if groups[row] == group]
     stride = 1
     if spread:
         stride = max(1, math.ceil(row_count / limit))

@@ -372,13 +372,16 @@ def count_prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, co
         return 0
 
     # Use the fraction of informative groups so far, so that one further round is probably enough.
-    counts = [count_informative(batch) for batch in rounds]
-    informative = sum(count for count, _ in counts)
-    total = sum(count for _, count in counts)
+    num_informative = 0
+    num_groups = 0
+    for batch in rounds:
+        round_informative, round_groups = count_informative(batch)
+        num_informative += round_informative
+        num_groups += round_groups
     return prompts_to_sample(
         prompts_per_step,
-        informative,
-        total,
+        num_informative,
+        num_groups,
         ceiling=ROUND_CEILING * prompts_per_step,
     )
 
@@ -415,7 +418,7 @@ def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBa
     If no group is informative, returns the rows of ``fallback``. The returned batch has the metrics and
     failures of ``batch``.
     """
-    informative, total = count_informative(batch)
+    num_informative, num_groups = count_informative(batch)
 
     # Select in the order of sampling, not by reward.
     group = batch.rollouts.group
@@ -426,10 +429,10 @@ def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBa
     )
 
     metrics = Metrics.of({
-        "sampling/prompts": float(total),
-        "sampling/informative_fraction": informative / total,
-        "sampling/dropped_groups": float(max(informative - group_count, 0)),
-        "sampling/missing_groups": float(max(group_count - informative, 0)),
+        "sampling/prompts": float(num_groups),
+        "sampling/informative_fraction": num_informative / num_groups,
+        "sampling/dropped_groups": float(max(num_informative - group_count, 0)),
+        "sampling/missing_groups": float(max(group_count - num_informative, 0)),
     })  # fmt: skip
 
     selected = fallback
@@ -448,10 +451,10 @@ def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
 
     # Each round numbers its groups from 0, but advantages need unique numbers in the whole batch.
     renumbered: list[Rollouts] = []
-    group_count = 0
+    next_group = 0
     for batch in rounds:
-        rollouts = replace(batch.rollouts, group=batch.rollouts.group + group_count)
-        group_count = int(rollouts.group.max()) + 1
+        rollouts = replace(batch.rollouts, group=batch.rollouts.group + next_group)
+        next_group = int(rollouts.group.max()) + 1
         renumbered.append(rollouts)
 
     # A function may return a component in one round and not in another.
@@ -520,8 +523,8 @@ def unused_scorers_warning(
     if not is_rewarded or not all(is_rewarded) or not keys:
         return None
 
-    names = ", ".join(keys)
-    return f"warning: the environment rewards every episode of this step, so {names} is never called"
+    scorer_keys = ", ".join(keys)
+    return f"warning: the environment rewards every episode of this step, so {scorer_keys} is never called"
 
 
 class FailureWatch:

@@ -238,7 +238,8 @@ class Training:
         else:
             self._run_stages()
 
-        # After the stages, because the first step samples from their weights. A complete run needs no engine.
+        # Check the engine after the stages, since the first step samples from their weights. A complete run
+        # needs no engine.
         if self.state.step < self.config.steps:
             with self.phases("check engine"), self._make_progress("sync weights, compare trainer and engine"):
                 self._first_sync_metrics = check_engine(self.config, self.roles)
@@ -249,7 +250,7 @@ class Training:
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record_metrics(log, 0, self._evaluate(0, self.sets))
 
-        # Checkpoints do not contain the answers of a deferred evaluation: run a restored one again.
+        # Checkpoints do not contain the answers of a deferred evaluation: run a restored evaluation again.
         self._run_deferred_evaluation(log)
         try:
             with self.job.stop.defer_stops():
@@ -265,7 +266,7 @@ class Training:
                 self._run_deferred_evaluation(log)
                 self.checkpoints.wait_for_pending()
         except BaseException:
-            # Write the metrics of the last step without its deferred evaluation; a resumed run adds that.
+            # Write the metrics of the last step without its deferred evaluation, which a resumed run repeats.
             if self.state.deferred is not None:
                 self._record_metrics(
                     log,
@@ -298,20 +299,20 @@ class Training:
 
         Raises UserError for damaged or missing models. Collective over the world.
         """
-        newest = self._resumed_checkpoint()
-        if newest is None:
+        resumed_checkpoint = self._resumed_checkpoint()
+        if resumed_checkpoint is None:
             set_damaged_models_aside(self.job)
         require_intact_models(compute_on_first_rank(lambda: existing_models(self.config)))
 
         # Use the first rank's result: for a short time, ranks can read different states of a shared file
         # system. A run with a checkpoint has completed its stages, whose models must exist.
         stages: tuple[StagePlan, ...] = ()
-        if newest is None:
+        if resumed_checkpoint is None:
             stages = pending_stages(self.config)
         stages = gather_objects(stages)[0]
-        if newest is not None:
+        if resumed_checkpoint is not None:
             require_stage_models(self.config)
-        return newest, stages
+        return resumed_checkpoint, stages
 
     def _resumed_checkpoint(self) -> Path | None:
         """Return the checkpoint that `checkpoint.resume` selects, or None to start from the beginning.
@@ -437,7 +438,7 @@ class Training:
 
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
-        # Times, bytes and memory of this rank, of which the maxima over ranks are reported.
+        # Collect times, bytes and memory of this rank; their maxima over all ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         local_metrics += self._pop_first_sync_metrics()
         local_metrics += self.checkpoints.finish_if_written()
@@ -515,7 +516,7 @@ class Training:
                 self.checkpoints.save_periodic(step)
 
     def _update_best(self, step: int, values: Mapping[str, float]) -> bool:
-        """Record a step's value of `checkpoint.best`; return whether it is among the best.
+        """Record a step's value of the metric `checkpoint.best`; return whether it is among the best values.
 
         Collective over the world.
         """
@@ -639,7 +640,7 @@ class Training:
             self._write_report()
 
     def _export_model(self) -> None:
-        """Write the actor as a Hugging Face model into the run folder, instead of an earlier one.
+        """Write the actor as a Hugging Face model into the run folder; replace an earlier model.
 
         Collective over the world.
         """

@@ -272,7 +272,7 @@ class RolloutSource:
         # Without oversampling, the batch consists of all groups of the round.
         groups = tuple(self.buffer.started)
         if not rollout.oversample:
-            return GenerationRound(groups, (True,) * len(groups), len(groups), version)
+            return _make_round_of_all(groups, version)
 
         # Groups that would be too old if they finished in the next step must finish in this round.
         required = (False,) * len(groups)
@@ -337,7 +337,7 @@ class RolloutSource:
             self.buffer.restart_all()
 
     def select_trainable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
-        """Return the queued batches that can still be trained on, in order; restart the others' prompts."""
+        """Return the queued batches that can still be trained on; restart the prompts of the others."""
         version = self.roles.hybrid_engine.version
         trainable: list[SampledBatch] = []
         rejected: list[SampledBatch] = []
@@ -374,8 +374,18 @@ def make_complete_round(
     version: int,
 ) -> GenerationRound:
     """Make a round of new sequences for each prompt, which ends when every sequence is finished."""
-    groups = tuple(start_groups(make_waiting_groups(prompts), samples_per_prompt, seed, version))
-    return GenerationRound(groups, (True,) * len(groups), len(groups), version)
+    groups = start_groups(make_waiting_groups(prompts), samples_per_prompt, seed, version)
+    return _make_round_of_all(groups, version)
+
+
+def _make_round_of_all(groups: Sequence[SequenceGroup], version: int) -> GenerationRound:
+    """Make a round that ends when all its groups are finished."""
+    return GenerationRound(
+        tuple(groups),
+        required=(True,) * len(groups),
+        batch_groups=len(groups),
+        version=version,
+    )
 
 
 def start_complete_round(
@@ -473,11 +483,11 @@ def _sample_rows(
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
-    groups = tuple(start_groups(make_waiting_groups(prompts), 1, round_seed, version))
+    groups = start_groups(make_waiting_groups(prompts), 1, round_seed, version)
     for group, row_seed in zip(groups, row_seeds, strict=True):
         group.sequences[0].seed = row_seed
 
-    generation_round = GenerationRound(groups, (True,) * len(groups), len(groups), version)
+    generation_round = _make_round_of_all(groups, version)
     pending = PendingRound(generation_round, rollout.infer(generation_round))
     responses = gather_complete_round(rollout, pending, replica_group)
     source.limits.record_lengths(prompts, responses)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,12 @@ class SampleWriter:
         if batch is not None:
             failures = batch.failures
         local_reasons = Counter(failure.reason for failure in failures)
-        gathered = gather_objects((local_reasons, distinct_failures(failures)))
-        reasons: Counter[str] = sum((counts for counts, _ in gathered), Counter())
-        examples = distinct_failures(chain.from_iterable(failures for _, failures in gathered))
+        reasons: Counter[str] = Counter()
+        rank_examples: list[Failure] = []
+        for rank_reasons, rank_failures in gather_objects((local_reasons, distinct_failures(failures))):
+            reasons += rank_reasons
+            rank_examples += rank_failures
+        examples = distinct_failures(rank_examples)
         if not self.job.main or batch is None:
             return reasons, examples
 

@@ -169,7 +169,7 @@ def make_stage(
     at_end: Callable[[], None],
 ) -> Stage:
     """Create the stage of a plan, with its title, objective and options."""
-    # The supervised loss of a row does not depend on other rows.
+    # Supervised training needs no options, since the loss of a row does not depend on other rows.
     settings = plan.settings
     if isinstance(settings, SftConfig):
         return Stage(
@@ -553,9 +553,8 @@ def _prepare_batches(
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
     """Return an iterator over the remaining batches, and the batch of held-out rows or None.
 
-    Each batch comes with the state of the data source after it, for a checkpoint.
-    If the stage needs a reference, this computes the log-probs of all batches with the current weights.
-    Collective over the world.
+    Each batch comes with the state of the data source after it, for a checkpoint. If the stage needs a
+    reference, this computes the log-probs of all batches with the current weights. Collective over the world.
     """
     data = stage.data
 
@@ -577,7 +576,7 @@ def _prepare_batches(
     if not stage.needs_reference:
         return draw_batches(), held_out
 
-    # Compute them now: the current weights are the reference, and the first update changes them.
+    # Compute the log-probs now: the current weights are the reference, and the first update changes them.
     with job.phases("score"):
         batches = [(add_reference_log_probs(batch), data_state) for batch, data_state in draw_batches()]
         if held_out is not None:

@@ -77,7 +77,7 @@ class Best:
     """Number of measurements since the best one."""
 
     def record(self, step: int, value: float, config: CheckpointConfig) -> bool:
-        """Record a measurement; return whether it is among the best `checkpoint.keep_best` ones."""
+        """Record a measurement; return whether it is among the best `checkpoint.keep_best` measurements."""
         sign = 1.0 if config.best_is == "highest" else -1.0
         is_new_best = not self.kept or sign * value > sign * self.kept[0][1]
         self.waited = 0 if is_new_best else self.waited + 1
@@ -286,8 +286,8 @@ class Checkpoints:
             self.save(step, self._layout)
         self.wait_for_pending()
 
-        # Only their own layout can restore optimizer shards without an index: save again with a gathered
-        # optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
+        # Optimizer shards without an index can only be restored with the same layout: save again with a
+        # gathered optimizer. If this fails for lack of memory or time, the checkpoint above still exists.
         path = checkpoint_path(self._folder, step)
         if not compute_on_first_rank(lambda: fits_any_layout(read_meta(path))):
             self.save(step, ANY)
@@ -371,7 +371,7 @@ def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -
     _, first_iteration = checkpoint_arguments(config.model.path)
 
     def is_written() -> bool:
-        """Return whether the Megatron-LM checkpoint of the step exists, on the first rank."""
+        """Return whether the step's Megatron-LM checkpoint exists; first undo an interrupted replacement."""
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 

@@ -486,7 +486,7 @@ def _to_cell(value: Any) -> Any:
 
 
 def _renumber_if_clock_went_back(events: Path) -> None:
-    """Rename event files if a new one would not sort after them.
+    """Rename the existing event files if the name of a new file would not sort after their names.
 
     TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
     set back, and two runs can start in the same second.

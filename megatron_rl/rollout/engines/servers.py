@@ -254,7 +254,7 @@ class ServerGenerator:
         return [self._tasks.pop(number).result() for number in finished_numbers]
 
     def abort(self, number: int) -> None:
-        """Cancel an open request by dropping its connection."""
+        """Cancel the open request with this number by dropping its connection."""
         if number in self._tasks:
             self._cancel_requests([number])
 

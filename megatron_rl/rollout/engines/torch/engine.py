@@ -237,7 +237,7 @@ class TorchEngine:
         return completions
 
     def abort(self, number: int) -> None:
-        """Drop an open request."""
+        """Drop the open request with this number."""
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:

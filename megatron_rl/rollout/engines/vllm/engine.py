@@ -79,7 +79,7 @@ class _OpenRequest:
     """Whether a stop text is complete."""
 
     @property
-    def returned_tokens(self) -> int:
+    def num_returned(self) -> int:
         """Return the number of sampled tokens that earlier completions have returned."""
         return len(self.current.tokens) - len(self.original.tokens)
 
@@ -342,7 +342,7 @@ class VllmEngine:
         self._open[name] = _OpenRequest(request, parameters, support, request, search)
 
     def _resume_retained(self, request: GenerationRequest) -> bool:
-        """Reopen the retained request that ``request`` continues; return whether there is one."""
+        """Reopen the retained request that ``request`` continues; return whether such a request exists."""
         if request.seed not in self._retained:
             return False
         name, retained = self._retained[request.seed]
@@ -398,7 +398,7 @@ class VllmEngine:
         if not completion.tokens:
             return completion
 
-        num_returned = request.returned_tokens
+        num_returned = request.num_returned
         completion = replace(
             completion,
             tokens=completion.tokens[num_returned:],
@@ -419,7 +419,7 @@ class VllmEngine:
         return completion
 
     def abort(self, number: int) -> None:
-        """Drop an open request; it gets no completion."""
+        """Drop the open request with this number; it gets no completion."""
         self._failed_completions = [
             completion for completion in self._failed_completions if completion.number != number
         ]
@@ -444,7 +444,7 @@ class VllmEngine:
         for name, request in list(self._open.items()):
             output = _make_unfinished_output(self._llm.llm_engine.output_processor, name)
             new_tokens: list[int] = []
-            if len(output.token_ids) > request.returned_tokens:
+            if len(output.token_ids) > request.num_returned:
                 completion = self._make_completion(request, output)
                 completions.append(completion)
                 new_tokens = list(completion.tokens)
@@ -468,7 +468,7 @@ class VllmEngine:
 
     @property
     def kept(self) -> Collection[int]:
-        """Return the seeds of the retained requests; see `Generator.kept`."""
+        """Return the sequence seeds of the retained requests; see `Generator.kept`."""
         return self._retained.keys()
 
     @property
@@ -483,7 +483,7 @@ class VllmEngine:
         return self._weight_store.parameters()
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of every Hugging Face box in this rank's storage; see `LiveWeights`."""
+        """Return the boxes: regions of Hugging Face tensors, each with its position in ``parameters()``."""
         return self._weight_store.boxes()
 
     def finish_update(self, version: int) -> None:

@@ -106,7 +106,7 @@ def make_accelerator_processor_class() -> type:
             self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            """Store the size of the n-grams of the request in slot ``req_idx``; return whether it has one."""
+            """Store the n-gram size of the request in slot ``req_idx``; return whether it has this rule."""
             # Slots are reused: a request without this rule must overwrite the size of an earlier request.
             self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
             return self._ngram_sizes[req_idx] > 0

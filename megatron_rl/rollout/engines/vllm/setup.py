@@ -436,9 +436,9 @@ def prepare_language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments with which vLLM builds only the language model of a checkpoint.
 
     Within the context, vLLM reads the config.json of `engine_config` from a temporary folder, if it differs
-    from the checkpoint's config.json. With the latter, vLLM would also build the vision tower of a multimodal
-    model, and reserve memory for images. It would also change the ``model_type`` of transformers' class in
-    this process to vLLM's alias, such as kimi_k2, which exports would then contain.
+    from the checkpoint's config.json. With the checkpoint's file, vLLM would also build the vision tower of a
+    multimodal model, and reserve memory for images. It would also change the ``model_type`` of transformers'
+    class in this process to vLLM's alias, such as kimi_k2, which exports would then contain.
     """
     config = read_config(path / "config.json")
     language_model_config = engine_config(config)

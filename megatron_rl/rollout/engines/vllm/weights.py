@@ -93,9 +93,9 @@ class LiveWeights:
         return self._parameters
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of every Hugging Face box in this rank's storage (traced once).
+        """Return the boxes: regions of Hugging Face tensors, each with its position in ``parameters()``.
 
-        Raises CoverageError unless every element is filled exactly once.
+        They are traced at the first call. Raises CoverageError unless they fill every element exactly once.
         """
         return list(self.get_map().boxes)
 
@@ -525,7 +525,7 @@ class AdapterSlots:
         self._manager.activate_adapter(_ADAPTER_ID)
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each box of PEFT's tensors in ``parameters()``."""
+        """Return the boxes: regions of PEFT's tensors, each with its position in ``parameters()``."""
         return list(self._boxes)
 
     def parameters(self) -> Mapping[str, Tensor]:
