@@ -351,7 +351,7 @@ def build_model_role(
 
     Collective over the world.
     """
-    # The role's section and layout, and the model that it starts from.
+    # Find the role's section and layout, and the model that it starts from.
     section: Any = role_sections(config)[path]
     assert section.layout is not None
     layout = role_layout(section.layout, f"{path}.layout")
@@ -526,7 +526,7 @@ def build_pretrained(
     if not groups.is_member:
         return None
 
-    # The user's ``actor.megatron`` settings override those that are derived from the layout.
+    # The user's ``actor.megatron`` settings override settings that are derived from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),

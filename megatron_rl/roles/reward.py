@@ -334,8 +334,11 @@ class RewardRole:
         # environment has rewarded, so drop the environment's rewards, but not its failures.
         existing_answers = environment_answers(rollouts)
         if self._ignores_environments:
-            failures = {row: answer for row, answer in existing_answers.items() if answer.reason is not None}
-            existing_answers = failures
+            environment_failures: dict[int, Answer] = {}
+            for row, answer in existing_answers.items():
+                if answer.reason is not None:
+                    environment_failures[row] = answer
+            existing_answers = environment_failures
         existing_answers |= filtered.answers
         failed_rows = _failed_rows(rollouts)
         skipped_rows = failed_rows | filtered.dropped_rows

@@ -113,10 +113,7 @@ def compute_length_metrics(
     rollouts: Rollouts,
     rollout: RolloutConfig,
 ) -> Metrics:
-    """Compute metrics per task: fraction of truncated responses, and mean limit of varying limits.
-
-    Only tasks without a fixed limit have the mean limit.
-    """
+    """Compute the fraction of truncated responses of each task, and the mean limit if it is not fixed."""
     tasks = sorted(set(prompts.tasks))
     # A data set with a separate task per record would create too many metrics.
     if len(tasks) > MAX_TASKS:

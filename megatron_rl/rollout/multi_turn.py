@@ -210,12 +210,12 @@ class MultiTurnScheduler(ReplicaScheduler):
         self.admit_sequences(num_busy)
 
         # Create a conversation for each new sequence, even if it has failed because its prompt is too long.
-        for number in range(len(self._conversations), len(self.admitted)):
-            admitted = self.admitted[number]
+        for admitted_index in range(len(self._conversations), len(self.admitted)):
+            admitted = self.admitted[admitted_index]
             template_kwargs = self.queue.round.groups[admitted.group].prompt.template_kwargs or ({},)
             conversation = _Conversation(
                 admitted.sequence,
-                number,
+                admitted_index,
                 self._hosts.reserve_numbers(1),
                 self.engine.max_model_len,
                 self._stops,
@@ -226,11 +226,12 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._conversation_by_episode[conversation.episode] = conversation
 
             if not admitted.sequence.is_finished:
-                self._hosts.start_episode(conversation.episode, self._make_episode_values(number))
+                episode_values = self._make_episode_values(admitted_index)
+                self._hosts.start_episode(conversation.episode, episode_values)
 
-    def _make_episode_values(self, number: int) -> dict[str, Any]:
-        """Make the fields of the `Episode` that the environment of ``admitted[number]`` receives."""
-        admitted = self.admitted[number]
+    def _make_episode_values(self, admitted_index: int) -> dict[str, Any]:
+        """Make the `Episode` fields that the environment of ``admitted[admitted_index]`` receives."""
+        admitted = self.admitted[admitted_index]
         prompt = self.queue.round.groups[admitted.group].prompt
         return {
             "prompt": prompt.prompts[0],
@@ -303,7 +304,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         start = conversation.exchanged_tokens
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.ends_with_stop(end)
-        context_tokens = len(sequence.prompt) + start
+        num_context_tokens = len(sequence.prompt) + start
         text = self._chat.text.decode(turn)
 
         calls: list[dict[str, Any]] = []
@@ -317,7 +318,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             if parsed_calls:
                 # Deterministic ids, not random ones: a replay must send the same turn.
                 calls = [
-                    {"id": f"call_{context_tokens}_{index}", "type": "function", "function": call}
+                    {"id": f"call_{num_context_tokens}_{index}", "type": "function", "function": call}
                     for index, call in enumerate(parsed_calls)
                 ]
                 text = content
@@ -332,7 +333,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             tuple(turn),
             is_cut,
             log_probs,
-            context_tokens,
+            num_context_tokens,
             calls,
         )
 
@@ -405,9 +406,9 @@ class MultiTurnScheduler(ReplicaScheduler):
         end = start + len(observed_tokens)
         if start < len(sequence.tokens):
             # Replay: the observation must equal the existing tokens, which must not be sampled tokens.
-            existing = sequence.tokens[start:end].tolist()
+            existing_tokens = sequence.tokens[start:end].tolist()
             has_sampled = any(sequence.is_sampled(position) for position in range(start, end))
-            if has_sampled or existing != observed_tokens:
+            if has_sampled or existing_tokens != observed_tokens:
                 self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= compute_response_room(sequence, self.engine.max_model_len):

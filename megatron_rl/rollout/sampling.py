@@ -261,14 +261,14 @@ def _apply_penalties(
     # The repetition penalty lowers the logit of every token that occurs in the prompt or response.
     tokens = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
     token_ids = tokens.unique()
-    values = logits[token_ids]
+    token_logits = logits[token_ids]
     penalty = sampling.repetition_penalty
-    logits[token_ids] = torch.where(values > 0, values / penalty, values * penalty)
+    logits[token_ids] = torch.where(token_logits > 0, token_logits / penalty, token_logits * penalty)
 
     # The other penalties count tokens of the response only.
     response_tokens = tokens[len(prompt) :]
-    counts = torch.bincount(response_tokens, minlength=len(logits))
-    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+    token_counts = torch.bincount(response_tokens, minlength=len(logits))
+    logits -= sampling.frequency_penalty * token_counts + sampling.presence_penalty * (token_counts > 0)
 
 
 def make_filter_tensors(
@@ -292,8 +292,8 @@ def make_filter_tensors(
 def apply_temperature_and_filters(logits: Tensor, sampling: Sequence[SamplingParameters]) -> Tensor:
     """Apply each row's temperature and filters to its logits [B, V]; return the new logits [B, V] float32.
 
-    Removed tokens have the logit -inf. ``sampling`` has an entry per row, with constant temperatures and
-    filters, see `resolve_schedules`.
+    Removed tokens have the logit -inf. ``sampling`` has the parameters of each row, with constant temperature
+    and filters, see `resolve_schedules`.
     """
     temperatures = [resolve_log_prob_temperature(parameters) for parameters in sampling]
     temperature = torch.tensor(temperatures, device=logits.device)
@@ -345,7 +345,7 @@ def scale_and_filter_logits(
         is_tail[:, -1] = False
         sorted_logits = sorted_logits.masked_fill(is_tail, -torch.inf)
 
-    # Back into the order of the vocabulary.
+    # Restore the order of the vocabulary.
     return torch.empty_like(logits).scatter_(1, sorted_ids, sorted_logits)
 
 

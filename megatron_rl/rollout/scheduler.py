@@ -83,7 +83,7 @@ def enough_groups_finished(
     required: abc.Sequence[bool],
     count: int,
 ) -> bool:
-    """Return whether at least ``count`` groups are finished, including all required ones.
+    """Return whether at least ``count`` groups are finished, including all required groups.
 
     Example:
         >>> enough_groups_finished([True, True, False], [False, False, True], 2)
@@ -235,7 +235,7 @@ class ReplicaQueue:
     def pop_sequence(self) -> Admitted | None:
         """Remove and return the next sequence that this replica admits, or None if no group remains.
 
-        All sequences of a group are copied when its first one is returned.
+        All sequences of a group are copied when its first sequence is returned.
         """
         if not self._admitting:
             group = self._pop_next_group()
@@ -559,11 +559,12 @@ def sample_round(
         rank: rank of this process.
         generation_round: the round, equal on all ranks.
         next_queue_index: see `ReplicaQueue`.
-        make_scheduler: creates the scheduler of this rank's replica.
+        make_scheduler: function that creates the scheduler of this rank's replica.
         routing_shape: (layers, experts per token) if the engine records the experts of each token, or None.
         max_in_flight: maximum number of sequences in flight on a replica; None for the number of requests
             that the engine processes concurrently.
-        on_finished: called on the first rank of a replica for each group that it finishes, during sampling.
+        on_finished: function that is called during sampling, on the first rank of a replica, for each group
+            that the replica finishes.
 
     Returns the new tokens on the first rank of each replica, no tokens on the others. Collective over the
     ranks of ``layout``, whose communicator must exist.
@@ -681,11 +682,11 @@ def _gather_cached_sequences(
     Collective over the ranks of ``layout``.
     """
     seeds_by_rank = all_ranks.gather_objects(tuple(engine.kept))
-    cached: dict[int, int] = {}
+    replica_by_seed: dict[int, int] = {}
     for rank, seeds in zip(layout.ranks, seeds_by_rank, strict=True):
         replica = layout.coordinates(rank).data
-        cached |= dict.fromkeys(seeds, replica)
-    return cached
+        replica_by_seed |= dict.fromkeys(seeds, replica)
+    return replica_by_seed
 
 
 def draw_queue_index(

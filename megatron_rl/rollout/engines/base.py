@@ -216,7 +216,7 @@ def _make_user_engine(
     config: RolloutConfig,
     **arguments: Any,
 ) -> Engine:
-    """Build an engine of the class that ``config.engine`` names; raises UserError if it lacks a member."""
+    """Build an engine of the user's class ``config.engine``; raise UserError if it lacks a member."""
     engine_class = load_object(config.engine, "rollout.engine")
     engine = engine_class(model_path, config, **arguments)
 

@@ -74,7 +74,8 @@ class Server(Protocol):
     ) -> Completion:
         """Sample a request from the weights that `finish_update` named; raise ServerError for other weights.
 
-        ``timeout`` is in seconds. A coroutine, so that one thread can have many requests in flight.
+        ``timeout`` is in seconds. The method is a coroutine, so that one thread can send many requests at a
+        time.
         """
         ...
 

@@ -265,7 +265,10 @@ class TorchEngine:
         return weights
 
     def boxes(self) -> list[TensorBox]:
-        """Return the position of each checkpoint tensor: a parameter, or an expert's slice of a parameter."""
+        """Return a box per checkpoint tensor, with the tensor's position in ``parameters()``.
+
+        A checkpoint tensor is a parameter, or an expert's slice of a parameter with all experts.
+        """
         boxes = []
         for storage, parameter in self.parameters().items():
             # transformers has all experts of a layer in one parameter.
@@ -331,7 +334,7 @@ def _decode_batch(
         prompts.append(request.tokens[:prompt_length])
         partial_responses.append(request.tokens[prompt_length:])
 
-    # Indices of the requests whose sequences are in the batch, in its order.
+    # Indices of the requests in the batch, in the order of the batch.
     active = list(range(len(requests)))
     logits = decoder.prefill([request.tokens for request in requests])
     while active:
@@ -347,7 +350,7 @@ def _decode_batch(
         sampled_list = sampled.tolist()
         log_prob_list = sampled_log_probs.tolist()
 
-        # Append each sequence's token; collect the indices in the batch of the unfinished ones.
+        # Append each sequence's token; collect the batch indices of unfinished sequences.
         unfinished: list[int] = []
         for index, row in enumerate(active):
             request = requests[row]

@@ -196,25 +196,26 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
             name: value for name, value in vars(init_info).items() if name not in ("model", "rank")
         }
         rendezvous = TransferRendezvous(model=init_info.model, **shared_fields)
-        call = None
+        pending_call = None
         if init_info.is_sender:
-            call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
+            pending_call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
         transfer, leave_group = _join_functions[0](rendezvous, None, init_info.rank)
-        if call is not None:
-            call.result()
+        if pending_call is not None:
+            pending_call.result()
         return cls(transfer, leave_group, client, init_info.is_sender)
 
     def send_weights(self) -> None:
         """Transfer and verify the next version. Collective over the ranks of the rendezvous."""
         self._version += 1
         self._transfer.version = self._version
-        call = None
+        # The client's call returns only after the transfer, so it runs in a thread.
+        pending_call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = start_in_thread(self.client.update_weights, {"version": self._version})
+            pending_call = start_in_thread(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
-        if call is not None:
-            call.result()
+        if pending_call is not None:
+            pending_call.result()
             self.client.finish_weight_update(str(self._version))
 
     def shutdown(self) -> None:

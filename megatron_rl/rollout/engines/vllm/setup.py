@@ -479,7 +479,7 @@ def preserve_random_state() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()
 
-    # Without an accelerator, torch's generator on the host is the only one.
+    # Without an accelerator, torch has only the generator of the host.
     fork_options: dict[str, Any] = {"enabled": True, "devices": []}
     if torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()

@@ -313,7 +313,7 @@ class ServerRequirements:
         quantization = model.get("quantization")
         log_probs_mode = model["logprobs_mode"]
 
-        # The plug-ins of this package.
+        # Settings that load the plug-ins of this package.
         transfer_backend = (vllm_config.get("weight_transfer_config") or {}).get("backend")
         extension = vllm_config["parallel_config"]["worker_extension_cls"]
 
