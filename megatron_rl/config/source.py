@@ -364,8 +364,9 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """Read a configuration file and merge it over its base files, recursively.
 
     ``base`` is a file name or a list of file names, relative to the folder of the file that contains it. In a
-    list, later files are merged over earlier ones. Sections are merged name by name. Any other value, also a
-    list, replaces the value of the base, and null restores the default. Every value keeps its origin.
+    list, later files are merged over earlier ones. A file that several files start from is merged once, below
+    the first of them. Sections are merged name by name. Any other value, also a list, replaces the value of
+    the base, and null restores the default. Every value keeps its origin.
 
     Returns the tree, and the files that were read, ``path`` first. None replaces the tree if a file cannot be
     read. Errors are appended to ``errors``.
@@ -400,6 +401,9 @@ def _read_over_bases(
     # Merge in order: each base replaces values of earlier bases, and the file itself replaces all of them.
     merged = Section()
     for base in bases:
+        # An earlier base starts from this file: merged again, it would undo the values of that base.
+        if base.resolve() in [file.resolve() for file in files]:
+            continue
         base_tree = _read_over_bases([*chain, base], str(node.origin), files, errors)
         if base_tree is None:
             return None

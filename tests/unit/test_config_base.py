@@ -154,8 +154,15 @@ def test_the_later_of_several_bases_wins_and_the_file_over_all(folder: Path) -> 
 def test_several_bases_may_share_one_and_may_not_lead_back(folder: Path) -> None:
     write("one.yaml", "base: base.yaml\nsteps: 7\n")
     write("two.yaml", "base: base.yaml\nseed: 9\n")
-    config = load_config(write("a.yaml", "base: [one.yaml, two.yaml]\n"))
-    assert (config.seed, config.steps) == (9, load_config("base.yaml").steps)
+    loaded = load(write("a.yaml", "base: [one.yaml, two.yaml]\n"))
+    # The shared base is below both: it does not undo the first one's values.
+    config = loaded.valid()
+    assert (config.seed, config.steps) == (9, 7) and str(loaded.origins["steps"]) == "one.yaml:2"
+    assert [str(file) for file in loaded.files] == ["a.yaml", "one.yaml", "base.yaml", "two.yaml"]
+    # Also where it is named by itself after a file that starts from it, or through a link.
+    Path("link.yaml").symlink_to("base.yaml")
+    for name in ("base.yaml", "link.yaml"):
+        assert load_config(write("d.yaml", f"base: [one.yaml, {name}]\n")).steps == 7
     error = one_error(write("two.yaml", "base: [base.yaml, a.yaml]\n"))
     assert error["got"] == "two.yaml -> a.yaml -> two.yaml" and error["where"] == "a.yaml:1"
     error = one_error(write("c.yaml", "base: [base.yaml, gone.yaml]\n"))
