@@ -60,6 +60,10 @@ class SourceRewards:
         """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         return RewardResult(self.compute_answers(samples))
 
+    def function_name(self, sample: Sample) -> str | None:
+        """Return the name of the function that rewards a sample, or None if no function does."""
+        return self._function_names.get(sample[SOURCE], self._default_name)
+
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return the answers of the samples' functions, in the order of ``samples``."""
         # Groups in a checkpoint that is older than `data.sources.NAME.reward` do not know their source.
@@ -67,7 +71,7 @@ class SourceRewards:
         answers = [no_answer] * len(samples)
         rows_by_name: dict[str, list[int]] = {}
         for row, sample in enumerate(samples):
-            name = self._function_names.get(sample[SOURCE], self._default_name)
+            name = self.function_name(sample)
             if name is not None:
                 rows_by_name.setdefault(name, []).append(row)
         if not rows_by_name:

@@ -7,7 +7,7 @@ role with a model. The step gathers the shards of all scorers and computes the w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +60,8 @@ _NO_SCORER = "the environment returned no reward, and no other scorer is configu
 EarlyRewards = Mapping[str, Mapping[int, Answer]]
 """Rewards computed while other groups were still being sampled: name of the scorer -> row -> its answer, a
 reward or the reason of a failure."""
+_EarlyAnswers = tuple[str, dict[int, Answer]]
+"""Early rewards of one group: name of the scorer, or `FILTERS`, and its answers by row."""
 
 
 FunctionScorer = FunctionReward | SourceRewards
@@ -154,9 +156,10 @@ class RewardRole:
         self._visible = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
-        # A single thread, since a function's processes handle one list of samples at a time.
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
-        self._early_futures: list[Future[tuple[str, dict[int, Answer]]]] = []
+        # One thread per function, by name: a function's processes handle one list of samples at a time, and
+        # groups do not wait for the slow function of another source.
+        self._executors: dict[str, ThreadPoolExecutor] = {}
+        self._early_futures: list[Future[_EarlyAnswers]] = []
         self._filters: ResponseFilters | None = None
 
         try:
@@ -217,7 +220,7 @@ class RewardRole:
         return tuple(dict.fromkeys(descriptions))
 
     def start_early_rewards(self, group_index: int, group: SequenceGroup) -> None:
-        """Start to compute a finished group's rewards in a thread, while other groups are still sampled.
+        """Start to compute a finished group's rewards in threads, while other groups are still sampled.
 
         `gather_early_rewards` returns the rewards. ``group_index``: index of the group in its round.
         """
@@ -236,16 +239,26 @@ class RewardRole:
         if self._filters is not None:
             samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
             response_ids = self._response_ids(rollouts.rows(rows))
-            verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, response_ids)
-            self._early_futures.append(verdicts)
+            verdicts = self._submit(FILTERS, _filter_rows, self._filters, round_rows, samples, response_ids)
 
-        # The single thread runs the scorers after the filters, so the verdicts exist when scorers need them.
         for name, scorer in self._functions.items():
             samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
+            thread_name = name
+            if isinstance(scorer, SourceRewards):
+                # All rows of a group are of one source.
+                thread_name = scorer.function_name(samples[0]) or name
             samples_by_row = dict(zip(round_rows, samples, strict=True))
-            self._early_futures.append(
-                self._executor.submit(_score_rows, name, scorer, samples_by_row, verdicts)
-            )
+            self._submit(thread_name, _score_rows, name, scorer, samples_by_row, verdicts)
+
+    def _submit(
+        self, thread_name: str, compute: Callable[..., _EarlyAnswers], *arguments: Any
+    ) -> Future[_EarlyAnswers]:
+        """Call a function in the thread of this name, after the earlier calls there; return its future."""
+        if thread_name not in self._executors:
+            self._executors[thread_name] = ThreadPoolExecutor(1, thread_name_prefix=f"rewards {thread_name}")
+        future = self._executors[thread_name].submit(compute, *arguments)
+        self._early_futures.append(future)
+        return future
 
     def gather_early_rewards(self, replica_group: ReplicaGroup) -> EarlyRewards:
         """Gather the rewards of all `start_early_rewards` calls on all ranks since the last gather.
@@ -481,8 +494,9 @@ class RewardRole:
         return turns
 
     def close(self) -> None:
-        """End the thread for early rewards, and the processes of scorers and filters."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """End the threads for early rewards, and the processes of scorers and filters."""
+        for executor in self._executors.values():
+            executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():
             scorer.close()
         if self._filters is not None:
@@ -580,7 +594,7 @@ def _filter_rows(
     rows: Sequence[int],
     samples: Sequence[Sample],
     response_ids: Sequence[Sequence[int]],
-) -> tuple[str, dict[int, Answer]]:
+) -> _EarlyAnswers:
     """Run the filters on the samples of ``rows``; return `FILTERS` as name, and the answers by row.
 
     ``response_ids``: token ids of the responses.
@@ -593,11 +607,11 @@ def _score_rows(
     name: str,
     scorer: FunctionScorer,
     sample_by_row: Mapping[int, Sample],
-    verdicts: Future[tuple[str, dict[int, Answer]]] | None,
-) -> tuple[str, dict[int, Answer]]:
+    verdicts: Future[_EarlyAnswers] | None,
+) -> _EarlyAnswers:
     """Run a scorer on the samples that pass the filters; return the scorer's name and its answers by row.
 
-    ``verdicts``: result of `_filter_rows`, which ran earlier in this thread, or None without filters.
+    ``verdicts``: future result of `_filter_rows`, for which this waits, or None without filters.
     """
     if verdicts is not None:
         _, filter_answers = verdicts.result()

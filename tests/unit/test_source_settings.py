@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from config_workspace import CONFIG, write_workspace
 
 import megatron_rl
@@ -18,7 +22,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config import sampling_profiles
 from megatron_rl.config.load import describe_changes, dump, load_text
 from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
-from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.chat_format import ChatFormats
@@ -26,12 +30,15 @@ from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.records import Record, load_records
 from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses
 from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.by_source import NO_FUNCTION, SOURCE, SourceRewards
 from megatron_rl.rewards.worker import GROUP, TURNS
+from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import make_waiting_groups, to_prompts
 from megatron_rl.rollout.limits import AutoLimits
-from megatron_rl.types import PromptBatch
+from megatron_rl.rollout.types import Completion, Sequence, SequenceGroup
+from megatron_rl.types import FINISH_STOP, PromptBatch, SamplingParameters
 
 # The markup has only characters that the quickstart's tokenizer has.
 TEMPLATE = (
@@ -39,6 +46,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}={% if thinks is defined and not thinks %}*{% endif %}{% endif %}"
 )
 FUNCTIONS = """
+import pathlib, time
+
+def waits(metadata):
+    while not pathlib.Path(metadata["done"]).exists():
+        time.sleep(0.01)
+    return 1.0
+
+def marks(metadata):
+    pathlib.Path(metadata["done"]).touch()
+    return 2.0
+
 def words(*, response, **rest):
     return {"reward": len(response), "seen": len(rest)}
 
@@ -144,6 +162,40 @@ def test_the_error_of_a_function_names_its_source(functions: Callable[[str], str
     assert caught.value.where == "data.sources.chat.reward"
 
 
+def finished_groups(sources: abc.Sequence[str | None], **metadata: Any) -> list[SequenceGroup]:
+    """Return a finished group of one response for a prompt of each source."""
+    groups = []
+    for source in sources:
+        one = torch.ones(1, dtype=torch.int64)
+        texts = (("task",), ("1+1=",), ("2",), (metadata,))
+        prompt = PromptBatch(one, one, one, *texts, (SamplingParameters(),), None, source and (source,))
+        sequence = Sequence(array("q", [1]), SamplingParameters(), seed=1, policy_version=0)
+        sequence.append_sampled(Completion(0, [5], [0.0], FINISH_STOP), version=0)
+        sequence.finish_reason = FINISH_STOP
+        groups.append(SequenceGroup(prompt, [sequence]))
+    return groups
+
+
+def test_early_rewards_of_a_source_do_not_wait_for_the_slow_function_of_another(
+    functions: Callable[[str], str], tokenizer: Any, tmp_path: Path
+) -> None:
+    # `waits` returns only after `marks` has run, which two sources share.
+    config = RewardConfig(functions("marks"), timeout=30, workers=1, limits=RewardLimitsConfig(write=True))
+    reward = RewardRole(
+        config, tokenizer, source_functions={"slow": functions("waits"), "fast": functions("marks")}
+    )
+    for index, group in enumerate(finished_groups(["slow", "fast", None], done=str(tmp_path / "done"))):
+        reward.start_early_rewards(index, group)
+    group = SimpleNamespace(gather_objects=lambda value: [value])
+    early = reward.gather_early_rewards(cast(ReplicaGroup, group))
+    reward.close()
+    assert {row: (answer.reason, answer.reward) for row, answer in early["function"].items()} == {
+        0: (None, 1.0),
+        1: (None, 2.0),
+        2: (None, 2.0),
+    }
+
+
 @pytest.mark.usefixtures("workspace")
 def test_check_reads_and_loads_the_functions_of_sources() -> None:
     easy = {"path": "train.jsonl", "reward": "reward.py:scores"}
@@ -204,7 +256,7 @@ def test_another_reward_of_a_source_leaves_the_order_of_its_prompts() -> None:
 
 
 def prompts_of(
-    values: Sequence[Mapping[str, Any]],
+    values: abc.Sequence[Mapping[str, Any]],
     tokenizer: Any,
     source: SourceConfig | None = None,
     rollout: RolloutConfig | None = None,
