@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.messages import mixed_templates_error
 from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.errors import UserError
-from megatron_rl.types import PromptBatch
+from megatron_rl.types import PromptBatch, split_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,10 +136,45 @@ class MixedPrompts:
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether a group's rewards were all equal, at the source that the prompt came from."""
+        name, record = self._find_record(prompt_id)
+        self.sources[name].record_group(record, is_uniform=is_uniform)
+
+    def _find_record(self, prompt_id: int) -> tuple[str, int]:
+        """Return the name of the source that a prompt came from, and the index of its record there."""
         index = bisect_right(self._id_ends, prompt_id)
-        source = list(self.sources.values())[index]
-        first_id = self._id_ends[index] - source.record_count
-        source.record_group(prompt_id - first_id, is_uniform=is_uniform)
+        name = list(self.sources)[index]
+        return name, prompt_id - (self._id_ends[index] - self.sources[name].record_count)
+
+    def with_sources(self, prompts: PromptBatch) -> PromptBatch:
+        """Return prompts of a checkpoint with the names of their sources, which older checkpoints lack.
+
+        Raises UserError for a prompt that the source with its id does not have.
+        """
+        saved_names = prompts.sources or (None,) * len(prompts)
+        token_rows = split_rows(prompts.tokens, prompts.lengths)
+        names: list[str] = []
+        for row, prompt_id in enumerate(prompts.prompt_ids.tolist()):
+            name = saved_names[row] or self._find_source(prompt_id, token_rows[row])
+            if name is None:
+                raise UserError(
+                    "the source of a prompt in the checkpoint is unknown",
+                    where="data.sources",
+                    expected=f"the records of the checkpoint, with this prompt as number {prompt_id + 1}",
+                    got=f"other records; the prompt: {prompts.prompts[row][:80]!r}",
+                    fix="resume with the data of the checkpoint, or start a new run",
+                )
+            names.append(name)
+        return replace(prompts, sources=tuple(names))
+
+    def _find_source(self, prompt_id: int, tokens: Tensor) -> str | None:
+        """Return the source whose record with this id has the prompt ``tokens``, or None."""
+        # Ids move if records were added to a data set, even if these are over the limit of tokens.
+        if prompt_id >= self._id_ends[-1]:
+            return None
+        name, record = self._find_record(prompt_id)
+        if not self.sources[name].has_prompt(record, tokens):
+            return None
+        return name
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
         """Return metric suffix ``/SOURCE`` -> fractions of the source's prompts, for every source.

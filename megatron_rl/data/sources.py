@@ -308,6 +308,10 @@ class PromptSource:
         """Return the number of records of the data set, including those over the token limit."""
         return len(self._records)
 
+    def has_prompt(self, record: int, tokens: torch.Tensor) -> bool:
+        """Return whether the prompt of a record, given by its index, has these tokens."""
+        return self._tokens[record].tolist() == tokens.tolist()
+
     def begin_step(self, step: int) -> None:
         """Apply the schedules of ``step``, which counts from 1, to the prompts from now on."""
         self._step = step

@@ -66,7 +66,7 @@ class SourceRewards:
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Return the answers of the samples' functions, in the order of ``samples``."""
-        # Groups in a checkpoint that is older than `data.sources.NAME.reward` do not know their source.
+        # `check` refuses a configuration with such samples. Samples without a source are of evaluation sets.
         no_answer = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
         answers = [no_answer] * len(samples)
         rows_by_name: dict[str, list[int]] = {}

@@ -7,7 +7,7 @@ values and host tensors that is equal on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.config.token_budget import TokenBudget
-from megatron_rl.data.mixture import TrainingPrompts
+from megatron_rl.data.mixture import MixedPrompts, TrainingPrompts
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
 from megatron_rl.megatron.residency import Use
@@ -203,6 +203,8 @@ class TrainerState:
         self.source.load_state_dict(state["rollouts"])
         queued_batches = [SampledBatch(**batch_fields) for batch_fields in state["queue"]]
         self.queue[:] = self.source.select_trainable(queued_batches)
+        if isinstance(self.prompts, MixedPrompts):
+            self._set_sources(self.prompts)
         self.best = Best(**state["best"])
 
         # Checkpoints of older versions lack the keys "held" and "health".
@@ -214,6 +216,13 @@ class TrainerState:
         if self.budget is not None:
             self.budget = self.budget.restore(state.get("token_budget"))
         return warning
+
+    def _set_sources(self, prompts: MixedPrompts) -> None:
+        """Set the sources of restored prompts: the reward function of a prompt depends on its source."""
+        buffer = self.source.buffer
+        for group in (*buffer.waiting, *buffer.started):
+            group.prompt = prompts.with_sources(group.prompt)
+        self.queue[:] = [replace(batch, prompts=prompts.with_sources(batch.prompts)) for batch in self.queue]
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the state as plain values and host tensors, equal on all ranks except for ``health``."""

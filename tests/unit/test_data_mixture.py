@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from config_workspace import CONFIG
 
+from megatron_rl.algorithms import AlgorithmState
+from megatron_rl.config.load import load_text
+from megatron_rl.config.sections.rollout import AsynchronyConfig
 from megatron_rl.data.mixture import MixedPrompts, ShareOrder
 from megatron_rl.data.sources import ShuffledOrder
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
+from megatron_rl.rollout.collate import to_prompts
+from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.state import TrainerState
 from megatron_rl.types import PromptBatch, SamplingParameters
 
 SAMPLING = SamplingParameters(1.0, 1.0, 0, 8, (1,), 0.0)
@@ -44,6 +54,9 @@ class Numbers:
         return PromptBatch(
             ids, ones, ids, empty, empty, empty, metadata, (SAMPLING,) * count, sources=(self.name,) * count
         )
+
+    def has_prompt(self, record: int, tokens: torch.Tensor) -> bool:
+        return tokens.tolist() == [record]
 
     def state_dict(self) -> dict[str, Any]:
         return self.order.state_dict()
@@ -152,6 +165,50 @@ def test_state_of_other_sources_is_refused():
         mixed(hard=6).load_state_dict(mixed().state_dict())
     with pytest.raises(UserError, match="other sources of prompts"):
         one.load_state_dict(Numbers(7).state_dict())
+
+
+def test_prompts_of_an_older_checkpoint_are_resumed_with_their_sources():
+    """Checkpoints from before sources had rewards do not name the sources of prompts."""
+    prompts = mixed()
+    batch = prompts.next_batch(8)
+    assert set(batch.sources or ()) == {"easy", "hard"}
+    older = replace(batch, sources=None)
+    rollouts = SimpleNamespace(policy_version=torch.zeros(8))
+    state = {
+        "step": 1,
+        "algorithm": AlgorithmState(0.0).state_dict(),
+        "prompts": prompts.state_dict(),
+        "policy_version": 0,
+        "queue": [{"prompts": older, "rollouts": rollouts, "greedy": None, "metrics": Metrics()}],
+        "rollouts": {"waiting": older, "started": None, "informative": (0, 0)},
+        "best": {},
+    }
+
+    config = replace(load_text(CONFIG).valid(), asynchrony=AsynchronyConfig(1, 1))
+    roles: Any = SimpleNamespace(hybrid_engine=SimpleNamespace(version=0))
+    unused: Any = None
+    source = RolloutSource(config, roles, unused, unused)
+    resumed = TrainerState(mixed(), AlgorithmState(0.0), 1, source)
+    resumed.load_state_dict(state, roles)
+    assert to_prompts(source.buffer.waiting).sources == batch.sources
+    assert [queued.prompts.sources for queued in resumed.queue] == [batch.sources]
+
+
+def test_a_prompt_that_its_source_does_not_have_is_refused():
+    batch = mixed().next_batch(8)
+    named = PromptBatch.concatenate([replace(batch.rows([0, 1]), sources=None), batch.rows([2, 3])])
+    assert mixed().with_sources(named).sources == (batch.sources or ())[:4]
+
+    # One more record, too long to be a prompt, moves the ids of the next source.
+    easy, hard = Numbers(8, name="easy"), Numbers(5, name="hard")
+    sources: Any = {"easy": easy, "hard": hard}
+    other = MixedPrompts(sources, {"easy": 3.0, "hard": 1.0}, {})
+    assert other.with_sources(batch).sources == batch.sources
+    sources = {"easy": easy}
+    for wrong in (other, MixedPrompts(sources, {"easy": 1.0}, {})):
+        with pytest.raises(UserError, match="the source of a prompt in the checkpoint is unknown") as error:
+            wrong.with_sources(replace(batch, sources=None))
+        assert error.value.where == "data.sources" and error.value.fix
 
 
 def test_sources_of_two_forms_are_refused():

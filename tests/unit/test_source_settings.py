@@ -168,7 +168,8 @@ def finished_groups(sources: abc.Sequence[str | None], **metadata: Any) -> list[
     for source in sources:
         one = torch.ones(1, dtype=torch.int64)
         texts = (("task",), ("1+1=",), ("2",), (metadata,))
-        prompt = PromptBatch(one, one, one, *texts, (SamplingParameters(),), None, source and (source,))
+        names = (source,) if source else None
+        prompt = PromptBatch(one, one, one, *texts, (SamplingParameters(),), sources=names)
         sequence = Sequence(array("q", [1]), SamplingParameters(), seed=1, policy_version=0)
         sequence.append_sampled(Completion(0, [5], [0.0], FINISH_STOP), version=0)
         sequence.finish_reason = FINISH_STOP
