@@ -67,6 +67,7 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import mixed_templates_error
+from megatron_rl.data.rendered_text import require_later_turns
 from megatron_rl.environments.host import environment_errors
 from megatron_rl.errors import UserError, range_error
 from megatron_rl.rewards.code import read_tests
@@ -580,7 +581,24 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
         "data.max_prompt_tokens", "rollout", data_set.limited_by
     ):
         inputs.token_counter.check_records(data_set, preview, inputs.config.data.over_long, inputs.files)
+    if uses_template and is_model_available and not data_set.response_fields:
+        _check_later_turns(inputs, data)
     return preview
+
+
+def _check_later_turns(inputs: Inputs, data: DataConfig) -> None:
+    """Check that the chat template can continue a data set's conversations, if there is an environment."""
+    if inputs.config.rollout.environment is None or inputs.token_counter is None:
+        return
+    chat = inputs.token_counter.conversation_renderer
+    if chat is None:
+        return
+    try:
+        require_later_turns(chat, data)
+    except UserError as error:
+        # Without arguments of their own, all data sets have the same error.
+        if all(error.where != earlier_error.where for earlier_error in inputs.errors):
+            inputs.errors.append(error)
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:

@@ -17,10 +17,10 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, get_renderer
 from megatron_rl.errors import UserError
@@ -29,6 +29,7 @@ from megatron_rl.shapes.pretrained import read_json_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Made = TypeVar("_Made")
 Message = Mapping[str, Any]
 SENTINEL = "⸢turn⸣"
 """Content of an artificial turn: rare brackets, so that no template and no message contains the same text."""
@@ -40,6 +41,9 @@ _CONVERSATION = (
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 )
+CACHED_KWARGS = 1024
+"""Maximum number of different arguments of a template whose texts are cached: each record may have arguments
+of its own, and texts that were dropped are rendered again."""
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -161,19 +165,15 @@ class ConversationText:
         self._renderer = renderer
         self._kwargs = kwargs
         self._has_steady_tails = False
-        # Arguments as JSON -> texts with these arguments, which cache what they rendered.
-        self._by_kwargs: dict[str, ConversationText] = {}
         # Longest first, since one end token may be a prefix of another.
         self.end_texts = sorted(end_texts, key=len, reverse=True)
+        self._make_with_kwargs = cache_by_kwargs(partial(ConversationText, renderer, self.end_texts))
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
         """Return the texts of conversations with other arguments of the template."""
         if kwargs == self._kwargs:
             return self
-        key = template_kwargs_key(kwargs)
-        if key not in self._by_kwargs:
-            self._by_kwargs[key] = ConversationText(self._renderer, self.end_texts, kwargs)
-        return self._by_kwargs[key]
+        return self._make_with_kwargs(kwargs)
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
         """Render messages as text, followed by the opening of the assistant's turn."""
@@ -413,9 +413,14 @@ class ConversationText:
         return texts
 
 
-def template_kwargs_key(kwargs: Mapping[str, Any]) -> str:
-    """Return a text that is equal for equal arguments of a template."""
-    return json.dumps(kwargs, sort_keys=True, default=str)
+def cache_by_kwargs(make: Callable[[Mapping[str, Any]], _Made]) -> Callable[[Mapping[str, Any]], _Made]:
+    """Return ``make``, a function of a template's arguments, with a cache of its last results.
+
+    ``make`` gets the arguments as the template does, which reads them from JSON.
+    """
+    # Texts are keys, since arguments may be lists and mappings.
+    cached_make = lru_cache(CACHED_KWARGS)(lambda text: make(json.loads(text)))
+    return lambda kwargs: cached_make(json.dumps(dict(kwargs), default=str))
 
 
 def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
@@ -740,11 +745,7 @@ class ChatFormats:
         self._templated = templated
         self.text = PlainText(tokenizer)
         """Format without a template, which also decodes responses."""
-        # Arguments of the template as JSON -> format with these arguments.
-        self._formats: dict[str, ChatTemplate] = {}
-
-        # A template that cannot continue conversations is an error at the start of the run.
-        self.prompt_format({})
+        self._template_format = cache_by_kwargs(partial(ChatTemplate, tokenizer))
 
     def prompt_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """Return the format of conversations that begin with a prompt of the data.
@@ -764,10 +765,3 @@ class ChatFormats:
         if getattr(self.tokenizer, "chat_template", None):
             return self._template_format(kwargs)
         return self.text
-
-    def _template_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
-        """Return the format of the chat template with the given arguments, which is created once."""
-        key = template_kwargs_key(kwargs)
-        if key not in self._formats:
-            self._formats[key] = ChatTemplate(self.tokenizer, kwargs)
-        return self._formats[key]

@@ -82,6 +82,28 @@ def render_prompts(
     return texts
 
 
+def require_later_turns(chat: ConversationText, data: DataConfig) -> None:
+    """Raise UserError unless the chat template can continue the conversations of a data set.
+
+    The template is rendered with the set's own arguments, which an environment's turns have, too. Records may
+    replace them: a record with bad arguments fails alone.
+    """
+    kwargs = data.prompt_template.kwargs
+    try:
+        chat.with_kwargs(kwargs).require_steady_tails()
+    except UserError as error:
+        if not kwargs:
+            raise
+        key = data.setting_of("chat_template_kwargs")
+        raise UserError(
+            error.message,
+            where=key,
+            expected=error.expected,
+            got=f"with {kwargs}: {error.got}",
+            fix=f"correct {key}, or give the tokenizer another chat_template",
+        ) from None
+
+
 def response_pieces(
     record: Record,
     field: str,

@@ -39,6 +39,7 @@ from megatron_rl.data.records import DataPath, Record
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
     prompt_warnings,
+    require_later_turns,
     response_pieces,
     response_warnings,
 )
@@ -536,7 +537,7 @@ def load_prompts(
     inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
     if data.prompt_template != PromptTemplate():
         inputs = (*inputs, data.prompt_template)
-    return PromptSource(
+    prompts = PromptSource(
         files.load_or_encode(path, setting, tokenizer, inputs, encode),
         tokenizer,
         data,
@@ -547,6 +548,12 @@ def load_prompts(
         source=source,
         profile=profile,
     )
+
+    # An environment continues conversations, which not every template with every argument can.
+    chat = conversation_text(tokenizer)
+    if config.rollout.environment is not None and prompts.templated and chat is not None:
+        require_later_turns(chat, data)
+    return prompts
 
 
 class ResponseSource:

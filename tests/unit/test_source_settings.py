@@ -24,12 +24,13 @@ from megatron_rl.config.load import describe_changes, dump, load_text
 from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data import quickstart
+from megatron_rl.data import chat_format, quickstart
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses
-from megatron_rl.data.tokenizing import load_tokenizer
+from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses, load_prompts
+from megatron_rl.data.token_files import TokenFiles
+from megatron_rl.data.tokenizing import conversation_text, load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.by_source import NO_FUNCTION, SOURCE, SourceRewards
@@ -434,6 +435,56 @@ def test_later_turns_are_rendered_with_the_arguments_of_the_record(tokenizer: An
             assert tokenizer.decode(chat.encode_prompt(message, None)) == f"7{opening}"
             assert tokenizer.decode(chat.encode_between_turns(None, message)) == f",7{opening}"
     assert formats.prompt_format({"thinks": False}) is formats.prompt_format({"thinks": False})
+
+
+def test_a_bounded_number_of_arguments_is_cached(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_format, "CACHED_KWARGS", 2)
+    formats = ChatFormats(tokenizer, templated=True)
+    text = conversation_text(tokenizer)
+    assert text is not None
+    for make in (formats.prompt_format, formats.environment_format, text.with_kwargs):
+        first, second, third = (make({"thinks": False, "number": number}) for number in range(3))
+        assert make({"thinks": False, "number": 2}) is third
+        assert make({"thinks": False, "number": 1}) is second
+        assert make({"thinks": False, "number": 0}) is not first
+    assert text.with_kwargs({}) is text
+    question = [{"role": "user", "content": "7"}]
+    assert text.with_kwargs({"thinks": False, "number": 0}).render_prompt(question) == "7=*"
+
+
+@pytest.mark.usefixtures("workspace")
+def test_arguments_of_a_source_with_which_no_turn_can_follow_are_an_error_at_the_start() -> None:
+    counts = "{% if add_generation_prompt and counts %}{{ messages | length }}{% endif %}"
+    Path("model/chat_template.jinja").write_text(TEMPLATE + counts)
+    easy, hard = ({"path": "train.jsonl", "chat_template_kwargs": {"counts": value}} for value in (1, 0))
+    overrides = ["evaluation.sets.held_out.chat_template=true"]
+    assert errors_of({"easy": easy, "hard": hard}, *overrides) == []
+
+    Path("env.py").write_text(
+        "from megatron_rl import Environment\n"
+        "class Silent(Environment):\n"
+        "    async def run(self, episode): pass\n"
+    )
+    overrides.append("rollout.environment={name: 'env.py:Silent'}")
+    (error,) = errors_of({"easy": easy, "hard": hard}, *overrides)
+    assert key_of(error) == "data.sources.easy.chat_template_kwargs"
+    assert "the text after a turn depends on the earlier messages" in error.message
+    assert "with {'counts': 1}: " in (error.got or "") and "data.sources.easy" in (error.fix or "")
+
+    # A run refuses them in the same words, when it loads the prompts.
+    sources = json.dumps({"easy": easy, "hard": hard})
+    config = load_text(CONFIG, ["data.train=null", f"data.sources={sources}", *overrides]).valid()
+    tokenizer, files = load_tokenizer("model"), TokenFiles(None, print)
+    with pytest.raises(UserError) as caught:
+        load_prompts(config, "data.sources.easy.path", "train.jsonl", tokenizer, files)
+    assert caught.value.to_json() == {**error.to_json(), "where": "data.sources.easy.chat_template_kwargs"}
+    assert load_prompts(config, "data.sources.hard.path", "train.jsonl", tokenizer, files).templated
+
+    # A template that cannot at all is one error of all data sets.
+    Path("model/chat_template.jinja").write_text(TEMPLATE + counts.replace(" and counts", ""))
+    plain = {"path": "train.jsonl", "chat_template": True}
+    (error,) = errors_of({"easy": plain, "hard": plain}, *overrides)
+    assert error.where == "the chat template of model.path"
 
 
 def test_responses_follow_prompts_with_the_arguments_of_the_record(tokenizer: Any) -> None:
