@@ -7,7 +7,9 @@ import json
 import time
 from pathlib import Path
 
+from megatron_rl.check.model.tokenizer import has_chat_template
 from megatron_rl.cli.common import require_counts
+from megatron_rl.config.hub import PREFIX
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError, range_error
@@ -36,7 +38,7 @@ from megatron_rl.planning.predict.plan_file import (
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
 from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.published import load_shape, published_repo
+from megatron_rl.shapes.published import is_base_model, load_shape, published_repo
 
 _MODEL_OPTIONS = {
     "algorithm": "grpo",
@@ -341,18 +343,30 @@ def _model_path(model: str) -> str:
         if looks_like_folder:
             return model
         repo = published_repo(model)
-        return f"hf://{repo}" if repo else f"models/{model}"
+        return f"{PREFIX}{repo}" if repo else f"models/{model}"
     if model.endswith("config.json"):
         return str(Path(model).parent)
     return model
 
 
+def _has_chat_template(model: str) -> bool:
+    """Return whether a model has a chat template, by its folder or its name on the Hub; true if unknown."""
+    folder = Path(model)
+    if (folder / "tokenizer_config.json").is_file():
+        return has_chat_template(folder)
+    if model.startswith(PREFIX):
+        return not is_base_model(model)
+    return True
+
+
 def _config_paths(args: argparse.Namespace) -> Paths:
     """Return the paths of models, data and rewards for the configuration of a plan."""
+    model = args.model_path or _model_path(args.model)
     return Paths(
-        model=args.model_path or _model_path(args.model),
+        model=model,
         data=args.data,
         reward=args.reward,
         reward_model=args.reward_model_path,
         critic=_model_path(args.critic) if args.critic else None,
+        chat_template=_has_chat_template(model),
     )

@@ -114,12 +114,29 @@ def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
 def published_repo(reference: str) -> str | None:
     """Return the Hugging Face Hub repository of a preset, as ORG/NAME; None if no weights are there.
 
+    A preset of a base model has the repository of the instruction-tuned model, which has a chat template.
     ``reference`` is the name of a preset, or a repository already, which is returned as it is.
     """
     if "/" in reference:
         return reference
     name, _ = find_named_config(reference)
-    match = _PRESET_SOURCE.match(str(load_presets()[name]["source"]))
+    preset = load_presets()[name]
+    return preset.get("instruct") or _source_repo(preset)
+
+
+def is_base_model(repo: str) -> bool:
+    """Return whether a Hub repository has the name of a preset's base model, which has no chat template."""
+    name = repo.rpartition("/")[2].partition("@")[0].lower()
+    for preset in load_presets().values():
+        base_repo = _source_repo(preset)
+        if "instruct" in preset and base_repo is not None and name == base_repo.rpartition("/")[2].lower():
+            return True
+    return False
+
+
+def _source_repo(preset: Mapping[str, Any]) -> str | None:
+    """Return the Hub repository from which a preset's config.json is, or None."""
+    match = _PRESET_SOURCE.match(str(preset["source"]))
     if match is None:
         return None
     return match[1]

@@ -236,12 +236,40 @@ def test_a_colocated_ppo_plan_names_every_role(tmp_path) -> None:
     [
         ("qwen3-8b", "hf://Qwen/Qwen3-8B"),
         ("Qwen/Qwen3-8B", "hf://Qwen/Qwen3-8B"),
+        ("llama-3.1-8b", "hf://meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Llama-3.1-8B", "hf://meta-llama/Llama-3.1-8B"),
         ("models/Qwen3-8B", "models/Qwen3-8B"),
         ("/data/models/Qwen3-8B", "/data/models/Qwen3-8B"),
     ],
 )
 def test_a_folder_of_another_machine_is_no_name_on_the_hub(model: str, path: str) -> None:
     assert _model_path(model) == path
+
+
+def _planned_data(out: Path, *words: str) -> tuple[str, bool]:
+    """Return the model of a plan, and whether its data goes through the chat template."""
+    plan(*words, "--gpus", "8", "--no-reference", "--out", str(out))
+    config = yaml.safe_load(out.read_text())
+    return config["model"]["path"], config["data"]["chat_template"]
+
+
+def test_a_plan_has_a_chat_template_where_its_model_has_one(tmp_path: Path) -> None:
+    out = tmp_path / "plan.yaml"
+    # Base models have none, so a preset stands for the instruction-tuned model of its shape.
+    assert _planned_data(out, "llama-3.2-1b") == ("hf://meta-llama/Llama-3.2-1B-Instruct", True)
+    base = "hf://meta-llama/Llama-3.2-1B"
+    assert _planned_data(out, "meta-llama/Llama-3.2-1B") == (base, False)
+    assert _planned_data(out, "llama-3.2-1b", "--model-path", f"{base}@main") == (f"{base}@main", False)
+
+    # Of a model on this machine the tokenizer's files show it.
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(_hf_config("llama-3.2-1b")))
+    assert _planned_data(out, str(model)) == (str(model), True), "unknown without a tokenizer"
+    (model / "tokenizer_config.json").write_text("{}")
+    assert _planned_data(out, str(model)) == (str(model), False)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert _planned_data(out, str(model)) == (str(model), True)
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])

@@ -1,12 +1,16 @@
 """Model shapes: parameter totals of published checkpoints, and reading of a config.json."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import transformers
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.published import load_presets, load_shape, shape_of
+from megatron_rl.shapes.published import is_base_model, load_presets, load_shape, published_repo, shape_of
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Totals as the checkpoints themselves have them (safetensors index or model card).
 PUBLISHED = {
@@ -41,6 +45,28 @@ def test_preset_states_its_own_totals(name: str) -> None:
     assert shape.parameters == preset["parameters_total"]
     if "parameters_active" in preset:
         assert shape.active_parameters == preset["parameters_active"]
+
+
+def test_presets_of_base_models_name_the_instruct_model_of_their_shape() -> None:
+    repos = {name: published_repo(name) for name in load_presets()}
+    assert {name for name, repo in repos.items() if repo and is_base_model(repo)} == set()
+    bases = (
+        "meta-llama/Llama-2-7b-hf",
+        "google/gemma-2-9b",
+        "mistralai/Mistral-7B-v0.1",
+        "x/llama-3.1-8b@v1",
+    )
+    assert [is_base_model(base) for base in bases] == [True] * 4
+    assert not is_base_model("Qwen/Qwen2.5-7B"), "a base model with a chat template"
+
+    # Those whose config.json is packaged have the shape of their preset, which has no limit of positions.
+    for name, folder in {
+        "llama-3-70b": "Llama-3.1-70B-Instruct",
+        "llama-3.1-405b": "Llama-3.1-405B-Instruct",
+    }.items():
+        shape = load_shape(str(ROOT / "configs/models" / folder))
+        preset = load_shape(name)
+        assert replace(shape, name=name, max_positions=preset.max_positions) == preset
 
 
 def test_cache_bytes_per_token() -> None:

@@ -56,6 +56,8 @@ class Paths:
     """Reward model."""
     critic: str | None = None
     """Model from which the critic is initialised, or None for ``model``."""
+    chat_template: bool = True
+    """Whether the tokenizer of ``model`` has a chat template, with which the placeholder data is rendered."""
 
 
 RankRange = tuple[int, int]
@@ -267,7 +269,11 @@ class _ConfigWriter:
             "max_prompt_tokens": int(problem.batch.prompt_length),
         }
         if self.paths.data is None:
-            data |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
+            data |= {
+                "prompt_field": "question",
+                "ground_truth_field": "answer",
+                "chat_template": self.paths.chat_template,
+            }
 
         # Select the layers whose memory and seconds were predicted.
         attention = "torch"
