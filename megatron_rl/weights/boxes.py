@@ -33,7 +33,7 @@ class CoverageError(RuntimeError):
 
 
 class UncoveredError(RuntimeError):
-    """Error for a needed part of a tensor that no rank holds."""
+    """Error for needed elements of a tensor that no rank holds."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class _Overlap(NamedTuple):
 
 
 def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
-    """Return the regions that cover every destination box exactly once.
+    """Compute the regions that cover every destination box exactly once.
 
-    Tensors are in the order of the destinations, the regions of a tensor are sorted by start. Equal tuples of
-    ranks are the same object. Raises UncoveredError if no source holds an element of a destination box.
+    Tensors keep the order of the destinations; the regions of a tensor are sorted by start. Equal tuples of
+    ranks are the same object. Raises UncoveredError if no source contains an element of a destination box.
     """
     rank_sets = _RankSets()
     sources_by_tensor = _spans_by_tensor(sources, rank_sets)
@@ -107,7 +107,7 @@ def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup
 
     # Layers and experts with equal boxes are intersected once: a model has few distinct layers.
     cached_overlaps: dict[object, list[_Overlap]] = {}
-    result: list[Region] = []
+    regions: list[Region] = []
     for name, target_spans in targets_by_tensor.items():
         source_spans = sources_by_tensor.get(name, {})
         key = (_cache_key(source_spans), _cache_key(target_spans))
@@ -132,27 +132,27 @@ def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup
                 dtype,
                 num_bytes,
             )
-            result.append(region)
-    return result
+            regions.append(region)
+    return regions
 
 
 def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
-    """Return the bytes that each rank needs, counting elements in several of its storages once."""
+    """Return the bytes that each rank needs; elements in several storages of a rank count once."""
     rank_sets = _RankSets()
     dtypes = _dtypes_by_tensor(destinations)
 
-    # Add up per set of ranks first: there are few sets, and many ranks in each.
+    # Add up by set of ranks first: there are few sets, and many ranks in each.
     bytes_by_ranks: Counter[Ranks] = Counter()
     for name, target_spans in _spans_by_tensor(destinations, rank_sets).items():
         itemsize = dtypes[name].itemsize
         for (_, size), receivers in cut_overlaps(target_spans, rank_sets).items():
             bytes_by_ranks[receivers] += math.prod(size) * itemsize
 
-    result: Counter[int] = Counter()
+    bytes_by_rank: Counter[int] = Counter()
     for receivers, num_bytes in bytes_by_ranks.items():
         for rank in receivers:
-            result[rank] += num_bytes
-    return dict(result)
+            bytes_by_rank[rank] += num_bytes
+    return dict(bytes_by_rank)
 
 
 class _RankSets:
@@ -189,7 +189,7 @@ def _spans_by_tensor(
     groups: Sequence[BoxGroup],
     rank_sets: _RankSets,
 ) -> dict[str, dict[Span, Ranks]]:
-    """Return the distinct boxes of each tensor, sorted, each with all ranks that have it."""
+    """Return the distinct boxes of each tensor, sorted, with the ranks that have each box."""
     rank_sets_by_tensor: dict[str, dict[Span, list[Ranks]]] = {}
     for group in groups:
         group_ranks = rank_sets.intern(group.ranks)
@@ -200,15 +200,15 @@ def _spans_by_tensor(
             if not span_ranks or span_ranks[-1] is not group_ranks:
                 span_ranks.append(group_ranks)
 
-    result: dict[str, dict[Span, Ranks]] = {}
+    spans_by_tensor: dict[str, dict[Span, Ranks]] = {}
     for name, spans in rank_sets_by_tensor.items():
         # `_candidate_pairs` relies on the order.
-        result[name] = {span: rank_sets.union(spans[span]) for span in sorted(spans)}
-    return result
+        spans_by_tensor[name] = {span: rank_sets.union(spans[span]) for span in sorted(spans)}
+    return spans_by_tensor
 
 
 def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor; if several groups have the tensor, that of the last group."""
+    """Return the dtype of each tensor; the last group that contains the tensor determines it."""
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
         for box in group.boxes:
@@ -222,36 +222,36 @@ def _intersect_boxes(
     target_spans: Mapping[Span, Ranks],
     rank_sets: _RankSets,
 ) -> list[_Overlap]:
-    """Return every intersection of source and target boxes of one tensor.
+    """Compute all intersections of source boxes with target boxes of one tensor.
 
-    Both map a box to the ranks that have it; ``rank_sets`` interns these. Raises UncoveredError, naming the
-    tensor, if the sources do not contain a target completely.
+    ``source_spans`` and ``target_spans`` map a box to its ranks, which ``rank_sets`` interns. Raises
+    UncoveredError if the sources do not cover a target box completely.
     """
     # Disjoint boxes: every element is sent and received once.
     sources = cut_overlaps(source_spans, rank_sets)
     targets = cut_overlaps(target_spans, rank_sets)
 
-    result: list[_Overlap] = []
+    overlaps: list[_Overlap] = []
     for target, receivers in targets.items():
-        covered = 0
+        num_covered = 0
         for source, holders in sources.items():
             span = intersect(source, target)
             if span is None:
                 continue
             start, size = span
-            covered += math.prod(size)
-            result.append(_Overlap(start, size, holders, receivers))
+            num_covered += math.prod(size)
+            overlaps.append(_Overlap(start, size, holders, receivers))
 
         # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
         target_start, target_size = target
         num_elements = math.prod(target_size)
-        if covered != num_elements:
-            num_missing = num_elements - covered
+        if num_covered != num_elements:
+            num_missing = num_elements - num_covered
             raise UncoveredError(
                 f"{tensor_name}: no rank holds {num_missing} of the {num_elements} elements in the "
                 f"box at {list(target_start)} of size {list(target_size)}, which ranks {list(receivers)} need"
             )
-    return result
+    return overlaps
 
 
 def intersect(first: Span, second: Span) -> Span | None:
@@ -278,8 +278,8 @@ def cut_overlaps(
 ) -> Mapping[Span, Ranks]:
     """Cut overlapping boxes of one tensor at each other's edges, into disjoint boxes.
 
-    ``box_ranks`` maps each box to the ranks that hold it. In the result each part of a box has the ranks of
-    all boxes that contain the part. ``rank_sets`` interns these sets of ranks.
+    ``box_ranks`` maps each box to the ranks that hold it. Each box of the result has the ranks of all boxes
+    that contain it. ``rank_sets`` interns these sets of ranks.
     """
     boxes = list(box_ranks)
     if not any(intersect(first, second) for first, second in _candidate_pairs(boxes)):
@@ -301,7 +301,7 @@ def cut_overlaps(
 
 
 def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
-    """Yield the cells of a grid that tile a box.
+    """Yield the cells of a grid inside a box.
 
     ``edges``: the grid's coordinates by dimension, sorted; they include the edges of the box.
     """
@@ -328,7 +328,7 @@ def _edges_along(boxes: list[Span], dim: int) -> list[int]:
 
 
 def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
-    """Yield the pairs of sorted boxes whose ranges in the first dimension overlap."""
+    """Yield the pairs of boxes that overlap in the first dimension; ``boxes`` must be sorted."""
     for index, first in enumerate(boxes):
         later_boxes = boxes[index + 1 :]
         first_start, first_size = first
@@ -337,7 +337,7 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
             yield from ((first, second) for second in later_boxes)
             continue
 
-        # Boxes are sorted by start: once one begins past the end, no later one overlaps.
+        # Boxes are sorted by start: after the first box beyond the end, no box overlaps.
         end = first_start[0] + first_size[0]
         for second in later_boxes:
             second_start, _ = second
@@ -355,14 +355,14 @@ class BoxIndex:
             self._by_name.setdefault(box.name, []).append(box)
 
     def boxes_containing(self, region: Region) -> list[TensorBox]:
-        """Return the boxes of a region: one in each storage that contains the region completely."""
+        """Return one box per storage that contains the region completely, cut to the region."""
         span = (region.start, region.size)
-        result = []
+        inner_boxes = []
         for box in self._by_name.get(region.name, ()):
             if intersect((box.start, box.size), span) != span:
                 continue
 
-            # The region has the strides of the box, and only another first element.
+            # The region has the strides of the box; only its first element differs.
             offset = box.offset
             dims = zip(region.start, box.start, box.stride, strict=True)
             for inner, outer, stride in dims:
@@ -373,30 +373,30 @@ class BoxIndex:
                 size=region.size,
                 offset=offset,
             )
-            result.append(inner_box)
-        return result
+            inner_boxes.append(inner_box)
+        return inner_boxes
 
 
 def split_expert_boxes(boxes: Iterable[TensorBox], expert_storage: FusedExperts | None) -> list[TensorBox]:
-    """Replace boxes of tensors that store all experts of a layer by boxes of one tensor per expert.
+    """Replace the boxes of fused expert tensors by boxes of one tensor per expert; keep all other boxes.
 
-    ``expert_storage`` is how the tensors are stored; None if there is a tensor per expert. Unless outputs of
-    gate and up alternate, each box must contain all of them. Boxes of other tensors are returned unchanged.
+    ``expert_storage`` describes the fused tensors; None for a model with one tensor per expert. A box must
+    contain all outputs of gate and up, unless they are interleaved.
     """
-    result: list[TensorBox] = []
+    split_boxes: list[TensorBox] = []
     for box in boxes:
         if expert_storage is None:
-            result.append(box)
+            split_boxes.append(box)
             continue
 
         dims = zip(box.start, box.size, strict=True)
         ends = tuple(begin + count for begin, count in dims)
         for name, location in expert_tensors(box.name, ends, expert_storage).items():
             if location.expert is None:
-                result.append(box)
+                split_boxes.append(box)
             elif location.expert >= box.start[0]:
-                result += _expert_box(box, name, location)
-    return result
+                split_boxes += _expert_box(box, name, location)
+    return split_boxes
 
 
 def _expert_box(
@@ -404,8 +404,8 @@ def _expert_box(
     name: str,
     location: TensorLocation,
 ) -> Iterator[TensorBox]:
-    """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is any."""
-    # Dimensions of the stored tensor in the order of the expert's, whose first one has the outputs.
+    """Yield the box of one expert's tensor inside a fused tensor's box, or nothing if they do not overlap."""
+    # Dimensions of the fused tensor in the order of the expert's tensor, which has its outputs first.
     dims = list(range(1, len(box.start)))
     if location.transposed:
         dims.reverse()
@@ -413,8 +413,8 @@ def _expert_box(
     box_begin = box.start[output_dim]
     output_stride = box.stride[output_dim]
 
-    # Outputs of the expert's tensor, as indices in the stored tensor, up to the end of the box. The first
-    # ones may be before the start of the box: `first_output` rounds up to one inside it.
+    # Indices of the expert's outputs in the fused tensor, up to the end of the box. Outputs before the start
+    # of the box are skipped: `first_output` is the first one inside it.
     outputs = range(location.begin, box_begin + box.size[output_dim], location.step)
     if location.step == 1:
         outputs = range(location.begin, location.end)
@@ -438,7 +438,7 @@ def _expert_box(
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
-    """Return the view of a parameter that a box describes, [*box.size]."""
+    """Return the view of a parameter that contains the elements of a box, [*box.size]."""
     # `as_strided` counts from the storage's first element, a box from the parameter's.
     offset = parameter.storage_offset() + box.offset
     return parameter.as_strided(box.size, box.stride, offset)
@@ -486,7 +486,7 @@ def _find_gaps(
     boxes: Sequence[TensorBox],
     num_elements: int,
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return the gaps of [0, num_elements) that no box covers, and how many elements are written again."""
+    """Return the gaps of [0, num_elements) that no box covers, and the number of repeated writes."""
     starts_by_box: list[numpy.ndarray] = []
     ends_by_box: list[numpy.ndarray] = []
     for box in boxes:

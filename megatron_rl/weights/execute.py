@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
 from megatron_rl.weights.boxes import Region, view_of
 from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule_phases
-from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Views
+from megatron_rl.weights.transfer import Exchange, ReceivedRegion, SentRegion, Views
 
 SAMPLE_INTERVAL = 8
 """Number of syncs in which ``sampled`` verification checks every region once."""
@@ -32,12 +32,12 @@ class WeightMismatchError(RuntimeError):
 
 
 class _Term(NamedTuple):
-    """One checksum of a region that this rank computes, as a term of the sum over all ranks."""
+    """Checksum of a region on this rank: one term of the sum over all ranks."""
 
     region: int
     """Index of the region."""
     is_reference: bool
-    """Whether this is the checksum of the holder, which the checksum of every receiver must equal."""
+    """Whether this is the holder's checksum, to which every receiver's checksum must be equal."""
     weight: int
     """Factor of the checksum in the sum; the factors of one region add up to 0 over all ranks."""
     checksum: BoxChecksum
@@ -48,7 +48,7 @@ class Execution:
     """Views of every region that this rank sends, receives and copies; valid while the storages live.
 
     ``sources``, ``destinations``: live storages of this rank by name.
-    ``staging_bytes``: bound of all send and receive buffers together.
+    ``staging_bytes``: limit of all send and receive buffers together.
     ``group``: process group, or None for the world; ranks of the plan are global.
     """
 
@@ -70,13 +70,13 @@ class Execution:
         self.staging_bytes = staging_bytes
 
         # All views are created once here, so that a sync only copies and communicates.
-        sends: dict[int, list[SentPiece]] = {}
+        sends: dict[int, list[SentRegion]] = {}
         for peer, peer_regions in plan.regions_to_send(rank).items():
             sends[peer] = [(self._source_view(region), region.dtype) for region in peer_regions]
 
         regions_by_sender = plan.regions_to_receive(rank)
         local_regions = regions_by_sender.pop(rank, [])
-        receives: dict[int, list[ReceivedPiece]] = {}
+        receives: dict[int, list[ReceivedRegion]] = {}
         for peer, peer_regions in regions_by_sender.items():
             receives[peer] = [(self._destination_views(region), region.dtype) for region in peer_regions]
 
@@ -109,21 +109,21 @@ class Execution:
     def run(self, mode: str = "off", sync_index: int = 0) -> None:
         """Move the weights. Collective over the ranks of the plan.
 
-        Local copies overlap with the first messages, and so do this rank's reference checksums for a `verify`
-        with the same ``mode`` and ``sync_index``.
+        While the first messages are in transit, this rank makes its local copies and computes the reference
+        checksums for a `verify` with the same ``mode`` and ``sync_index``.
         """
         regions = self._regions_to_verify(mode, sync_index)
         if not self._exchanges:
             self._copy_local(regions)
 
         # Only the first exchange has local work to overlap with.
-        meanwhile = partial(self._copy_local, regions)
+        local_work = partial(self._copy_local, regions)
         for exchange in self._exchanges:
-            exchange.run(meanwhile)
-            meanwhile = None
+            exchange.run(local_work)
+            local_work = None
 
         if self.staging_peak > self.staging_bytes:
-            raise RuntimeError(f"staging took {self.staging_peak} bytes, the bound is {self.staging_bytes}")
+            raise RuntimeError(f"staging took {self.staging_peak} bytes, the limit is {self.staging_bytes}")
 
     @property
     def staging_peak(self) -> int:
@@ -133,19 +133,19 @@ class Execution:
     def _build_exchanges(
         self,
         schedule: Schedule,
-        sends: Mapping[int, Sequence[SentPiece]],
-        receives: Mapping[int, Sequence[ReceivedPiece]],
+        sends: Mapping[int, Sequence[SentRegion]],
+        receives: Mapping[int, Sequence[ReceivedRegion]],
     ) -> list[Exchange]:
-        """Return this rank's exchanges, one per phase of the schedule, in order."""
-        sends_by_phase: dict[int, dict[int, Sequence[SentPiece]]] = defaultdict(dict)
-        for peer, sent_pieces in sends.items():
+        """Build this rank's exchanges: one per phase in which it has messages, in order."""
+        sends_by_phase: dict[int, dict[int, Sequence[SentRegion]]] = defaultdict(dict)
+        for peer, sent_regions in sends.items():
             phase = schedule.phase_by_pair[self._rank, peer]
-            sends_by_phase[phase][peer] = sent_pieces
+            sends_by_phase[phase][peer] = sent_regions
 
-        receives_by_phase: dict[int, dict[int, Sequence[ReceivedPiece]]] = defaultdict(dict)
-        for peer, received_pieces in receives.items():
+        receives_by_phase: dict[int, dict[int, Sequence[ReceivedRegion]]] = defaultdict(dict)
+        for peer, received_regions in receives.items():
             phase = schedule.phase_by_pair[peer, self._rank]
-            receives_by_phase[phase][peer] = received_pieces
+            receives_by_phase[phase][peer] = received_regions
 
         # Phases in which this rank has no messages are left out: point-to-point needs no other rank.
         exchanges = []
@@ -169,14 +169,15 @@ class Execution:
 
     @torch.no_grad()
     def verify(self, mode: str, sync_index: int) -> int:
-        """Compare checksums of holders and receivers, and return the number of compared regions.
+        """Compare the checksums of holders and receivers, and return the number of compared regions.
 
-        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE_INTERVAL`-th one, starting
-        one region later in each sync. ``sync_index`` is the number of earlier syncs.
+        ``mode`` is a value of `VERIFY`: "full" compares all regions; "sampled" compares every
+        `SAMPLE_INTERVAL`-th region and starts one region later in each sync. ``sync_index`` is the number of
+        earlier syncs.
 
         For each region one holder adds its checksum as often as all receivers together subtract theirs, so
-        the sum over all ranks is 0 if they are equal. Raises WeightMismatchError on every rank of the group
-        if any region differs. Collective over the group.
+        the sum over all ranks is 0 if the checksums are equal. Raises WeightMismatchError on every rank of
+        the group if any region differs. Collective over the group.
         """
         if mode == "off":
             return 0
@@ -218,7 +219,7 @@ class Execution:
         mode: str,
         sync_index: int,
     ) -> range:
-        """Return the indices of the regions that `verify` compares in this mode after this sync."""
+        """Return the indices of the regions that `verify` compares in ``mode`` after sync ``sync_index``."""
         if mode == "off":
             return range(0)
         if mode == "full":
@@ -236,18 +237,18 @@ class Execution:
         if not regions:
             return []
 
-        result = []
+        sums = []
         for term in self._terms:
             if term.is_reference == is_reference and term.region in regions:
-                result.append((term, term.checksum.compute()))
-        return result
+                sums.append((term, term.checksum.compute()))
+        return sums
 
     @cached_property
     def _terms(self) -> Sequence[_Term]:
-        """Terms that this rank contributes to the sum of each region, as reference holder and as receiver.
+        """Build the terms of this rank, as reference holder and as receiver of regions.
 
-        The n-th receiver of a region, counted from 1, subtracts its checksum n times, so that errors of equal
-        size on two receivers do not cancel.
+        The n-th receiver of a region, counted from 1, subtracts its checksum n times, so that equal errors on
+        two receivers do not cancel.
         """
         terms: list[_Term] = []
         for index, region in enumerate(self._regions):
@@ -264,10 +265,10 @@ class Execution:
         region_index: int,
         region: Region,
     ) -> _Term:
-        """Return the term of this rank as the reference holder of a region.
+        """Build the term of this rank as the reference holder of a region.
 
-        The i-th of n receivers subtracts its checksum i times, so this term counts 1 + 2 + … + n times: the
-        sum is 0 if all checksums are equal.
+        The i-th of n receivers subtracts its checksum i times, so the weight of this term is 1 + 2 + … + n:
+        the sum is 0 if all checksums are equal.
         """
         num_receivers = len(region.receivers)
         weight = num_receivers * (num_receivers + 1) // 2
@@ -280,9 +281,9 @@ class Execution:
         region_index: int,
         region: Region,
     ) -> list[_Term]:
-        """Return a receiver's terms, one per storage of the region on this rank.
+        """Build the terms of this rank as a receiver of a region, one per storage that contains the region.
 
-        Their weights add up to -n on the region's n-th receiver, counted from 1.
+        On the n-th receiver of the region, counted from 1, the weights of its terms add up to -n.
         """
         views = self._destination_views(region)
         first_checksum, *copy_checksums = [BoxChecksum(view, region.start, region.dtype) for view in views]
@@ -308,16 +309,18 @@ class Execution:
                     reference_checksums[region] = checksum
 
         # The receivers whose checksum differs.
-        faults: list[str] = []
+        mismatches: list[str] = []
         for rank, rank_sums in sums_by_rank:
             for region, is_reference, checksum in rank_sums:
                 reference_checksum = reference_checksums[region]
                 if not is_reference and checksum != reference_checksum:
-                    faults.append(self._describe_mismatch(region, rank, checksum, reference_checksum))
+                    mismatches.append(self._describe_mismatch(region, rank, checksum, reference_checksum))
 
-        summary = f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync"
-        lines = "\n  ".join(faults[:LISTED_FAULTS])
-        raise WeightMismatchError(f"{summary}:\n  {lines}")
+        summary = (
+            f"{len(mismatches)} regions of the engine's weights differ from the trainer's after the sync"
+        )
+        mismatch_lines = "\n  ".join(mismatches[:LISTED_FAULTS])
+        raise WeightMismatchError(f"{summary}:\n  {mismatch_lines}")
 
     def _describe_mismatch(
         self,
@@ -326,7 +329,7 @@ class Execution:
         checksum: int,
         reference_checksum: int,
     ) -> str:
-        """Return one line on a receiver's checksum that differs from the reference."""
+        """Describe in one line a receiver's checksum that differs from the reference."""
         region = self._regions[region_index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
 
@@ -342,11 +345,11 @@ def _sum_by_region(
     checksums: Tensor,
     regions: range,
 ) -> Tensor:
-    """Return the sum of this rank's weighted checksums for each verified region, [len(regions)] int64.
+    """Sum this rank's weighted checksums of each verified region, [len(regions)] int64.
 
-    ``checksums`` [terms] are the values of ``terms``. ``regions`` are the numbers of the verified regions.
+    ``checksums`` [terms] are the values of ``terms``. ``regions`` are the indices of the verified regions.
     """
-    # Verified regions are every step-th one, so region r is entry r // step of ``regions``.
+    # ``regions`` contains every step-th region, so region r has the index r // step in it.
     indices = [term.region // regions.step for term in terms]
     weights = [term.weight for term in terms]
     term_weights = torch.tensor(weights, dtype=torch.int64)
@@ -359,9 +362,9 @@ def _sum_by_region(
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:
-    """Return a key that changes if a storage is replaced, so that compiled views of it are stale.
+    """Return a key of the storages that changes if one of them is replaced, which makes its views stale.
 
-    A storage whose memory is released and allocated again elsewhere keeps its key, and its views stay valid.
+    A storage whose memory is released and allocated again keeps its key, and its views stay valid.
     """
     key = []
     for name, tensor in storages.items():
@@ -386,7 +389,7 @@ _WIDE_CHUNK_WORDS = 2**24
 """Number of words summed at a time on accelerators, where small kernels are slow to launch.
 
 The products of words and weights take 64 MiB."""
-# The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned ones.
+# The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned integers.
 _SPLITMIX_INCREMENT = -7046029254386353131
 _SPLITMIX_ROUNDS = (
     (30, -4658895280553007687),
@@ -473,8 +476,8 @@ class BoxChecksum:
             column_sums = torch.mm(row_weights[None], values)[0]
             return torch.dot(column_sums, self._column_weights)
 
-        weighted = values * self._column_weights
-        row_sums = weighted.sum(-1, dtype=torch.int32)
+        weighted_words = values * self._column_weights
+        row_sums = weighted_words.sum(-1, dtype=torch.int32)
         return (row_sums * row_weights).sum(dtype=torch.int32)
 
 
@@ -494,13 +497,13 @@ def _elements_per_word(
 
 
 def _is_viewable_as_words(values: Tensor, elements_per_word: int) -> bool:
-    """Return whether the memory of values can be viewed as the words that are summed."""
+    """Return whether ``values`` can be viewed in place as words of 4 bytes."""
     if values.element_size() * elements_per_word != 4:
         return False
     if elements_per_word == 1:
         return True
 
-    # `view` to a wider dtype needs dense rows, each of which begins at a multiple of the wider element.
+    # `view` to a wider dtype needs dense rows that begin at multiples of the wider element.
     if values.stride(-1) != 1:
         return False
     positions = (values.storage_offset(), *values.stride()[:-1])
@@ -508,7 +511,10 @@ def _is_viewable_as_words(values: Tensor, elements_per_word: int) -> bool:
 
 
 def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
-    """Return the bits as int32 words: two per 8-byte element, else one per ``elements_per_word`` elements."""
+    """Return the bits of ``values`` as int32 words.
+
+    An 8-byte element is two words. Otherwise ``elements_per_word`` elements are one word.
+    """
     itemsize = values.element_size()
     if itemsize == 4:
         return values.view(torch.int32)
@@ -529,7 +535,7 @@ def _has_integer_product(device_type: str) -> bool:
         product = torch.mm(matrix, matrix)
         return bool(torch.dot(product[0], matrix[0]).item())
     except RuntimeError:
-        # "addmm_cuda" and others are not implemented for int32.
+        # CUDA has no int32 matrix product: torch raises `"addmm_cuda" not implemented for 'Int'`.
         return False
 
 
@@ -558,9 +564,9 @@ def _iterate_matrices(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the matrices [rows, columns] that make up a box, each with the checksum factors of its rows.
 
-    ``values`` is the box, of at least two dimensions, and ``start`` its first coordinates in the complete
+    ``values`` is the box, of at least two dimensions; ``start`` has its first coordinates in the complete
     tensor. The factors are odd numbers that depend on all coordinates of a row. ``outer_weight`` is the
-    factor of the outer dimensions, in a recursive call.
+    product of the outer dimensions' factors, which recursive calls pass on.
     """
     dim = len(start) - values.dim()
 
@@ -576,7 +582,7 @@ def _iterate_matrices(
 
 
 def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
-    """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
+    """Return one odd pseudo-random int32 for each of ``count`` positions from ``start`` on (splitmix64)."""
     state = torch.arange(
         start,
         start + count,

@@ -37,7 +37,7 @@ class Bundle:
     """
 
     regions: tuple[Region, ...]
-    """Regions in the order in which both sides pack them."""
+    """Regions in the order in which sender and receiver pack them into messages."""
     senders: Mapping[int, int]
     """Receiver -> its sender; a receiver that is its own sender copies locally."""
     bytes: int
@@ -79,7 +79,10 @@ class ReshardPlan:
 
     @cached_property
     def peer_counts(self) -> dict[int, int]:
-        """Return the number of peers, and so of connections, of each rank that exchanges messages."""
+        """Return the number of peers of each rank that sends or receives messages.
+
+        Each peer costs a connection.
+        """
         peers_by_rank: dict[int, set[int]] = defaultdict(set)
         for sender, receiver in self.pair_bytes:
             peers_by_rank[sender].add(receiver)
@@ -98,25 +101,25 @@ class ReshardPlan:
         return intra_node, inter_node
 
     def regions_to_send(self, rank: int) -> dict[int, list[Region]]:
-        """Return the regions that a rank sends, by receiver, in the order in which both sides pack them."""
-        result: dict[int, list[Region]] = defaultdict(list)
+        """Return the regions that a rank sends, by receiver, in the order in which messages contain them."""
+        regions_by_receiver: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             for receiver, sender in bundle.senders.items():
-                if sender == rank != receiver:
-                    result[receiver].extend(bundle.regions)
-        return dict(sorted(result.items()))
+                if sender == rank and receiver != rank:
+                    regions_by_receiver[receiver].extend(bundle.regions)
+        return dict(sorted(regions_by_receiver.items()))
 
     def regions_to_receive(self, rank: int) -> dict[int, list[Region]]:
         """Return the regions that a rank receives, by sender.
 
-        Those under ``rank`` itself are local copies.
+        Regions with the sender ``rank`` are copied locally.
         """
-        result: dict[int, list[Region]] = defaultdict(list)
+        regions_by_sender: dict[int, list[Region]] = defaultdict(list)
         for bundle in self.bundles:
             sender = bundle.senders.get(rank)
             if sender is not None:
-                result[sender].extend(bundle.regions)
-        return dict(sorted(result.items()))
+                regions_by_sender[sender].extend(bundle.regions)
+        return dict(sorted(regions_by_sender.items()))
 
     def index_boxes(self, rank: int, is_destination: bool) -> BoxIndex:
         """Return an index of a rank's destination boxes if ``is_destination``, else of its source boxes."""
@@ -135,8 +138,8 @@ class ReshardPlan:
 class Schedule:
     """Phases of a transfer, which every rank executes in order.
 
-    In one phase a rank exchanges messages with few others, so that messages are large in bounded staging
-    memory.
+    Each phase pairs a rank with few peers, because its peers share the staging memory: fewer peers get larger
+    messages.
 
     Example: rank 0 sends to rank 1 and then to rank 2, 3 messages of at most 4 MiB each::
 
@@ -162,7 +165,7 @@ class Schedule:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the largest number of bytes of one rank's in and out buffers together."""
+        """Return the peak size, in bytes, of one rank's send and receive buffers together."""
         # Each stream has two buffers: one message is in transit while the other is unpacked.
         return 2 * self.max_message_bytes * self.max_streams
 
@@ -185,20 +188,21 @@ def schedule_phases(
 ) -> Schedule:
     """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
 
-    At first as many pairs share a phase as have room for messages of ``message_bytes``, and large regions are
-    sent without staging. While a rank has more than `MAX_MESSAGES` messages, larger regions are packed
-    together, and after that fewer pairs share a phase, which makes messages larger.
+    The first candidate has as many pairs per phase as can have messages of ``message_bytes``, and sends large
+    regions without staging. If a rank then has more than `MAX_MESSAGES` messages, later candidates pack
+    larger regions together. If that is not enough, they have fewer pairs per phase, which makes messages
+    larger.
     """
-    rounds = _assign_rounds(plan.pair_bytes)
+    round_by_pair = _assign_rounds(plan.pair_bytes)
     size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
     # A round has two streams per rank, one in and one out, with two buffers each.
     rounds_per_phase = max(1, staging_bytes // (4 * message_bytes))
     while True:
-        phase_by_pair = {pair: round_index // rounds_per_phase for pair, round_index in rounds.items()}
-        candidate = _divide_staging(plan, size_counts, phase_by_pair, staging_bytes)
-        if rounds_per_phase == 1 or candidate.max_messages_per_rank <= MAX_MESSAGES:
-            return candidate
+        phase_by_pair = {pair: round_index // rounds_per_phase for pair, round_index in round_by_pair.items()}
+        schedule = _divide_staging(plan, size_counts, phase_by_pair, staging_bytes)
+        if rounds_per_phase == 1 or schedule.max_messages_per_rank <= MAX_MESSAGES:
+            return schedule
 
         # Fewer streams share the staging memory, so each message is larger.
         rounds_per_phase //= 2
@@ -210,9 +214,10 @@ def _divide_staging(
     phase_by_pair: Mapping[Pair, int],
     staging_bytes: int,
 ) -> Schedule:
-    """Return the schedule of these phases in which as few regions share messages as `MAX_MESSAGES` allows.
+    """Build the schedule of the given phases, with the smallest packing threshold that meets `MAX_MESSAGES`.
 
-    ``size_counts`` counts the regions of each bundle by their bytes.
+    Regions below the threshold share messages. ``size_counts`` maps region bytes to the number of such
+    regions, for each bundle. The result exceeds `MAX_MESSAGES` if even full messages are too many.
     """
     max_streams = _max_streams(phase_by_pair)
     max_message_bytes = largest_message_bytes(staging_bytes, max_streams)
@@ -226,48 +231,48 @@ def _divide_staging(
 
     while True:
         message_counts = _count_messages(plan, size_counts, max_message_bytes, own_message_bytes)
-        candidate = Schedule(
+        schedule = Schedule(
             phase_by_pair,
             max_message_bytes,
             max_streams,
             own_message_bytes,
             message_counts,
         )
-        if own_message_bytes == max_message_bytes or candidate.max_messages_per_rank <= MAX_MESSAGES:
-            return candidate
+        if own_message_bytes == max_message_bytes or schedule.max_messages_per_rank <= MAX_MESSAGES:
+            return schedule
         own_message_bytes = min(2 * own_message_bytes, max_message_bytes)
 
 
 def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
-    """Return a round for each pair: in one round a rank sends to at most one rank and receives from one.
+    """Assign each pair to a round, in which a rank has at most one receiver and one sender.
 
-    This colours the edges of a bipartite graph. Pairs with the most bytes come first, so that the pairs of a
-    round are of similar size and no rank waits long for its partner.
+    This is a greedy edge colouring of a bipartite graph. Pairs with the most bytes come first. The pairs of a
+    round then have similar sizes, and no rank waits long for its peer.
     """
     # Bit n of a rank's mask: it already sends, or receives, in round n.
     send_masks: dict[int, int] = defaultdict(int)
     receive_masks: dict[int, int] = defaultdict(int)
-    result: dict[Pair, int] = {}
+    round_by_pair: dict[Pair, int] = {}
 
     # Break ties by rank: every rank must compute the same rounds.
     largest_first = sorted(pairs, key=lambda pair: (-pairs[pair], pair))
     for sender, receiver in largest_first:
-        occupied = send_masks[sender] | receive_masks[receiver]
+        occupied_mask = send_masks[sender] | receive_masks[receiver]
         # The lowest bit that is not set.
-        first_free = ~occupied & (occupied + 1)
+        first_free = ~occupied_mask & (occupied_mask + 1)
         send_masks[sender] |= first_free
         receive_masks[receiver] |= first_free
-        result[sender, receiver] = first_free.bit_length() - 1
-    return result
+        round_by_pair[sender, receiver] = first_free.bit_length() - 1
+    return round_by_pair
 
 
 def _max_streams(phase_by_pair: Mapping[Pair, int]) -> int:
-    """Return the largest number of (sender, receiver) pairs to which one rank belongs in one phase."""
-    streams: Counter[tuple[int, int]] = Counter()
+    """Return the largest number of (sender, receiver) pairs that any rank belongs to in one phase."""
+    stream_counts: Counter[tuple[int, int]] = Counter()
     for pair, phase in phase_by_pair.items():
         for rank in pair:
-            streams[rank, phase] += 1
-    return max(streams.values(), default=1)
+            stream_counts[rank, phase] += 1
+    return max(stream_counts.values(), default=1)
 
 
 def _count_messages(
@@ -276,10 +281,10 @@ def _count_messages(
     max_message_bytes: int,
     own_message_bytes: int,
 ) -> dict[Pair, int]:
-    """Return the number of messages into which `transfer` divides the regions of each pair.
+    """Return the number of messages of each pair.
 
-    ``size_counts`` counts the regions of each bundle by their bytes. Regions of ``own_message_bytes`` or more
-    get separate messages.
+    ``size_counts`` maps region bytes to the number of such regions, for each bundle. Regions of at least
+    ``own_message_bytes`` get separate messages; smaller regions share messages.
     """
     own_messages: Counter[Pair] = Counter()
     packed_bytes: Counter[Pair] = Counter()
@@ -306,12 +311,12 @@ def _count_messages(
 
 
 def _ceil_div(dividend: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
+    """Divide two integers and round up."""
     return -(-dividend // divisor)
 
 
 class PlanError(RuntimeError):
-    """Error for a plan that `check_plan` rejects, which is a bug of the planner."""
+    """Error for a plan that `check_plan` rejects: a bug in the planner."""
 
 
 def build_plan(
@@ -321,18 +326,20 @@ def build_plan(
 ) -> ReshardPlan:
     """Plan the transfer from the ranks that hold weights to the ranks that need them.
 
-    A receiver that holds a region copies it locally. Otherwise a holder on its node (``node_of``: rank to
-    node) sends it if there is any, else a holder that `choose_senders` selects.
+    A receiver that holds a region copies it locally. Otherwise a holder on the receiver's node sends it, or
+    any holder if the node has none. ``node_of`` maps ranks to nodes. `choose_senders` selects among holders.
 
     Raises UncoveredError if no rank holds a needed region, and PlanError if `check_plan` rejects the result.
     """
+    # Regions of a group have the same holders and receivers, so senders are chosen per group.
     groups = _group_by_ranks(compute_regions(sources, destinations))
     region_groups = []
     for group in groups:
-        first = group[0]
+        first_region = group[0]
         group_bytes = _total_bytes(group)
-        region_groups.append(RegionGroup(first.holders, first.receivers, group_bytes))
+        region_groups.append(RegionGroup(first_region.holders, first_region.receivers, group_bytes))
 
+    # Several senders may share a group: a bundle has one sender for each receiver.
     bundles: list[Bundle] = []
     shares_by_group = choose_senders(region_groups, node_of or {})
     for group, shares in zip(groups, shares_by_group, strict=True):
@@ -367,7 +374,7 @@ def build_plan(
 
 
 def check_plan(plan: ReshardPlan) -> None:
-    """Check that every needed element arrives exactly once, and none on a rank that already holds it.
+    """Check that each rank gets every needed byte once, and receives no byte that it already holds.
 
     Raises PlanError.
     """
@@ -378,20 +385,20 @@ def check_plan(plan: ReshardPlan) -> None:
         holders = set(region.holders)
         for receiver, sender in bundle.senders.items():
             if sender not in holders:
-                raise PlanError(f"rank {sender} is to send {region.name}, which it does not hold")
+                raise PlanError(f"rank {sender} would send {region.name}, which it does not hold")
             arriving_bytes[receiver] += bundle.bytes
             if receiver not in holders:
                 missing_bytes[receiver] += bundle.bytes
 
-    # Every needed byte arrives, and over the wire only what the rank does not hold.
-    for rank, expected in plan.needed.items():
-        arriving = arriving_bytes[rank]
-        if arriving != expected:
-            raise PlanError(f"rank {rank} needs {expected} bytes and would be given {arriving}")
+    # Every needed byte arrives; only bytes that the rank does not hold arrive over the wire.
+    for rank, num_needed in plan.needed.items():
+        num_arriving = arriving_bytes[rank]
+        if num_arriving != num_needed:
+            raise PlanError(f"rank {rank} needs {num_needed} bytes and would get {num_arriving}")
 
-        received = plan.received.get(rank, 0)
-        if received != missing_bytes[rank]:
-            raise PlanError(f"rank {rank} would receive {received} bytes, it lacks {missing_bytes[rank]}")
+        num_received = plan.received.get(rank, 0)
+        if num_received != missing_bytes[rank]:
+            raise PlanError(f"rank {rank} would receive {num_received} bytes, not {missing_bytes[rank]}")
 
 
 def _total_bytes(group: Sequence[Region]) -> int:
@@ -402,8 +409,9 @@ def _total_bytes(group: Sequence[Region]) -> int:
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     """Group regions with equal holders and receivers; groups with the fewest holders come first.
 
-    These groups have the least choice of senders, so later groups balance the load after them. Among groups
-    with equally many holders the largest come first: smaller ones can then reuse their connections.
+    Groups with few holders have few possible senders, so groups with more holders balance the load after
+    them. Among groups with equally many holders, the largest come first: smaller groups can then reuse their
+    connections.
     """
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
@@ -418,10 +426,10 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
 
 
 def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
-    """Yield the bundles of a group of regions: a new one begins where the sender of any receiver changes.
+    """Split a group of regions into bundles: a new bundle begins where the sender of any receiver changes.
 
-    ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a
-    sender's part is extended or shortened to the nearest end of a region.
+    ``shares`` maps each receiver to its senders with their bytes of the group. A region is never cut, so the
+    bytes of a sender are rounded to the nearest region boundary.
     """
     ends = list(itertools.accumulate(region.bytes for region in group))
 
@@ -432,7 +440,7 @@ def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> It
         sender_starts[receiver] = {}
         for sender, num_bytes in receiver_shares:
             index = _nearest_boundary(ends, offset)
-            # A later sender at the same boundary replaces the previous one, whose part rounds to no region.
+            # A later sender at the same boundary replaces the previous one, whose bytes round to no region.
             if index < len(group):
                 sender_starts[receiver][index] = sender
             offset += num_bytes

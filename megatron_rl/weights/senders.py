@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 MIN_PART_BYTES = 2**20
-"""Smallest part, in bytes, for which a receiver gets one more sender: a smaller message saves no time."""
+"""Fewest bytes for which a receiver gets an additional sender: a smaller message saves no time."""
 SLACK = 0.02
-"""Share of the busiest sender's bytes that a holder may send beyond its even share, to save peers."""
+"""Fraction of the busiest sender's bytes that a holder may send beyond its budget, to save peers."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Receivers of one group of regions, to which the same holders may send it.
+    """Receivers of one group of regions that have the same possible senders.
 
-    Example: ranks 4 and 6 each lack the same 100 bytes, which ranks 0 and 2 of their host hold::
+    Example: ranks 4 and 6 each need the same 100 bytes, which ranks 0 and 2 of the same node hold::
 
         Demand(group=0, receivers=(4, 6), holders=(0, 2), bytes=100)
     """
@@ -52,37 +52,39 @@ class RegionGroup(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part of a group's bytes that one sender sends to one receiver.
+    """Number of a group's bytes that one sender sends to one receiver.
 
     Example: rank 4 gets 64 bytes from two senders, ``[Share(0, 40), Share(2, 24)]``.
     """
 
     sender: int
-    """Global rank of the sender; equal to the receiver's for a local copy."""
+    """Global rank of the sender; the receiver itself for a local copy."""
     bytes: int
     """Number of bytes that this sender sends to the receiver."""
 
 
 SharesByReceiver = dict[int, list[Share]]
-"""Receiver -> its senders, whose bytes add up to the group's."""
+"""Receiver -> its senders. The bytes of a receiver's senders add up to the bytes of the group."""
 Budgets = dict[tuple[int, ...], dict[int, float]]
-"""Set of holders -> holder -> bytes that it should still send, of the regions with this set of holders."""
+"""Remaining bytes that each holder should send, by set of holders: holders -> holder -> bytes.
+
+A budget applies to all regions with exactly this set of holders."""
 
 
 def choose_senders(
     groups: Sequence[RegionGroup],
     nodes: Mapping[int, int],
 ) -> list[SharesByReceiver]:
-    """Return for each group the senders of each receiver, with the bytes of each sender.
+    """Choose the senders of each receiver of each group, and the bytes of each sender.
 
-    ``groups`` with the fewest holders must come first. ``nodes``: node by rank; ranks of one node count as
-    near, and so do all ranks without an entry.
+    ``groups`` with the fewest holders must come first. ``nodes`` maps ranks to nodes; ranks without an entry
+    count as one node.
 
-    A receiver that holds the regions is its own sender. Otherwise only holders on its node send, if there are
-    any. Among these, ranks that are already its peers are preferred, then ranks with its local rank, which
-    are on the same rail of the network.
+    A receiver that holds the regions is its own sender. Otherwise holders on its node send, or all holders if
+    the node has none. Current peers of the receiver are preferred, then holders with the same local rank,
+    which are on the same rail of the network.
     """
-    result: list[SharesByReceiver] = []
+    shares_by_group: list[SharesByReceiver] = []
     demands: list[Demand] = []
     for index, group in enumerate(groups):
         local_shares: SharesByReceiver = {}
@@ -94,7 +96,7 @@ def choose_senders(
             else:
                 remote_receivers.append(rank)
 
-        result.append(local_shares)
+        shares_by_group.append(local_shares)
         for holders, receivers in _split_by_distance(group.holders, remote_receivers, nodes):
             demand = Demand(index, receivers, holders, group.bytes)
             demands.append(demand)
@@ -102,8 +104,8 @@ def choose_senders(
     # Compute all budgets before the first choice: an even load depends on every demand.
     assignment = _Assignment(_even_budgets(demands), _local_ranks(nodes))
     for demand in demands:
-        result[demand.group].update(assignment.assign(demand))
-    return result
+        shares_by_group[demand.group].update(assignment.assign(demand))
+    return shares_by_group
 
 
 def _split_by_distance(
@@ -111,7 +113,10 @@ def _split_by_distance(
     receivers: Sequence[int],
     nodes: Mapping[int, int],
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return (holders, receivers) pairs: receivers choose from the holders on their node, else from all."""
+    """Group receivers by possible senders: the holders on their node, or all holders if the node has none.
+
+    Returns (holders, receivers) pairs.
+    """
     holders_by_node: dict[int | None, list[int]] = defaultdict(list)
     for rank in holders:
         holders_by_node[nodes.get(rank)].append(rank)
@@ -126,28 +131,28 @@ def _split_by_distance(
         else:
             remote_receivers.append(rank)
 
-    result = []
-    for node, ranks in receivers_by_node.items():
+    groups = []
+    for node, node_receivers in receivers_by_node.items():
         near_holders = tuple(holders_by_node[node])
-        result.append((near_holders, tuple(ranks)))
+        groups.append((near_holders, tuple(node_receivers)))
     if remote_receivers:
-        result.append((tuple(holders), tuple(remote_receivers)))
-    return result
+        groups.append((tuple(holders), tuple(remote_receivers)))
+    return groups
 
 
 def _local_ranks(nodes: Mapping[int, int]) -> dict[int, int]:
     """Return the index of each rank among the ranks of its node; ``nodes`` maps a rank to its node."""
-    ranks_on_node: Counter[int] = Counter()
-    result: dict[int, int] = {}
+    rank_counts: Counter[int] = Counter()
+    local_ranks: dict[int, int] = {}
     for rank in sorted(nodes):
         node = nodes[rank]
-        result[rank] = ranks_on_node[node]
-        ranks_on_node[node] += 1
-    return result
+        local_ranks[rank] = rank_counts[node]
+        rank_counts[node] += 1
+    return local_ranks
 
 
 def _even_budgets(demands: Sequence[Demand]) -> Budgets:
-    """Return for each set of holders the bytes that each holder should send, so that loads are even.
+    """Compute the bytes that each holder should send to even out the load, by set of holders.
 
     Demands with the same holders share one budget, which any of their receivers may use.
     """
@@ -170,16 +175,16 @@ def _even_budgets(demands: Sequence[Demand]) -> Budgets:
 
 
 def _fill_level(loads: Sequence[float], total: float) -> float:
-    """Return the common level up to which ``total`` fills the lowest loads, like water in a vessel."""
-    ascending = sorted(loads)
+    """Return the common load to which ``total`` raises the lowest ``loads`` (water filling)."""
+    ascending_loads = sorted(loads)
     load_sum = 0.0
     level = 0.0
-    for count, load in enumerate(ascending, start=1):
+    for count, load in enumerate(ascending_loads, start=1):
         load_sum += load
         level = (total + load_sum) / count
 
-        # The water does not reach the next load.
-        if count < len(ascending) and level <= ascending[count]:
+        # The level does not reach the next load: this load and all higher loads stay as they are.
+        if count < len(ascending_loads) and level <= ascending_loads[count]:
             break
     return level
 
@@ -199,20 +204,20 @@ class _Assignment:
 
         self._budgets = budgets
         self._local_ranks = local_ranks
-        # A transfer lasts as long as its busiest sender, so slack is a share of that sender's bytes.
+        # A transfer lasts as long as its busiest sender, so slack is a fraction of that sender's bytes.
         self._slack_bytes = SLACK * max(loads.values(), default=0.0)
         # Bytes that each holder sends beyond its budgets.
         self._excess: dict[int, float] = defaultdict(float)
         self._peers: dict[int, set[int]] = defaultdict(set)
 
     def assign(self, demand: Demand) -> SharesByReceiver:
-        """Return the senders of each receiver of a demand, and subtract their bytes from the budgets."""
-        result: SharesByReceiver = {}
+        """Choose the senders of each receiver of a demand, and subtract their bytes from the budgets."""
+        shares_by_receiver: SharesByReceiver = {}
         for receiver in self._order_receivers(demand):
             shares = self._choose_shares(receiver, demand)
-            self._record_choice(receiver, demand, shares)
-            result[receiver] = shares
-        return result
+            self._record_shares(receiver, demand, shares)
+            shares_by_receiver[receiver] = shares
+        return shares_by_receiver
 
     def _order_receivers(self, demand: Demand) -> Sequence[int]:
         """Return the receivers in the order in which their senders are chosen."""
@@ -224,60 +229,62 @@ class _Assignment:
         holder_set = set(demand.holders)
         peer_counts: dict[int, float] = {}
         for rank in demand.receivers:
-            peer_counts[rank] = len(holder_set & self._peers[rank]) or math.inf
+            num_peers = len(holder_set & self._peers[rank])
+            peer_counts[rank] = num_peers if num_peers else math.inf
         return sorted(demand.receivers, key=lambda rank: (peer_counts[rank], rank))
 
-    def _record_choice(
+    def _record_shares(
         self,
         receiver: int,
         demand: Demand,
         shares: Sequence[Share],
     ) -> None:
-        """Record the peers of a choice, and the remaining budgets of its senders."""
-        budget = self._budgets[demand.holders]
+        """Register a receiver and its senders as peers, and subtract the bytes from the senders' budgets."""
+        budget_by_holder = self._budgets[demand.holders]
         for sender, num_bytes in shares:
             self._peers[sender].add(receiver)
             self._peers[receiver].add(sender)
 
-            remaining = budget[sender] - num_bytes
-            budget[sender] = max(0.0, remaining)
-            self._excess[sender] += max(0.0, -remaining)
+            remaining_bytes = budget_by_holder[sender] - num_bytes
+            budget_by_holder[sender] = max(0.0, remaining_bytes)
+            self._excess[sender] += max(0.0, -remaining_bytes)
 
     def _choose_shares(
         self,
         receiver: int,
         demand: Demand,
     ) -> list[Share]:
-        """Return one receiver's shares: from one holder whose budget permits all bytes, else from several."""
+        """Choose the senders of one receiver: one holder if its budget covers all bytes, else several."""
         if len(demand.holders) == 1:
             return [Share(demand.holders[0], demand.bytes)]
 
         peers = self._peers[receiver]
         local_rank = self._local_ranks.get(receiver)
-        budget = self._budgets[demand.holders]
+        budget_by_holder = self._budgets[demand.holders]
 
         def preference(rank: int) -> tuple[bool, bool, float, int]:
+            """Return the sort key of a holder: peers first, then the same rail, then the largest budget."""
             is_other_rail = self._local_ranks.get(rank) != local_rank
-            return rank not in peers, is_other_rail, -budget[rank], rank
+            return rank not in peers, is_other_rail, -budget_by_holder[rank], rank
 
         # Only a single sender of all bytes may use the slack, since it saves a second message.
         candidates: list[int] = []
         for rank in demand.holders:
-            room = budget[rank] + self._slack_bytes - self._excess[rank]
-            if room >= demand.bytes:
+            available_bytes = budget_by_holder[rank] + self._slack_bytes - self._excess[rank]
+            if available_bytes >= demand.bytes:
                 candidates.append(rank)
         if candidates:
             sender = min(candidates, key=preference)
             return [Share(sender, demand.bytes)]
 
-        shares, remaining = self._split_bytes(demand, peers)
+        shares, remaining_bytes = self._split_bytes(demand, peers)
         if not shares:
             sender = min(demand.holders, key=preference)
             return [Share(sender, demand.bytes)]
 
-        # Bytes remain because budgets are rounded, or too small for a part: the first sender sends them, too.
+        # Bytes remain if budgets are rounded or below `MIN_PART_BYTES`: the first sender sends them, too.
         first = shares[0]
-        shares[0] = Share(first.sender, first.bytes + remaining)
+        shares[0] = Share(first.sender, first.bytes + remaining_bytes)
         return shares
 
     def _split_bytes(
@@ -285,21 +292,21 @@ class _Assignment:
         demand: Demand,
         peers: set[int],
     ) -> tuple[list[Share], int]:
-        """Divide a receiver's bytes over several holders; return the shares and the bytes that remain."""
-        # Current peers first, then the largest budgets, so that there are few parts.
-        budget = self._budgets[demand.holders]
+        """Divide a receiver's bytes over several holders; return the shares and the remaining bytes."""
+        # Current peers first, then the largest budgets, to need few senders.
+        budget_by_holder = self._budgets[demand.holders]
         holders = sorted(
             demand.holders,
-            key=lambda rank: (rank not in peers, -budget[rank], rank),
+            key=lambda rank: (rank not in peers, -budget_by_holder[rank], rank),
         )
 
         shares: list[Share] = []
-        remaining = demand.bytes
+        remaining_bytes = demand.bytes
         for rank in holders:
-            num_bytes = min(remaining, round(budget[rank]))
-            if num_bytes >= min(remaining, MIN_PART_BYTES):
+            num_bytes = min(remaining_bytes, round(budget_by_holder[rank]))
+            if num_bytes >= min(remaining_bytes, MIN_PART_BYTES):
                 shares.append(Share(rank, num_bytes))
-                remaining -= num_bytes
-            if not remaining:
+                remaining_bytes -= num_bytes
+            if not remaining_bytes:
                 break
-        return shares, remaining
+        return shares, remaining_bytes

@@ -41,7 +41,7 @@ class _SourceBox:
     offset: int
     """Position of the box's first element in the storage, in elements."""
     stride: tuple[int, ...]
-    """Step of each dimension in the storage, in elements."""
+    """Distance of two neighbours of each dimension in the storage, in elements."""
 
 
 class _Axis(NamedTuple):
@@ -91,19 +91,19 @@ class CopyRecorder(TorchDispatchMode):
         # Sorted (first element, end, name) of the destinations in each storage; tied parameters count once.
         self._destinations: dict[int, list[tuple[int, int, str]]] = {}
         for name, tensor in destinations.items():
-            entries = self._destinations.setdefault(_storage_address(tensor), [])
+            intervals = self._destinations.setdefault(_storage_address(tensor), [])
             begin = int(tensor.storage_offset())
             end = begin + _extent(tensor)
-            is_tied = any(entry[:2] == (begin, end) for entry in entries)
+            is_tied = any(interval[:2] == (begin, end) for interval in intervals)
             if not is_tied:
-                entries.append((begin, end, name))
-        for entries in self._destinations.values():
-            entries.sort()
+                intervals.append((begin, end, name))
+        for intervals in self._destinations.values():
+            intervals.sort()
 
         self.boxes: list[TensorBox] = []
         """Boxes of the copies so far, in the order of the copies."""
         self.zeroed: set[str] = set()
-        """Destinations into which the loader copies a source tensor that it has set to zero before."""
+        """Destinations that receive a source tensor after the loader has set it to zero."""
         self._zeros: set[int] = set()
         """Storages of the source tensors that the loader has set to zero."""
 
@@ -119,13 +119,14 @@ class CopyRecorder(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        """Record or execute one operator call of the loader."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._record_or_execute_copy(args[0], args[1], lambda: func(*args, **kwargs))
         if func is torch.ops.aten.zero_.default and _storage_address(args[0]) in self._source_boxes:
             return self._record_zeroing(args[0])
 
-        # Views need no entry: they share the storage by which their source is looked up.
+        # Views need no registration: they share the storage by which their source is looked up.
         result = func(*args, **kwargs)
         if func in _COPYING_OPS and isinstance(result, Tensor):
             source = args[0]
@@ -136,8 +137,8 @@ class CopyRecorder(TorchDispatchMode):
     def _record_zeroing(self, source: Tensor) -> Tensor:
         """Record that the loader sets a complete source tensor to zero.
 
-        vLLM does so with a bias that is added on one tensor-parallel rank only. Raises TraceError if only a
-        part of the tensor is set to zero.
+        vLLM zeroes biases that only one tensor-parallel rank adds. Raises TraceError if the loader zeroes
+        only some of the elements.
         """
         source_box = self._source_boxes[_storage_address(source)]
         if source.numel() != math.prod(source_box.size):
@@ -174,23 +175,23 @@ class CopyRecorder(TorchDispatchMode):
         return target
 
     def _find_destination(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return the name of the destination that contains a view, and its first position in the storage.
+        """Find the destination that contains a view; return its name and its first position in the storage.
 
         Returns None if the view is not in a destination.
         """
-        entries = self._destinations.get(_storage_address(tensor))
-        if entries is None:
+        intervals = self._destinations.get(_storage_address(tensor))
+        if intervals is None:
             return None
 
         # The last destination that begins at or before the view.
         view_begin = int(tensor.storage_offset())
-        index = bisect_right(entries, view_begin, key=lambda entry: entry[0]) - 1
+        index = bisect_right(intervals, view_begin, key=lambda interval: interval[0]) - 1
         # Only an empty view, which copies nothing, can end before the first destination.
-        entry = (0, 0, "")
+        interval = (0, 0, "")
         if index >= 0:
-            entry = entries[index]
+            interval = intervals[index]
 
-        begin, end, name = entry
+        begin, end, name = interval
         if view_begin + _extent(tensor) > end:
             return None
         return name, begin
@@ -204,8 +205,8 @@ class CopyRecorder(TorchDispatchMode):
     ) -> list[TensorBox]:
         """Return the boxes of one copy from the view ``source`` into ``target``, a view of a destination.
 
-        ``name`` is the name of the destination, and ``destination_begin`` the position of its first element
-        in the storage.
+        ``name`` is the destination's name, ``destination_begin`` the position of its first element in the
+        storage.
         """
         source_box = self._source_boxes[_storage_address(source)]
         first_coordinates, axes = _find_axes(source_box, source, target.stride())
@@ -228,8 +229,8 @@ class CopyRecorder(TorchDispatchMode):
     ) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         source_box = self._source_boxes[_storage_address(source)]
-        expanded = source.expand(copy.shape)
-        first_coordinates, axes = _find_axes(source_box, expanded, copy.stride())
+        expanded_source = source.expand(copy.shape)
+        first_coordinates, axes = _find_axes(source_box, expanded_source, copy.stride())
         boxes = list(
             _split_into_boxes(
                 source_box.name,
@@ -263,10 +264,10 @@ def trace_copies(
 ) -> list[TensorBox]:
     """Run ``load(sources)`` and return the boxes of its copies into this rank's destinations.
 
-    ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by name,
-    meta or live. Recorded copies do not change their contents. Offset and strides of a box are in elements of
-    the parameter's storage; the offset counts from the first element of the parameter. Raises TraceError for
-    a copy that cannot be expressed as boxes.
+    ``sources`` maps canonical names to meta tensors, one storage each. ``destinations`` maps names to
+    parameters, meta or live, whose contents do not change. Offset and strides of a box count elements of the
+    parameter's storage, from the first element of the parameter. Raises TraceError for a copy that cannot be
+    expressed as boxes.
     """
     recorder = CopyRecorder(sources, destinations, rank)
     with torch.no_grad(), recorder:
@@ -278,7 +279,7 @@ def make_meta_sources(
     shapes: Mapping[str, Iterable[int]],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """Return meta tensors of the given shapes, to represent a checkpoint."""
+    """Create a meta tensor for each name and shape of a checkpoint."""
     sources: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         sources[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
@@ -291,21 +292,21 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
     Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
     # From the innermost dimension outwards: rows become matrices, matrices become blocks.
-    merged = sorted(set(boxes), key=_sort_key)
-    dims = max((len(box.start) for box in merged), default=0)
+    merged_boxes = sorted(set(boxes), key=_sort_key)
+    dims = max((len(box.start) for box in merged_boxes), default=0)
     for dim in reversed(range(dims)):
-        merged = _merge_along(merged, dim)
-    return sorted(merged, key=_sort_key)
+        merged_boxes = _merge_along(merged_boxes, dim)
+    return sorted(merged_boxes, key=_sort_key)
 
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
-    """Join boxes that are adjacent along one dimension and equal in all others."""
+    """Join boxes that are adjacent along one dimension and equal in all other dimensions."""
     # Group the boxes that are equal in all other dimensions.
     groups: dict[Any, list[TensorBox]] = {}
-    merged: list[TensorBox] = []
+    merged_boxes: list[TensorBox] = []
     for box in boxes:
         if dim >= len(box.start):
-            merged.append(box)
+            merged_boxes.append(box)
             continue
         other_dims = (
             _drop_dim(box.start, dim),
@@ -325,8 +326,8 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
                 unions.append(box)
             else:
                 unions[-1] = union
-        merged += unions
-    return merged
+        merged_boxes += unions
+    return merged_boxes
 
 
 def _join_boxes(
@@ -360,7 +361,10 @@ def _find_axes(
     source: Tensor,
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
-    """Return the source coordinates of the first element of the view ``source``, and the view's axes."""
+    """Decompose a copy of the view ``source`` into axes; return its first source coordinates and the axes.
+
+    ``target_stride`` has the stride of each dimension of the copy's target.
+    """
     position = int(source.storage_offset()) - source_box.offset
     first_coordinates = _coordinates(source_box, position)
     axes: list[_Axis] = []
@@ -425,20 +429,20 @@ def _split_axis(
 
 
 def _coordinates(source_box: _SourceBox, position: int) -> list[int]:
-    """Return the coordinates within a box of an element, given its offset in storage from the box's first."""
-    result = [0] * len(source_box.size)
+    """Convert a storage offset, counted from the first element of a box, to coordinates in the box."""
+    coordinates = [0] * len(source_box.size)
 
     # Largest stride first, as digits of a number.
-    order = sorted(
+    dims_by_stride = sorted(
         (dim for dim, size in enumerate(source_box.size) if size > 1),
         key=lambda dim: -source_box.stride[dim],
     )
-    for dim in order:
-        result[dim], position = divmod(position, source_box.stride[dim])
+    for dim in dims_by_stride:
+        coordinates[dim], position = divmod(position, source_box.stride[dim])
 
     if position:
         raise TraceError(f"a view of {source_box.name!r} is not aligned with its elements")
-    return result
+    return coordinates
 
 
 def _split_into_boxes(
@@ -454,28 +458,28 @@ def _split_into_boxes(
     the destination. A box spans one axis of step 1 per source dimension. For the other axes, such as
     interleaved or broadcast dimensions, each combination of their indices is a separate box.
     """
-    spanned: dict[int, _Axis] = {}
-    enumerated: list[_Axis] = []
+    spanned_axes: dict[int, _Axis] = {}
+    enumerated_axes: list[_Axis] = []
     for dim in range(num_dims):
         for axis in _merge_axes([axis for axis in axes if axis.dim == dim]):
-            if axis.step == 1 and dim not in spanned:
-                spanned[dim] = axis
+            if axis.step == 1 and dim not in spanned_axes:
+                spanned_axes[dim] = axis
             else:
-                enumerated.append(axis)
-    enumerated += [axis for axis in axes if axis.dim is None]
+                enumerated_axes.append(axis)
+    enumerated_axes += [axis for axis in axes if axis.dim is None]
 
     # Every box has the size and strides of the spanned axes.
     size = [1] * num_dims
     stride = [0] * num_dims
-    for dim, axis in spanned.items():
+    for dim, axis in spanned_axes.items():
         size[dim] = axis.length
         stride[dim] = axis.destination_stride
 
-    ranges = [range(axis.length) for axis in enumerated]
+    ranges = [range(axis.length) for axis in enumerated_axes]
     for indices in itertools.product(*ranges):
         start = list(first_coordinates)
         box_offset = offset
-        for index, axis in zip(indices, enumerated, strict=True):
+        for index, axis in zip(indices, enumerated_axes, strict=True):
             box_offset += index * axis.destination_stride
             # A broadcast axis reads the same source element again.
             if axis.dim is not None:
@@ -494,21 +498,21 @@ def _split_into_boxes(
 
 def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
     """Join axes of one source dimension that are contiguous both in the source and in the destination."""
-    merged: list[_Axis] = []
+    merged_axes: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: axis.step):
-        if merged:
-            inner = merged[-1]
+        if merged_axes:
+            inner = merged_axes[-1]
             is_contiguous = axis.step == inner.step * inner.length
             destination_end = inner.destination_stride * inner.length
             if is_contiguous and axis.destination_stride == destination_end:
-                merged[-1] = inner._replace(length=inner.length * axis.length)
+                merged_axes[-1] = inner._replace(length=inner.length * axis.length)
                 continue
-        merged.append(axis)
-    return merged
+        merged_axes.append(axis)
+    return merged_axes
 
 
 def _complete_source_box(name: str, tensor: Tensor) -> _SourceBox:
-    """Return the box of a complete source tensor."""
+    """Return the box that covers a complete source tensor."""
     shape = tuple(tensor.shape)
     return _SourceBox(
         name,
@@ -520,7 +524,7 @@ def _complete_source_box(name: str, tensor: Tensor) -> _SourceBox:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage object, which is equal for all views of the storage."""
+    """Return the address of a tensor's storage object, which all views of the storage have in common."""
     return tensor.untyped_storage()._cdata
 
 
@@ -539,7 +543,7 @@ def _drop_dim(
     values: tuple[int, ...],
     dim: int,
 ) -> tuple[int, ...]:
-    """Return the values of all dimensions but one."""
+    """Return ``values`` without the value of dimension ``dim``."""
     return values[:dim] + values[dim + 1 :]
 
 

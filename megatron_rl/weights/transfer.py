@@ -23,9 +23,9 @@ from megatron_rl.weights.boxes import BoxGroup
 
 Views = tuple[Tensor, ...]
 """Views of equal shape. A receiver writes the data to all of them; a sender has exactly one."""
-SentPiece = tuple[Tensor, torch.dtype]
+SentRegion = tuple[Tensor, torch.dtype]
 """View of a region to send, and its dtype on the wire."""
-ReceivedPiece = tuple[Views, torch.dtype]
+ReceivedRegion = tuple[Views, torch.dtype]
 """Views to write a received region to, and its dtype on the wire."""
 
 ALIGNMENT = 16
@@ -36,7 +36,7 @@ OWN_MESSAGE_BYTES = 2**20
 
 @dataclass
 class _Segment:
-    """One view, or a part of it, in a message."""
+    """One view, or some rows of a view, in a message."""
 
     views: Views
     """Views of live storage of equal shape; a receiver may write a segment to several."""
@@ -46,14 +46,14 @@ class _Segment:
     """Bytes from the start of the message."""
 
     def staging_view(self, buffer: Tensor) -> Tensor:
-        """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
+        """Return this segment's view of the message buffer [bytes], in the shape of the live views."""
         shape = self.views[0].shape
         end = self.offset + shape.numel() * self.dtype.itemsize
         segment = buffer[self.offset : end]
         return segment.view(self.dtype).view(shape)
 
     def bytes_in_place(self) -> Tensor | None:
-        """Return the view as flat bytes if it can be sent or received without staging, else None."""
+        """Return the live view as flat bytes, or None if the segment needs staging."""
         view = self.views[0]
         if len(self.views) > 1 or view.dtype != self.dtype or not view.is_contiguous():
             return None
@@ -63,12 +63,12 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """Messages from one rank to another; both ranks compute the same division of the pieces."""
+    """Messages from one rank to another; both ranks divide the regions into the same messages."""
 
     max_message_bytes: int
     """Bytes of the largest message."""
     own_message_bytes: int = OWN_MESSAGE_BYTES
-    """Size in bytes from which a piece gets separate messages."""
+    """Size in bytes from which a region gets separate messages."""
     messages: list[list[_Segment]] = field(default_factory=list)
     """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
@@ -76,13 +76,16 @@ class _Stream:
     starts_new_message: bool = True
     """Whether the next segment begins a new message."""
 
-    def append_pieces(self, pieces: Sequence[ReceivedPiece]) -> None:
-        """Append all pieces, first the small ones, which share messages."""
-        for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
-            self.append_piece(views, dtype)
+    def append_regions(self, regions: Sequence[ReceivedRegion]) -> None:
+        """Append all regions: first the small regions, which share messages, then the large ones."""
+        for views, dtype in sorted(regions, key=lambda region: self.needs_own_message(*region)):
+            self.append_region(views, dtype)
 
-    def append_piece(self, views: Views, dtype: torch.dtype) -> None:
-        """Append views of equal shape, split over several messages if one is full."""
+    def append_region(self, views: Views, dtype: torch.dtype) -> None:
+        """Append one region; begin new messages as the last one fills up.
+
+        ``views`` are the region's views of equal shape, ``dtype`` is the dtype on the wire.
+        """
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.starts_new_message:
             self._begin_message()
@@ -94,12 +97,12 @@ class _Stream:
         views: Views,
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether a piece is large enough for separate messages."""
+        """Return whether a region with these views is large enough for separate messages."""
         num_bytes = views[0].numel() * dtype.itemsize
         return num_bytes >= min(self.own_message_bytes, self.max_message_bytes)
 
     def bytes_in_place(self) -> list[Tensor | None]:
-        """Return for each message the bytes of live storage that replace its staging buffer, or None."""
+        """Return the live storage of each message as flat bytes, or None for a message that needs staging."""
         storages: list[Tensor | None] = []
         for segments in self.messages:
             storage = None
@@ -110,13 +113,13 @@ class _Stream:
         return storages
 
     def _append_views(self, views: Views, dtype: torch.dtype) -> None:
-        """Append views to the last message, and rows that do not fit to new messages."""
+        """Append views to the last message; rows that do not fit begin new messages."""
         shape = views[0].shape
         num_bytes = shape.numel() * dtype.itemsize
         padding = -self.lengths[-1] % ALIGNMENT
         offset = self.lengths[-1] + padding
-        room = self.max_message_bytes - offset
-        if num_bytes <= room:
+        free_bytes = self.max_message_bytes - offset
+        if num_bytes <= free_bytes:
             segment = _Segment(views, dtype, offset)
             self.messages[-1].append(segment)
             self.lengths[-1] = offset + num_bytes
@@ -126,12 +129,12 @@ class _Stream:
         row_bytes = num_bytes
         if shape:
             row_bytes = num_bytes // shape[0]
-        rows = room // row_bytes
+        num_rows = free_bytes // row_bytes
 
-        if rows:
-            # Fill this message with whole rows, then continue with the others.
-            self._append_views(tuple(view[:rows] for view in views), dtype)
-            self._append_views(tuple(view[rows:] for view in views), dtype)
+        if num_rows:
+            # Fill this message with complete rows, then append the remaining rows.
+            self._append_views(tuple(view[:num_rows] for view in views), dtype)
+            self._append_views(tuple(view[num_rows:] for view in views), dtype)
         elif offset:
             # Not even a row fits into the remaining bytes.
             self._begin_message()
@@ -149,7 +152,7 @@ class _Stream:
 
 
 class Exchange:
-    """Compiled sends and receives of this rank; `run` may be called while the storages of the views live.
+    """Prepared sends and receives of this rank; `run` can be repeated as long as the views' storages exist.
 
     A sent view is converted to the dtype on the wire while it is packed. A received segment is written to
     each of its views. Large dense regions are sent from, and received in, their own storage without staging.
@@ -163,8 +166,8 @@ class Exchange:
 
     def __init__(
         self,
-        sends: Mapping[int, Sequence[SentPiece]],
-        receives: Mapping[int, Sequence[ReceivedPiece]],
+        sends: Mapping[int, Sequence[SentRegion]],
+        receives: Mapping[int, Sequence[ReceivedRegion]],
         max_message_bytes: int,
         group: Any = None,
         own_message_bytes: int = OWN_MESSAGE_BYTES,
@@ -172,25 +175,25 @@ class Exchange:
         self._group = group
 
         self._sends: dict[int, _Stream] = {}
-        for peer, pieces in sends.items():
+        for peer, sent_regions in sends.items():
             self._sends[peer] = _Stream(max_message_bytes, own_message_bytes)
-            self._sends[peer].append_pieces([((view,), dtype) for view, dtype in pieces])
+            self._sends[peer].append_regions([((view,), dtype) for view, dtype in sent_regions])
 
         self._receives: dict[int, _Stream] = {}
-        for peer, pieces in receives.items():
+        for peer, received_regions in receives.items():
             self._receives[peer] = _Stream(max_message_bytes, own_message_bytes)
-            self._receives[peer].append_pieces(pieces)
+            self._receives[peer].append_regions(received_regions)
 
-        # A round is one message of every stream; streams with fewer messages have none in the last rounds.
+        # A round is one message of every stream; streams with fewer messages skip the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
         self._in_place = {id(stream): stream.bytes_in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
         self.staging_peak = 0
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Send and receive everything; ``meanwhile`` runs once, while the first messages are in transit.
+    def run(self, local_work: Callable[[], None] | None = None) -> None:
+        """Send and receive all messages; call ``local_work`` once, while the first messages are in transit.
 
-        Afterwards ``staging_peak`` is the number of staging bytes that were allocated.
+        Sets ``staging_peak`` to the number of allocated staging bytes.
         """
         # Double buffering: the next message of each stream is in transit while the previous one is unpacked.
         buffers: list[dict[Any, Tensor]] = [{}, {}]
@@ -198,8 +201,8 @@ class Exchange:
         work_handles = []
         if self.rounds:
             work_handles = self._post_messages(0, buffers[0])
-        if meanwhile is not None:
-            meanwhile()
+        if local_work is not None:
+            local_work()
 
         for round_index in range(self.rounds):
             next_index = round_index + 1
@@ -218,10 +221,11 @@ class Exchange:
         message_index: int,
         buffers: dict[Any, Tensor],
     ) -> list[Any]:
-        """Post the sends and receives of one message of every stream; return their work handles.
+        """Post the sends and receives of message ``message_index`` of every stream; return the work handles.
 
-        ``buffers`` has the staging buffers of these messages by direction and peer.
+        ``buffers`` maps (direction, peer) to the staging buffer; missing buffers are added.
         """
+        # Messages that are received in place need no staging buffer.
         operations = []
         for peer, stream in self._receives.items():
             if message_index < len(stream.messages):
@@ -239,6 +243,7 @@ class Exchange:
                 )
                 operations.append(operation)
 
+        # Pack the segments of a message unless it is sent in place.
         for peer, stream in self._sends.items():
             if message_index < len(stream.messages):
                 message = self._message_buffer(
@@ -270,16 +275,17 @@ class Exchange:
         stream: _Stream,
         message_index: int,
     ) -> Tensor:
-        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer.
+        """Return the bytes of a message: live storage if it needs no staging, else a staging buffer.
 
-        ``buffers`` has the staging buffer of the stream under ``key`` (direction and peer), once it exists.
+        ``key`` is the (direction, peer) of the stream. Its staging buffer is added to ``buffers`` on first
+        use.
         """
         storages = self._in_place[id(stream)]
-        in_place = storages[message_index]
-        if in_place is not None:
-            return in_place
+        live_bytes = storages[message_index]
+        if live_bytes is not None:
+            return live_bytes
 
-        # One buffer serves all staged messages of the stream.
+        # All staged messages of the stream use the same buffer.
         if key not in buffers:
             lengths = zip(stream.lengths, storages, strict=True)
             max_length = max(length for length, storage in lengths if storage is None)
@@ -297,14 +303,14 @@ class Exchange:
         for peer, stream in self._receives.items():
             if message_index >= len(stream.messages):
                 continue
-            # A message that was received in place is in its view already.
+            # A message that was received in place is in live storage already.
             if self._in_place[id(stream)][message_index] is not None:
                 continue
 
             for segment in stream.messages[message_index]:
-                value = segment.staging_view(buffers["in", peer])
+                received = segment.staging_view(buffers["in", peer])
                 for view in segment.views:
-                    view.copy_(value)
+                    view.copy_(received)
 
 
 def create_communicator(group: Any) -> None:
@@ -336,7 +342,7 @@ def gather_box_groups(
 ) -> list[BoxGroup]:
     """Gather the boxes of all ranks; ranks with equal boxes form one group.
 
-    Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Ranks compare digests of
+    A rank without boxes passes None. ``dtypes`` maps this rank's storages to dtypes. Ranks compare digests of
     their boxes first, so that equal boxes are sent once. Collective over the group.
     """
     rank = rank_in_world_or_span(group)
@@ -364,9 +370,9 @@ def gather_box_groups(
     content_by_digest = dict(payload for payload in payloads if payload is not None)
 
     # Groups in the order of their lowest ranks: every rank builds its plan from equal layouts.
-    layout = []
+    box_groups = []
     for group_digest in sorted(ranks_by_digest, key=lambda digest: min(ranks_by_digest[digest])):
         group_ranks = sorted(ranks_by_digest[group_digest])
         group_boxes, group_dtypes = content_by_digest[group_digest]
-        layout.append(BoxGroup(tuple(group_ranks), group_boxes, group_dtypes))
-    return layout
+        box_groups.append(BoxGroup(tuple(group_ranks), group_boxes, group_dtypes))
+    return box_groups

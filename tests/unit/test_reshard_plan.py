@@ -161,7 +161,7 @@ def test_messages_stay_within_their_slot_and_carry_everything_once(shapes, slot,
     stream = _Stream(slot * 16)
     values = [torch.zeros(shape) for shape in shapes]
     for value, dtype in zip(values, dtypes, strict=False):
-        stream.append_piece((value,), dtype)
+        stream.append_region((value,), dtype)
     for message, length in zip(stream.messages, stream.lengths, strict=True):
         assert 0 < length <= slot * 16
         end = 0
@@ -268,7 +268,7 @@ def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams(
     for sender in range(4):
         for receiver, regions in plan.regions_to_send(sender).items():
             stream = _Stream(transfers.max_message_bytes, transfers.own_message_bytes)
-            stream.append_pieces([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
+            stream.append_regions([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
             assert len(stream.messages) == transfers.message_counts[sender, receiver]
 
 
