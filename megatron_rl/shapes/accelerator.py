@@ -1,8 +1,8 @@
-"""Settings of Megatron, its DDP and the process with other defaults on an accelerator than on a host.
+"""Settings of Megatron, its DDP and the environment whose defaults differ between accelerators and hosts.
 
-One table, `DEFAULTS`: the key, its value, the condition and the reason. A value that the user sets wins, and
-a host has none of them. Models, DDP and jobs are built with `accelerator_defaults`; `check` prints the same
-rows.
+One table, `DEFAULTS`: the key, its value, the condition and the reason. Settings of the user take precedence,
+and no row applies on a host. Models, DDP and jobs are built with `accelerator_defaults`; `check` prints the
+same rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEGATRON = "megatron"
 DDP = "ddp"
 """Section of fields of Megatron's DistributedDataParallelConfig."""
 LAYERS = "layers"
-"""Section of choices between implementations of a layer, for which Megatron has no field."""
+"""Section of choices between layer implementations, for which Megatron has no field."""
 ENVIRONMENT = "environment"
 """Section of environment variables."""
 
@@ -37,11 +37,11 @@ As Transformer Engine 2.20.2 reports with cuDNN 9.20 (launch/fused_attention). H
 for queries and 128 for values, are also fused from 90 to 103.
 """
 _LATENT_HEADS = (192, 128)
-"""Sizes of DeepSeek's heads: of queries and keys, and of values."""
+"""DeepSeek's head sizes: (queries and keys, values)."""
 
 
 def capability_of(gpu: str | None) -> int:
-    """Return the compute capability x 10 of a GPU, such as 90; `HOPPER` for an unknown one.
+    """Return the compute capability x 10 of a GPU, such as 90; `HOPPER` for an unknown GPU.
 
     ``gpu``: name in constants.json, or None if unknown.
     """
@@ -63,13 +63,13 @@ class AcceleratedRole:
     layout: ParallelLayout
     """Parallel layout of the role."""
     fused: bool
-    """Whether the model's layers are Transformer Engine's."""
+    """Whether the model has Transformer Engine's layers."""
     half_precision: bool
     """Whether the model computes in bfloat16 or float16."""
     capability: int = HOPPER
     """Compute capability x 10."""
     deterministic: bool = False
-    """Whether kernels must give the same bits in every run."""
+    """Whether every run must compute the same bits."""
     has_flash_attention: bool = False
     """Whether the package flash-attn is installed."""
     distributed: bool = True
@@ -83,7 +83,7 @@ class AcceleratedRole:
     def sets_attention_backend(self) -> bool:
         """Return whether the model sets ``attention_backend``, Transformer Engine's attention kernel.
 
-        Megatron keeps one choice for the whole process, so models with plain layers set it as well.
+        The setting applies to the whole process, so models with plain layers set it as well.
         """
         return self.half_precision and (self.fused or self.shape.plain_layers)
 
@@ -107,7 +107,7 @@ class AcceleratedRole:
         ]
         key_and_value_sizes = list(chain.from_iterable(head_sizes))
 
-        # The last entry that applies to this capability.
+        # The table ascends by capability: the last match has the largest head size.
         max_head_size = 0
         for capability, head_size in _LARGEST_FUSED_HEAD.items():
             if capability <= self.capability:
@@ -155,7 +155,7 @@ class AcceleratorDefault:
     condition: str
     """Condition under which the default applies, as text."""
     applies: Callable[[Any], bool]
-    """The condition, of an `AcceleratedRole`, or of an `AcceleratedJob` for environment variables."""
+    """The condition, a function of an `AcceleratedRole`, or of an `AcceleratedJob` in `ENVIRONMENT`."""
     reason: str
     """Cost that the default saves, or problem that it avoids."""
 
@@ -266,7 +266,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "communication starts before the product that hides it; alone it would only hold kernels back",
     ),
 )  # fmt: skip
-"""The defaults; of the rows with the same key, the condition of at most one is fulfilled."""
+"""All defaults; at most one of the rows with the same key applies."""
 
 STAYS_OFF: Mapping[str, str] = {
     "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
@@ -291,12 +291,16 @@ def applicable_rows(
     ``section``: section of the rows, or None for all sections. ``explicit``: settings of the user, whose keys
     are omitted.
     """
-    # Environment variables belong to a job, all other rows to a role.
+    explicit_keys = set(explicit or {})
     is_job = isinstance(subject, AcceleratedJob)
     for row in DEFAULTS:
-        if (row.section == ENVIRONMENT) != is_job or section not in (None, row.section):
+        # Environment variables belong to a job, all other rows to a role.
+        is_job_row = row.section == ENVIRONMENT
+        if is_job_row != is_job or row.key in explicit_keys:
             continue
-        if row.key not in (explicit or {}) and row.applies(subject):
+        if section is not None and row.section != section:
+            continue
+        if row.applies(subject):
             yield row
 
 
@@ -305,7 +309,7 @@ def accelerator_defaults(
 ) -> dict[str, Any]:
     """Return the settings of a section with the defaults of an accelerator: key -> value.
 
-    ``explicit`` are the user's settings, which win and are part of the result.
+    ``explicit`` are the user's settings, which take precedence and are part of the result.
 
     Example:
         >>> job = AcceleratedJob({"actor": ParallelLayout((0, 1), tensor=2)}, captures_all_reduce=True)

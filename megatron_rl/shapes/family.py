@@ -1,7 +1,7 @@
-"""A family of models: how its config.json is read, how its tensors are named, and how Megatron is set for it.
+"""A model family: how to read its config.json, name its tensors, and configure Megatron for it.
 
-A `Family` is a table entry; the functions below it read the structures that several families share, such as
-sliding windows, latent attention and mixtures of experts.
+A `Family` is an entry in the table of families. The functions below it read structures that several families
+have in common, such as sliding windows, latent attention and mixtures of experts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_rl.shapes.fused_experts import FusedExperts
 from megatron_rl.shapes.model import ModelShape
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-"""The activations of a gated MLP that can be trained, as transformers names them."""
+"""Activations of a gated MLP that can be trained, by their names in transformers."""
 DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 """Defaults of most families for keys that config.json leaves out."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""The scalings of rotary angles that do not depend on the sequence length."""
+"""Types of rotary scaling that do not depend on the sequence length."""
 LARGEST = 1 << 40
-"""Largest size in a config.json that is accepted: far beyond any real model."""
+"""Largest accepted size in a config.json: far beyond any real model."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ConfigReader:
     config: Mapping[str, Any]
     """The values of config.json."""
     file: str = "config.json"
-    """File that errors name."""
+    """File name for errors."""
     errors: list[UserError] = field(default_factory=list)
     """Missing and unsupported values."""
 
@@ -77,11 +77,11 @@ class ConfigReader:
         return self.size(key)
 
     def flag(self, key: str) -> bool:
-        """Return whether the value at a key is true; an absent one is false."""
+        """Return whether the value at a key is true; false for an absent key."""
         return bool(self.config.get(key))
 
     def refuse(self, message: str, key: str, expected: str, fix: str = "use another checkpoint") -> None:
-        """Record the error of the unsupported value at ``key``."""
+        """Record an error for the unsupported value at ``key``."""
         self.errors.append(
             UserError(
                 message,
@@ -93,7 +93,7 @@ class ConfigReader:
         )
 
     def allow(self, key: str, *values: Any) -> None:
-        """Record an error if the value at a key is not in ``values``; None permits an absent key."""
+        """Record an error unless the value at a key is one of ``values``; None permits an absent key."""
         value = self.config.get(key)
         if value not in values:
             expected = " or ".join(_as_json(allowed) for allowed in values)
@@ -110,13 +110,13 @@ Fields = dict[str, Any]
 
 
 def no_fields(source: Any) -> Fields:
-    """Return no fields, for a family without special structure, settings or keys."""
+    """Return an empty mapping: the default for a family without special structure, settings or keys."""
     return {}
 
 
 @dataclass(frozen=True)
 class Family:
-    """Entry of a model family in the table of families; adding a family means writing such an entry.
+    """Entry in the table of model families: how to read config.json, name tensors and configure Megatron.
 
     Example: `megatron_rl.shapes.families.qwen3`.
     """
@@ -130,44 +130,43 @@ class Family:
     scalar_architecture: str
     """The transformers class of the same model with a scalar head."""
     structure: Callable[[ConfigReader], Fields] = no_fields
-    """Read the fields of `ModelShape` beyond the common ones; refuse values that Megatron would compute
+    """Reader of the fields of `ModelShape` beyond the common ones; refuses values that Megatron would compute
     differently."""
     megatron: Callable[[Mapping[str, Any]], Fields] = no_fields
-    """Return the TransformerConfig fields that do not follow from the shape."""
+    """Function from config.json to the TransformerConfig fields that do not follow from the shape."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for keys that config.json leaves out."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of keys: spelling -> key."""
     renamed: Sequence[tuple[str, str]] = ()
-    """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
+    """(common substring, this family's substring) of tensor names that differ from the common names."""
     partial_rotary: bool = False
     """Whether rotary angles may apply to only a part of each head."""
     rope_types: Sequence[str] = ()
     """Types of rotary scaling beyond `ROPE_TYPES`."""
     features: Sequence[str] = ()
-    """Names in `megatron.features.FEATURES` of computations for which neither Megatron's settings nor a
-    block exist."""
+    """Names in `megatron.features.FEATURES`: computations without a Megatron setting or a block."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
-    """Return the keys of config.json that vLLM reads and transformers does not write."""
+    """Function from config.json to the keys that vLLM reads and transformers does not write."""
     fused_experts: FusedExperts | None = None
-    """Form in which checkpoints have the experts of a layer in one tensor; None for a tensor per expert."""
+    """Storage format of checkpoints with fused experts; None for one tensor per expert."""
     copied: Sequence[str] = ()
-    """Parts of the names of tensors that are not trained; exports copy them from the starting model."""
+    """Substrings of the names of tensors that are not trained; exports copy them from the starting model."""
     engine_family: str = ""
-    """``model_type`` of the family that engines build instead, which computes the same on the rows of a run;
+    """``model_type`` of the family that engines build instead, if it computes the same on the rows of a job;
     empty for this family."""
     further_model_types: Sequence[str] = ()
-    """More values of ``model_type`` in checkpoints with the same layers, without a class in transformers."""
+    """Further values of ``model_type`` in checkpoints with the same layers but no transformers class."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
-        """Return every ``model_type`` that this family's config.json may have, transformers' own first."""
+        """Return all values of ``model_type`` for this family, beginning with transformers' value."""
         return (self.model_type, *self.further_model_types)
 
     def tensor_name(self, name: str) -> str:
         """Return this family's checkpoint name for the common name of a layer's tensor."""
-        for common, family_name in self.renamed:
-            name = name.replace(common, family_name)
+        for common_name, family_name in self.renamed:
+            name = name.replace(common_name, family_name)
         return name
 
     def normalise_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,19 +188,19 @@ class Family:
             reader.refuse(
                 f"the activation {activation!r} is not supported", "hidden_act", ", ".join(ACTIVATIONS)
             )
-        supported = (*ROPE_TYPES, *self.rope_types)
-        unsupported = sorted(set(rope_types(config)) - set(supported))
-        if unsupported:
+        supported_ropes = (*ROPE_TYPES, *self.rope_types)
+        unsupported_ropes = sorted(set(rope_types(config)) - set(supported_ropes))
+        if unsupported_ropes:
             reader.refuse(
-                f"RoPE scaling of type {unsupported[0]!r} is not supported",
+                f"RoPE scaling of type {unsupported_ropes[0]!r} is not supported",
                 "rope_parameters",
-                ", ".join(supported),
+                ", ".join(supported_ropes),
             )
 
         # Later entries take precedence: a family's own structure overrides the common reading.
         architectures = reader.get("architectures") or [self.architecture]
         has_scalar_head = architectures[0] == self.scalar_architecture
-        common = {
+        common_fields = {
             "name": architectures[0],
             **sizes,
             "mlp_width": reader.size("intermediate_size"),
@@ -210,11 +209,11 @@ class Family:
             "scalar_head": has_scalar_head,
         }
         windows = sliding_window_fields(reader, sizes["layers"])
-        result = ModelShape(**{**common, **windows, **self.structure(reader)})
+        shape = ModelShape(**{**common_fields, **windows, **self.structure(reader)})
 
         # Megatron has one setting for both biases, add_bias_linear.
-        mlp_bias = result.mlp_bias or result.expert_bias
-        if result.output_bias != mlp_bias:
+        mlp_bias = shape.mlp_bias or shape.expert_bias
+        if shape.output_bias != mlp_bias:
             reader.refuse(
                 "biases only in attention's output, or only in the MLP, are not supported",
                 "attention_bias",
@@ -223,7 +222,7 @@ class Family:
 
         if rotary_fraction(config) != 1 and not self.partial_rotary:
             reader.refuse("this family rotates complete heads", "partial_rotary_factor", "1")
-        return result
+        return shape
 
 
 def common_sizes(reader: ConfigReader) -> dict[str, int]:
@@ -262,49 +261,49 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
         scaling = dict(config.get("rope_scaling") or {})
         theta = config.get("rope_theta", 10000.0)
 
-        # Layers with a sliding window have a base of their own, and no scaling.
+        # Layers with a sliding window have a separate base, without scaling.
         if layer_type == "sliding_attention" and config.get("rope_local_base_freq") is not None:
             scaling = {}
             theta = config["rope_local_base_freq"]
 
-        # The key was `type` before it was `rope_type`.
+        # Older checkpoints write `type` instead of `rope_type`.
         parameters = {"rope_type": scaling.pop("type", "default"), "rope_theta": theta, **scaling}
 
-    # By layer type, or the same for all layers.
+    # Parameters are nested by layer type, or are the same for all layers.
     return parameters.get(layer_type, parameters)
 
 
 def rotary_fraction(config: Mapping[str, Any], layer_type: str = "full_attention") -> float:
-    """Return the fraction of each head, its first dimensions, to which rotary angles apply.
+    """Return the fraction of a head's dimensions, from the first one on, to which rotary angles apply.
 
-    ``layer_type`` is the type of layer, if these have separate rotary parameters.
+    ``layer_type`` selects the rotary parameters, if layer types have separate ones.
     """
     parameters = rope_parameters(config, layer_type)
-    # The angles of the other dimensions are zero, so that all of a head rotates.
+    # Complete heads rotate: the angles of the remaining dimensions are zero.
     if parameters.get("rope_type") == "proportional":
         return 1.0
 
     default_fraction = config.get("partial_rotary_factor", 1.0)
-    # MiniMax-M2 is published with the number of dimensions instead.
+    # MiniMax-M2's config.json has the number of rotated dimensions instead.
     if config.get("rotary_dim") and config.get("head_dim"):
         default_fraction = config["rotary_dim"] / config["head_dim"]
     return float(parameters.get("partial_rotary_factor", default_fraction))
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the type of rotary scaling of layers with a sliding window and with full attention."""
+    """Return the types of rotary scaling of two layer types: sliding window, then full attention."""
     parameters = [rope_parameters(config, name) for name in ("sliding_attention", "full_attention")]
-    return [str(values.get("rope_type", "default")) for values in parameters]
+    return [str(layer_parameters.get("rope_type", "default")) for layer_parameters in parameters]
 
 
 def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the layers that attend to a sliding window, and the window's size in tokens."""
-    # A config.json may have a size for a window that is switched off.
+    # A config.json may have the size of a window that is disabled.
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
         return {}
 
-    # Three spellings: a type per layer, full attention in every n-th layer, a window from one layer on.
+    # Three spellings: a type per layer, full attention in every n-th layer, or windows from a layer on.
     layer_types = reader.config.get("layer_types")
     if layer_types is not None:
         sliding_layers = [layer for layer, name in enumerate(layer_types) if name == "sliding_attention"]
@@ -328,8 +327,8 @@ def expert_fields(
 ) -> Fields:
     """Read the fields of a mixture of experts.
 
-    ``count_key`` and ``width_key``: keys of config.json with the number of experts and the width of one.
-    ``dense_layers``: layers with a dense MLP instead.
+    ``count_key`` and ``width_key``: keys of config.json with the number of experts and the width of an
+    expert. ``dense_layers``: layers with a dense MLP instead.
     """
     experts = reader.size(count_key)
     experts_per_token = reader.size("num_experts_per_tok")
@@ -385,11 +384,11 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
 
 
 def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fields:
-    """Read which layers have gated delta nets, and the sizes of the delta nets.
+    """Read the layers with gated delta nets, and the sizes of the delta nets.
 
     transformers 5 writes a type per layer (``layer_types``). Older versions write
-    ``full_attention_interval``, the distance between layers with full attention. If config.json has neither
-    key, ``interval`` is that distance; with 0, all layers then have full attention.
+    ``full_attention_interval``, the distance between layers with full attention. Without either key the
+    distance is ``interval``; 0 means full attention in all layers.
     """
     layer_types = reader.get("layer_types")
     linear_layers: tuple[int, ...] = ()
@@ -404,7 +403,7 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
     if not linear_layers:
         return {}
 
-    # Keys have as many heads as queries; several value heads share one of them.
+    # Keys have as many heads as queries; several value heads share a key head.
     key_heads = reader.size("linear_num_key_heads")
     value_heads = reader.size("linear_num_value_heads")
     value_dim = reader.size("linear_value_head_dim")
@@ -420,7 +419,7 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
 
 
 def delta_net_structure(reader: ConfigReader) -> Fields:
-    """Read gated delta nets beside attention whose output has a gate, as Qwen3-Next and Qwen3.5 have them."""
+    """Read the structure of Qwen3-Next and Qwen3.5: gated delta nets, and attention with an output gate."""
     reader.allow("attention_bias", False, None)
     reader.allow("attn_output_gate", True, None)
     reader.allow("hidden_act", "silu", None)
@@ -429,7 +428,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     fields = delta_net_fields(reader, reader.size("num_hidden_layers"), interval=4)
     if fields and fields["linear_v_heads"] % fields["linear_k_heads"]:
         reader.refuse(
-            "the value heads of a delta net share its key heads unevenly",
+            "the key heads of a delta net do not divide its value heads",
             "linear_num_value_heads",
             f"a multiple of linear_num_key_heads, {fields['linear_k_heads']}",
         )
@@ -457,9 +456,9 @@ def shared_expert_fields(reader: ConfigReader) -> Fields:
 
 
 def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
-    """Return the number of dense layers before the first one with experts, by ``mlp_layer_types``.
+    """Return the number of dense layers before the first layer with experts, by ``mlp_layer_types``.
 
-    Without that key it is ``first_k_dense_replace``, or the default.
+    Without that key the number is ``first_k_dense_replace``, or ``default`` without either key.
     """
     layer_types = config.get("mlp_layer_types")
     if layer_types is None:
@@ -470,17 +469,17 @@ def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
 
 
 def with_dense_layer_count(reader: ConfigReader, default: int) -> ConfigReader:
-    """Return a reader of the same config.json, with `count_dense_layers` as ``first_k_dense_replace``.
+    """Return a reader of the same config.json, with the number of dense layers as ``first_k_dense_replace``.
 
     vLLM and the functions of this module read this key; transformers writes a type per layer instead.
-    ``default`` is that of `count_dense_layers`. Refuses dense layers after the first one with experts.
+    ``default`` is passed to `count_dense_layers`. Refuses dense layers after the first layer with experts.
     """
     dense_count = count_dense_layers(reader.config, default)
     if "dense" in (reader.get("mlp_layer_types") or [])[dense_count:]:
         reader.refuse(
-            "dense layers after one with experts are not supported",
+            "dense layers after a layer with experts are not supported",
             "mlp_layer_types",
-            "every dense layer before the first sparse one",
+            "all dense layers before the first sparse layer",
         )
     config = {**reader.config, "first_k_dense_replace": dense_count}
     return ConfigReader(config, reader.file, reader.errors)
@@ -489,10 +488,10 @@ def with_dense_layer_count(reader: ConfigReader, default: int) -> ConfigReader:
 def with_sparse_attention(
     dense_family: Family, dense_layers: int, *, defaults: Mapping[str, Any], **names: str
 ) -> Family:
-    """Return the family of models that have the layers of ``dense_family``, but sparse attention.
+    """Return a family with the layers of ``dense_family`` and an indexer for sparse attention.
 
-    Their indexer selects ``index_topk`` keys for each token. In a row of at most that many tokens it selects
-    all keys, so that the model computes what the dense family does; longer rows are not supported. The
+    The indexer selects ``index_topk`` keys for each token. In a row of at most that many tokens it selects
+    all keys, so that the model computes the same as the dense family; longer rows are not supported. The
     indexer is copied into exports and not trained.
 
     ``dense_layers``: default of `count_dense_layers`.
@@ -501,7 +500,7 @@ def with_sparse_attention(
     """
 
     def structure(reader: ConfigReader) -> Fields:
-        """Read the dense family's structure, with rows that the indexer does not shorten."""
+        """Read the dense family's structure, with rows of at most ``index_topk`` tokens."""
         max_positions = reader.size("max_position_embeddings", LARGEST)
         longest_dense_row = min(max_positions, reader.size("index_topk"))
         return {
@@ -514,6 +513,7 @@ def with_sparse_attention(
         dense_count = count_dense_layers(config, dense_layers)
         return {**dense_family.engine_keys(config), "first_k_dense_replace": dense_count}
 
+    # Exports copy the indexer's tensors; engines build the dense DeepSeek V3, which computes the same.
     return replace(
         dense_family,
         structure=structure,
@@ -532,7 +532,7 @@ def biased_router_settings() -> Fields:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
-        # The bias is the checkpoint's: it must not drift away from the generation engine's.
+        # Keep the checkpoint's bias: an updated bias would differ from the generation engine's.
         "moe_router_bias_update_rate": 0.0,
     }
 
@@ -564,10 +564,10 @@ def olmo_structure(reader: ConfigReader) -> Fields:
 
 
 def deepseek_structure(reader: ConfigReader) -> Fields:
-    """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
+    """Read the structure of DeepSeek V2 and V3: latent attention and a mixture of experts."""
     reader.allow("attention_bias", False, None)
 
-    # transformers rescales cos and sin by the quotient of the two scales, which is 1 if they are equal.
+    # transformers multiplies cos and sin by the quotient of both scales, which is 1 if they are equal.
     rope = rope_parameters(reader.config)
     equal_scales = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")
     if rope.get("rope_type") == "yarn" and not equal_scales:
@@ -598,7 +598,7 @@ def deepseek_megatron_settings(config: Mapping[str, Any]) -> Fields:
         "rotary_scaling_factor": scaling_factor,
     }
 
-    # A key that config.json leaves out keeps Megatron's default.
+    # Keys that config.json omits keep Megatron's defaults.
     if is_yarn:
         yarn_keys = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         settings |= {name: rope[name] for name in yarn_keys if rope.get(name) is not None}

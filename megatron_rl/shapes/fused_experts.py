@@ -1,8 +1,8 @@
 """Checkpoints that store all experts of a layer in one tensor, read and written as one tensor per expert.
 
-Everything that trains or samples names the experts' tensors one by one, ``experts.3.gate_proj.weight``. A
-`TensorLocation` locates such a tensor in the stored ones, which have the form of a `FusedExperts`. Boxes are
-those of the experts' tensors, since alternating rows of a stored tensor would be a box each.
+Trainer and engine have one name per expert, such as ``experts.3.gate_proj.weight``. A `TensorLocation`
+locates the expert's tensor in a stored tensor, whose format a `FusedExperts` describes. Boxes refer to the
+experts' tensors: in a stored tensor with alternating rows, each row would be a separate box.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Shape = tuple[int, ...]
 _STORED = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)$"
 )
-"""Pattern of the name of a stored matrix or bias of all routed experts of a layer, or of its 4-bit blocks or
-scales."""
+"""Pattern of the names of fused tensors: a matrix or bias of all routed experts of a layer, or the blocks or
+scales of a matrix in mxfp4."""
 BLOCKS = "_blocks"
 """End of the name of a matrix that is stored in mxfp4 (numbers of 4 bits)."""
 SCALES = "_scales"
 """End of the name of the scales of a matrix in mxfp4."""
 _DIMENSIONS = {"": 3, "_bias": 2, BLOCKS: 4}
-"""Kind of a stored tensor by the end of its name -> number of its dimensions."""
+"""End of the name of a stored tensor -> its number of dimensions."""
 _EXPERT = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$"
 )
@@ -33,22 +33,22 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """Form of checkpoints that store each matrix of a layer's routed experts in one tensor.
+    """Storage format of routed experts: one tensor per matrix with all experts of a layer.
 
-    Example: ``FusedExperts(transposed=True, interleaved=True)`` for gpt-oss. ``FusedExperts()`` is the form
-    in which transformers has the weights in memory.
+    Example: ``FusedExperts(transposed=True, interleaved=True)`` for gpt-oss. ``FusedExperts()`` is the format
+    of transformers' weights in memory.
     """
 
     transposed: bool = False
     """Whether matrices are [experts, in, out] instead of [experts, out, in]. Biases are always [experts,
     out]."""
     interleaved: bool = False
-    """Whether outputs of gate and up alternate; otherwise all outputs of the gate come before those of up."""
+    """Whether outputs of gate and up alternate; otherwise all gate outputs come before all up outputs."""
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor of the model in a checkpoint: a complete stored tensor, or a part of one.
+    """Location of a model's tensor in a checkpoint: a complete stored tensor, or rows of one expert.
 
     Example: with experts of width 32 the up projection of expert 3 is
     ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with alternating rows of gate and up
@@ -58,20 +58,20 @@ class TensorLocation:
     name: str
     """Name of the stored tensor."""
     expert: int | None = None
-    """Index in its first dimension; None for a tensor that is not divided by experts."""
+    """Index of the expert in the first dimension; None for the complete stored tensor."""
     begin: int = 0
-    """First row of the part."""
+    """First row."""
     end: int = 0
-    """Row after the last row of the part."""
+    """Row after the last row."""
     step: int = 1
-    """Distance of two neighbouring rows of the part."""
+    """Distance of two neighbouring rows."""
     transposed: bool = False
-    """Whether the part is transposed: its rows are columns of the stored tensor."""
+    """Whether rows of the located tensor are columns of the stored tensor."""
     blocks: bool = False
     """Whether a row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
     def shape(self, stored_shape: Shape) -> Shape:
-        """Return the shape of the located part of a stored tensor with the shape ``stored_shape``."""
+        """Return the shape of the located tensor, given the shape of the stored tensor."""
         if self.expert is None:
             return stored_shape
         rows = len(range(self.begin, self.end, self.step))
@@ -82,7 +82,7 @@ class TensorLocation:
         return (rows, *stored_shape[2:])
 
     def select_part(self, stored_tensor: Any) -> Any:
-        """Return the located part of ``stored_tensor``, as a view."""
+        """Return the located rows of ``stored_tensor``, as a view."""
         if self.expert is None:
             return stored_tensor
         rows = stored_tensor[self.expert]
@@ -91,13 +91,13 @@ class TensorLocation:
         return rows[self.begin : self.end : self.step]
 
 
-def expert_location(name: str, shape: Shape, form: FusedExperts) -> TensorLocation:
-    """Return the location at which a checkpoint stores the tensor of this ``name`` and ``shape``.
+def expert_location(name: str, shape: Shape, expert_format: FusedExperts) -> TensorLocation:
+    """Return the location of a model's tensor, of this name and shape, in a checkpoint with fused experts.
 
-    A tensor outside of routed experts is stored as it is.
+    A tensor outside of routed experts is stored under its own name.
 
-    >>> form = FusedExperts(transposed=True, interleaved=True)
-    >>> expert_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,), form)
+    >>> gpt_oss = FusedExperts(transposed=True, interleaved=True)
+    >>> expert_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,), gpt_oss)
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
 transposed=False, blocks=False)
     """
@@ -105,6 +105,7 @@ transposed=False, blocks=False)
     if match is None:
         return TensorLocation(name)
 
+    # Rows of the tensor: gate and up share a stored tensor, as even and odd rows or as two halves.
     begin = 0
     end = shape[0]
     step = 1
@@ -112,7 +113,7 @@ transposed=False, blocks=False)
     if match["matrix"] != "down":
         stored_name = "gate_up_proj"
         is_up = match["matrix"] == "up"
-        if form.interleaved:
+        if expert_format.interleaved:
             begin = int(is_up)
             end = shape[0] * 2
             step = 2
@@ -120,7 +121,8 @@ transposed=False, blocks=False)
             begin = shape[0]
             end = shape[0] * 2
 
-    transposed = form.transposed
+    # Biases are never transposed.
+    transposed = expert_format.transposed
     if match["kind"] == "bias":
         stored_name += "_bias"
         transposed = False
@@ -128,18 +130,19 @@ transposed=False, blocks=False)
     return TensorLocation(name, int(match["expert"]), begin, end, step, transposed)
 
 
-def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dict[str, Shape]:
-    """Return the shapes of the tensors that a checkpoint stores, in order, from those of the model's tensors.
+def stored_shapes(shapes: Mapping[str, Shape], expert_format: FusedExperts | None) -> dict[str, Shape]:
+    """Convert the shapes of a model's tensors to the shapes of the stored tensors, in order.
 
-    ``shapes`` have an entry per expert; in the result all experts of a layer are one tensor (see
-    `expert_location`). ``form`` is None for a checkpoint with a tensor per expert, whose shapes are equal.
+    ``shapes`` has one tensor per expert; the result has one tensor for all experts of a layer (see
+    `expert_location`). Without ``expert_format`` the checkpoint has one tensor per expert, and shapes are
+    unchanged.
     """
-    if form is None:
+    if expert_format is None:
         return dict(shapes)
 
     shape_by_stored_name: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        location = expert_location(name, shape, form)
+        location = expert_location(name, shape, expert_format)
         if location.expert is None:
             shape_by_stored_name[name] = shape
             continue
@@ -153,12 +156,12 @@ def stored_shapes(shapes: Mapping[str, Shape], form: FusedExperts | None) -> dic
     return shape_by_stored_name
 
 
-def expert_tensors(stored_name: str, shape: Shape, form: FusedExperts) -> dict[str, TensorLocation]:
-    """Return the tensors of the model that a stored tensor contains: name -> location in the stored one.
+def expert_tensors(stored_name: str, shape: Shape, expert_format: FusedExperts) -> dict[str, TensorLocation]:
+    """Return the model's tensors that a stored tensor contains: name -> location in the stored tensor.
 
-    ``stored_name`` and ``shape`` are those of the stored tensor. A tensor outside of routed experts is stored
-    as it is. A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are
-    not a tensor of the model.
+    ``stored_name`` and ``shape`` describe the stored tensor. A tensor outside of routed experts is stored
+    under its own name. A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its
+    scales are not a tensor of the model.
 
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 64, 32), FusedExperts()))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
@@ -169,24 +172,27 @@ def expert_tensors(stored_name: str, shape: Shape, form: FusedExperts) -> dict[s
     if match is None or len(shape) != _DIMENSIONS[match["kind"]]:
         return {stored_name: TensorLocation(stored_name)}
 
+    # Matrices and parameter that the stored tensor contains.
     matrices = ("down_proj",)
     if match["matrix"] == "gate_up_proj":
         matrices = ("gate_proj", "up_proj")
-    kind = "weight"
+    parameter = "weight"
     if match["kind"] == "_bias":
-        kind = "bias"
+        parameter = "bias"
+
+    # Blocks of mxfp4 are never transposed.
     is_blocks = match["kind"] == BLOCKS
     if is_blocks:
-        form = replace(form, transposed=False)
-    outputs = shape[1]
-    if form.transposed and kind == "weight":
-        outputs = shape[2]
+        expert_format = replace(expert_format, transposed=False)
+    num_outputs = shape[1]
+    if expert_format.transposed and parameter == "weight":
+        num_outputs = shape[2]
 
     locations: dict[str, TensorLocation] = {}
     for expert in range(shape[0]):
         for matrix in matrices:
-            name = f"{match['experts']}{expert}.{matrix}.{kind}"
-            location = expert_location(name, (outputs // len(matrices),), form)
+            name = f"{match['experts']}{expert}.{matrix}.{parameter}"
+            location = expert_location(name, (num_outputs // len(matrices),), expert_format)
             locations[name] = replace(location, name=stored_name, blocks=is_blocks)
     return locations
 
@@ -194,15 +200,15 @@ def expert_tensors(stored_name: str, shape: Shape, form: FusedExperts) -> dict[s
 def locate_tensors(
     stored_names: Mapping[str, str],
     shape_of: Callable[[str], Shape],
-    form: FusedExperts | None,
+    expert_format: FusedExperts | None,
     hidden: int,
 ) -> dict[str, TensorLocation]:
-    """Return the location of each tensor of a model in the tensors of its checkpoint.
+    """Return the location of each tensor of a model in its checkpoint.
 
-    ``stored_names`` maps the names of tensors, without the prefix of a multimodal checkpoint, to their stored
-    names, and ``shape_of`` returns the shape of a stored one. ``form`` is the form in which the family's
-    checkpoints store experts. If it is None, it is detected from the shapes of tensors with all experts and
-    from ``hidden``, the width of the model.
+    ``stored_names`` maps names without the prefix of a multimodal checkpoint to stored names, and
+    ``shape_of`` returns the shape of a stored tensor. Without ``expert_format``, the family's storage format
+    of experts, the format is detected from the shapes of fused tensors and from ``hidden``, the width of the
+    model.
 
     >>> names = {"model.norm.weight": "model.language_model.norm.weight"}
     >>> shapes = {"model.language_model.norm.weight": (8,)}
@@ -217,24 +223,25 @@ def locate_tensors(
         else:
             locations[name] = TensorLocation(stored_name)
 
-    if form is None:
-        form = _detect_form({name: shape_of(stored_names[name]) for name in fused_names}, hidden)
+    if expert_format is None:
+        fused_shapes = {name: shape_of(stored_names[name]) for name in fused_names}
+        expert_format = _detect_expert_format(fused_shapes, hidden)
     for name in fused_names:
         stored_name = stored_names[name]
-        for tensor_name, location in expert_tensors(name, shape_of(stored_name), form).items():
+        for tensor_name, location in expert_tensors(name, shape_of(stored_name), expert_format).items():
             locations[tensor_name] = replace(location, name=stored_name)
     return locations
 
 
-def _detect_form(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
-    """Return the form in which a checkpoint stores experts, detected from the shapes of their matrices.
+def _detect_expert_format(shapes: Mapping[str, Shape], hidden: int) -> FusedExperts:
+    """Detect from the shapes of fused tensors whether a checkpoint stores experts transposed.
 
-    The shapes show whether matrices are transposed; outputs of gate and up are assumed not to alternate.
-    ``shapes``: name of a tensor with all experts -> its shape. ``hidden``: width of the model.
+    Outputs of gate and up are assumed not to alternate. ``shapes``: name of a fused tensor -> its shape.
+    ``hidden``: width of the model.
     """
     for name, shape in shapes.items():
-        # A square matrix does not show whether it is transposed. The layer's other matrix does, since it is
-        # half or twice as wide.
+        # Transposition cannot be detected from a square matrix. The layer's other matrix is not square, since
+        # it is half or twice as wide.
         if len(shape) != 3 or shape[1] == shape[2]:
             continue
 

@@ -1,7 +1,7 @@
 """Hardware and efficiency constants: the packaged constants.json, and an optional file that overrides it.
 
-The override has the structure of constants.json and may contain any part of it; ``plan --calibrate`` writes
-one from a run.
+The override file has the structure of constants.json and may omit any value; ``plan --calibrate`` writes one
+from a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.shapes.pretrained import read_json_object
 GB = 1e9
 """Bytes of a gigabyte in powers of ten, as vendors give memory and rates."""
 _LARGEST_FACTOR = 1000.0
-"""Largest factor between a constant and the packaged one, up or down; beyond it the unit must be wrong."""
+"""Largest factor between a constant and the packaged value, up or down; beyond it the unit must be wrong."""
 _REFERENCE_GEMM_EFFICIENCY = 0.7
 """GEMM efficiency of the reference GPUs in constants.json."""
 _NOTES = ("comment", "calibrated_from", "sources")
@@ -38,7 +38,7 @@ PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU, with the machine in which it is usually built."""
+    """GPU type, with the properties of its usual machine."""
 
     name: str
     """Name in constants.json."""
@@ -57,7 +57,7 @@ class Gpu:
     gpus_per_node: int
     """GPUs of a node."""
     nvlink_domain: int
-    """GPUs that NVLink connects, if more than a node's."""
+    """GPUs that NVLink connects, if it connects several nodes."""
     host: float
     """Bandwidth to host memory, bytes/s."""
     gemm_efficiency: float
@@ -71,7 +71,7 @@ class Gpu:
     def achieved_flops(self, precision: str, reference_efficiency: float) -> float:
         """Return the FLOP/s that GEMMs reach on this GPU.
 
-        ``reference_efficiency`` is the fraction of the peak that they reach on the reference GPUs, see
+        ``reference_efficiency`` is the fraction of the peak that GEMMs reach on the reference GPUs, see
         `relative_efficiency`.
         """
         # A product of efficiencies above 1 would exceed the peak.
@@ -98,13 +98,13 @@ class Cluster:
 
     @property
     def domain(self) -> int:
-        """Return the number of GPUs in one NVLink domain: those of a node, or of several."""
+        """Return the number of GPUs in one NVLink domain, which spans a node or several nodes."""
         return max(self.gpus_per_node, self.gpu.nvlink_domain)
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the predictions of seconds and memory, in the groups of constants.json."""
+    """Constants for predicting seconds and memory, grouped as in constants.json."""
 
     gpus: Mapping[str, Gpu]
     """Name -> GPU."""
@@ -141,9 +141,10 @@ class Constants:
         gigabits_per_gpu: float | None = None,
         gigabits_per_node: float | None = None,
     ) -> Cluster:
-        """Return a cluster of ``num_gpus``, by default of the GPU's usual machine.
+        """Return a cluster of ``num_gpus`` GPUs; nodes and network default to the GPU's usual machine.
 
-        The network bandwidth is in gigabits per second, per node or per GPU; the one per node has precedence.
+        The network bandwidth is in gigabits per second, per node or per GPU; the value per node has
+        precedence.
         """
         gpu_type = self.gpu(gpu)
         node_size = int(gpus_per_node or gpu_type.gpus_per_node)
@@ -173,12 +174,12 @@ class Machine:
 
     @property
     def bytes_per_weight(self) -> int:
-        """Return how many bytes one model weight occupies at the machine's precision."""
+        """Return the bytes of one model weight in the machine's precision."""
         return PRECISION_BYTES.get(self.precision, 2)
 
     @property
     def usable_memory(self) -> float:
-        """Return the bytes of a GPU that a plan may use."""
+        """Return the bytes of a GPU's memory that a plan may use."""
         return self.gpu.memory * self.constants.memory.usable_share
 
     @property
@@ -188,7 +189,7 @@ class Machine:
 
 
 def _convert_gpu(name: str, data: Mapping[str, Any]) -> Gpu:
-    """Convert an entry of constants.json, such as teraFLOP/s and gigabytes, to FLOP/s, bytes/s and bytes."""
+    """Convert a GPU's fields in constants.json from units such as teraFLOP/s to FLOP/s, bytes/s and bytes."""
     return Gpu(
         name=name,
         bf16_flops=data["bf16_tflops"] * 1e12,
@@ -210,11 +211,11 @@ def read_packaged_constants() -> dict[str, Any]:
 
 
 def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return constants with the values of an override, level by level.
+    """Override constants with the values of ``override``, level by level; return the merged constants.
 
     ``prefix``: path of this level, such as "gpus." or empty. New GPUs may be added under ``gpus`` with every
-    field of a packaged one. Raises UserError with the nearest name for any other unknown name, and for a
-    value whose order of magnitude differs from the packaged one.
+    field of a packaged GPU. Raises UserError with the nearest name for any other unknown name, and for a
+    value whose order of magnitude differs from the packaged value.
     """
     merged = dict(base)
     for key, value in override.items():
@@ -222,11 +223,12 @@ def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix
         if path in _NOTES:
             continue
 
-        # A new GPU has no packaged values: any GPU gives the fields and their orders of magnitude.
+        # A new GPU has no packaged values: use any GPU for the fields and their orders of magnitude.
         if prefix == "gpus." and key not in base:
-            fields = next(iter(base.values()))
-            merged[key] = merge_constants(fields, {"aliases": [], **_require_object(value, path)}, f"{path}.")
-            missing_fields = sorted(set(fields) - set(value) - {"aliases"})
+            template_gpu = next(iter(base.values()))
+            new_gpu = {"aliases": [], **_require_object(value, path)}
+            merged[key] = merge_constants(template_gpu, new_gpu, f"{path}.")
+            missing_fields = sorted(set(template_gpu) - set(value) - {"aliases"})
             if missing_fields:
                 raise _value_error(path, f"every field of a GPU; missing: {', '.join(missing_fields)}", value)
             continue
@@ -253,14 +255,14 @@ def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix
 
 
 def _require_object(value: Any, path: str) -> Mapping[str, Any]:
-    """Return ``value`` if it is a JSON object, otherwise raise UserError; ``path`` is its key."""
+    """Return ``value`` if it is a JSON object, else raise UserError; ``path`` is its key."""
     if not isinstance(value, Mapping):
         raise _value_error(path, "an object, as in megatron_rl/shapes/constants.json", value)
     return value
 
 
 def _check_value(value: Any, packaged_value: Any, path: str) -> Any:
-    """Return ``value`` if it can replace the packaged one at the key ``path``, otherwise raise UserError."""
+    """Return ``value`` if it is a valid override of the packaged value at ``path``, else raise UserError."""
     # Flags and lists of aliases have no order of magnitude.
     if isinstance(packaged_value, bool | list):
         has_only_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)
@@ -295,7 +297,7 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 
 
 def build_constants(data: Mapping[str, Any]) -> Constants:
-    """Construct `Constants` from a mapping with the structure of constants.json."""
+    """Build `Constants` from a mapping with the structure of constants.json."""
     gpus = {name: _convert_gpu(name, fields) for name, fields in data["gpus"].items()}
 
     # A GPU is found by its name and its aliases, in upper and lower case.
@@ -320,7 +322,7 @@ def build_constants(data: Mapping[str, Any]) -> Constants:
 
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
-    """Load the packaged constants with the values of an override file (JSON of the same structure)."""
+    """Load the packaged constants, overridden by a JSON file of the same structure if given."""
     data = read_packaged_constants()
     if override is not None:
         path = Path(override)

@@ -1,7 +1,7 @@
 """The parameters of a decoder layer, with their names in Megatron and in Hugging Face checkpoints.
 
-One `Weight` per Megatron parameter lists the checkpoint tensors that fill it, and how both sides shard them:
-import, export, weight sync and the counts of parameters all read this list.
+One `Weight` per Megatron parameter lists the checkpoint tensors that fill it, and how Megatron and vLLM shard
+them. Import, export, weight sync and parameter counts all use this list.
 Sources: the reference implementation of each ``model_type`` in transformers, and Megatron-Core's layers.
 """
 
@@ -22,10 +22,9 @@ SCALAR = "score.weight"
 """Checkpoint name of the scalar head, which returns one number per token instead of a distribution."""
 
 BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
-"""Last parts of the names, in Megatron and in transformers, of weights that modules have as buffers.
+"""Last components of the names, in Megatron and transformers, of weights that are buffers of their modules.
 
-No optimizer updates them. They are loaded, synced, saved and exported as parameters are.
-"""
+No optimizer updates them. They are loaded, synced, saved and exported like parameters."""
 
 Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
@@ -90,9 +89,9 @@ class Source:
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
     def row_ranges(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield where ``count`` rows of the source, from row ``begin``, are in the checkpoint tensor.
+        """Yield the ranges of the checkpoint tensor with ``count`` rows of the source from row ``begin``.
 
-        Each item is a contiguous range of rows: its first row and its number of rows.
+        Each item is a contiguous range: its first row and its number of rows.
 
         >>> gate = Source("self_attn.q_proj.weight", (8, 64), first=2, runs=4, pitch=4)
         >>> list(gate.row_ranges(1, 3)), gate.end
@@ -139,7 +138,7 @@ class Weight:
 
     @property
     def groups(self) -> int:
-        """Return how many key-value groups interleave the rows of a ``query_key_value`` parameter."""
+        """Return the number of key-value groups that a ``query_key_value`` parameter interleaves."""
         return self.sources[0].heads
 
     def local_shape(self, shards: int) -> tuple[int, ...]:
@@ -177,11 +176,11 @@ def layer_weights(shape: ModelShape, block: Block) -> tuple[Weight, ...]:
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:
-    """Return the parameters outside the layers on one pipeline stage, or on the first and the last together.
+    """Return the parameters outside the layers: of the first pipeline stage, of the last one, or of both.
 
-    ``first``, ``last``: whether to include those of the first and of the last stage. Names are complete, not
-    relative to a layer. A tied output layer has a parameter only on a last stage that is not the first: a
-    copy of the embedding.
+    ``first``, ``last``: whether to include the parameters of the first and of the last stage. Names are
+    complete, not relative to a layer. A tied output layer has a parameter only on a last stage that is not
+    the first: a copy of the embedding.
     """
     # A tied output layer reads the same tensor.
     vocabulary_shape = (shape.vocab, shape.hidden)
@@ -208,15 +207,19 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     return tuple(weights)
 
 
-def _norm_weights(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
-    """Yield the parameters of a norm: module ``name`` in Megatron, ``source`` in the checkpoint.
+def _norm_weights(
+    shape: ModelShape, module: str, source_module: str, fused_name: str = ""
+) -> Iterator[Weight]:
+    """Yield the parameters of a norm: ``module`` in Megatron, ``source_module`` in the checkpoint.
 
-    ``fused``: name of its weight in layers in which Transformer Engine fuses modules; empty if it is the
-    same.
+    ``fused_name`` is the name of its weight in layers in which Transformer Engine fuses modules; empty for
+    the same name.
     """
-    yield Weight(f"{name}.weight", "whole", (Source(f"{source}.weight", (shape.hidden,)),), fused)
+    yield Weight(
+        f"{module}.weight", "whole", (Source(f"{source_module}.weight", (shape.hidden,)),), fused_name
+    )
     if shape.layer_norm:
-        yield Weight(f"{name}.bias", "whole", (Source(f"{source}.bias", (shape.hidden,)),))
+        yield Weight(f"{module}.bias", "whole", (Source(f"{source_module}.bias", (shape.hidden,)),))
 
 
 def _layer_norm_weights(shape: ModelShape, first_projection: str) -> Iterator[Weight]:

@@ -4,11 +4,11 @@ One formula maps a rank to its coordinates: the ranks of a role are ordered tens
 then data, then pipeline, which is Megatron's default order ``tp-cp-ep-dp-pp``. The expert dimensions divide
 the same ranks of one pipeline stage a second time: expert-tensor fastest, then expert, then expert-data.
 
-Pipeline stages get the same number of layers, as Megatron-Core computes it, except for the first and the
-last: their sizes can be set, or the embedding and the loss can count as a layer each.
+Pipeline stages get the same number of layers, as in Megatron-Core. The first and the last stage are
+exceptions: their sizes can be set, or the embedding and the loss can count as a layer each.
 
-`check` and model building share the rules for a model's sizes in a layout (`trainer_problems`,
-`expert_training_problems`, `engine_problems`).
+`check` and model building call the same functions to validate a model's sizes in a layout
+(`trainer_problems`, `expert_training_problems`, `engine_problems`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
@@ -61,9 +61,9 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Layout of a role's ranks: the parallel sizes; data parallelism is the quotient of ranks and sizes.
+    """Layout of a role's ranks: the parallel sizes, from which the data-parallel size follows.
 
-    Sizes that do not fit together are accepted: `problems` lists the errors, `checked` raises the first.
+    Inconsistent sizes are accepted: `problems` lists the errors, `checked` raises the first.
 
     >>> layout = ParallelLayout(tuple(range(8)), tensor=2, pipeline=2)
     >>> layout.data, layout.coordinates(5)
@@ -87,7 +87,7 @@ class ParallelLayout:
     sequence_parallel: bool = False
     """Whether activations between layers are sharded by tokens over the tensor-parallel ranks."""
     path: str = "layout"
-    """Configuration path that errors name."""
+    """Configuration path of the layout, for errors."""
 
     @property
     def size(self) -> int:
@@ -137,11 +137,11 @@ class ParallelLayout:
         return self.ranks[index]
 
     def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
-        """Return the rank groups that span the named dimensions and agree in all others.
+        """Return the rank groups that span the named dimensions; ranks of a group agree in all others.
 
         Dimensions are ``tensor context data pipeline`` or, for the expert division of the same ranks,
-        ``expert_tensor expert expert_data pipeline``; the two sets do not mix. Ranks inside a group
-        keep the layout's order.
+        ``expert_tensor expert expert_data pipeline``; names of both divisions cannot be combined. Ranks
+        inside a group keep the layout's order.
         """
         dense_grid = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
         expert_grid = [
@@ -150,29 +150,29 @@ class ParallelLayout:
             ("expert_data", self.expert_data),
         ]
 
-        # ``pipeline`` is in both grids: only the other names select one.
+        # ``pipeline`` is in both grids: only the other names select a grid.
         grid = dense_grid
         if {name for name, _ in expert_grid} & set(dimensions):
             grid = expert_grid
         return _group_ranks(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
 
     def process_groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Return the rank groups that a trained or scoring model communicates in, by name.
+        """Return the ranks of all process groups of a Megatron model, by name.
 
-        The groups of one name have no rank in common. Different names may have equal groups, which share one
+        The groups of one name have no rank in common. Groups of different names with the same ranks share one
         communicator.
         """
         groups = {name: self.groups(*dimensions) for name, dimensions in _PROCESS_GROUPS.items()}
         groups["all"] = [self.ranks]
 
-        # The first and the last stage of a pipeline share tied embeddings; without stages they are one rank.
+        # The first and the last stage of a pipeline share tied embeddings; a single stage is one rank.
         groups["embedding"] = [
             (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in groups["pipeline"]
         ]
         return groups
 
     def outputs(self) -> tuple[int, ...]:
-        """Return, for each data-parallel replica, the rank on which the model's outputs are available."""
+        """Return the output rank of each data-parallel replica: the first rank of its last pipeline stage."""
         last_stage = self.pipeline - 1
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
@@ -202,17 +202,17 @@ class ParallelLayout:
 def _group_ranks(
     ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]
 ) -> list[tuple[int, ...]]:
-    """Return groups of ranks that differ only in their coordinates of ``dimensions``.
+    """Group ranks that differ only in their coordinates of ``dimensions``.
 
     ``grid``: (name, size) of each dimension of the layout, the fastest first.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
 
-    for position, rank in enumerate(ranks):
-        # The coordinates are the digits of the position, the fastest dimension first.
+    for index, rank in enumerate(ranks):
+        # The coordinates are the digits of the index, the fastest dimension first.
         other_coordinates = []
         for name, size in grid:
-            position, coordinate = divmod(position, size)
+            index, coordinate = divmod(index, size)
             if name not in dimensions:
                 other_coordinates.append(coordinate)
         groups.setdefault(tuple(other_coordinates), []).append(rank)
@@ -223,17 +223,17 @@ def _group_ranks(
 def problems(
     layout: ParallelLayout, world_size: int | None = None, smallest_world: int | None = None
 ) -> list[UserError]:
-    """Return the errors of a layout: sizes, ranks, and their fit to the number of processes.
+    """Return the errors of a layout: invalid sizes, invalid ranks, and sizes that do not divide the ranks.
 
     ``world_size`` is the number of processes, ``smallest_world`` the smallest number of processes that every
-    role's sizes divide; None for an unknown one.
+    role's sizes divide; None if unknown.
     """
-    # The later rules divide by the sizes and by the number of ranks, so these must be valid first.
+    # Validate sizes and ranks first: the later rules divide by them.
     errors = _size_problems(layout) + _rank_problems(layout, world_size)
     if errors:
         return errors
 
-    # A wrong number of ranks is one error: indivisible experts are reported only if the model's ranks divide.
+    # Report a wrong number of ranks once: indivisible experts only if the model's replicas fit.
     path = layout.path
     errors = _replica_problems(layout, smallest_world)
     copy_ranks = layout.expert * layout.expert_tensor * layout.pipeline
@@ -249,7 +249,7 @@ def problems(
             )
         )
 
-    # Sizes that presuppose another one.
+    # Sizes that require another size above 1.
     if layout.virtual_pipeline > 1 and layout.pipeline == 1:
         errors.append(
             UserError(
@@ -275,7 +275,7 @@ def problems(
 
 def _size_problems(layout: ParallelLayout) -> list[UserError]:
     """Return an error for each parallel size of a layout that is below 1."""
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    size_names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     return [
         UserError(
             "a parallel size must be 1 or more",
@@ -284,13 +284,13 @@ def _size_problems(layout: ParallelLayout) -> list[UserError]:
             got=str(getattr(layout, name)),
             fix=f"set {layout.path}.{name} to 1 to switch it off",
         )
-        for name in sizes
+        for name in size_names
         if getattr(layout, name) < 1
     ]
 
 
 def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserError]:
-    """Return the errors of an empty list of ranks, of ranks outside the job, and of duplicates."""
+    """Return errors for an empty list of ranks, for ranks outside the job, and for duplicates."""
     key = f"{layout.path}.ranks"
     if not layout.ranks:
         return [
@@ -303,34 +303,38 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
             )
         ]
 
+    # Ranks outside the job.
     errors = []
-    invalid = [rank for rank in layout.ranks if rank < 0 or (world_size is not None and rank >= world_size)]
-    if invalid:
+    invalid_ranks = [
+        rank for rank in layout.ranks if rank < 0 or (world_size is not None and rank >= world_size)
+    ]
+    if invalid_ranks:
         upper_bound = ""
         if world_size is not None:
             upper_bound = f" to {world_size - 1}: the job has {world_size} processes"
         ellipsis = ""
-        if len(invalid) > LISTED_RANKS:
+        if len(invalid_ranks) > LISTED_RANKS:
             ellipsis = " ..."
         errors.append(
             UserError(
                 f"{layout.path} uses ranks that do not exist",
                 where=key,
                 expected=f"ranks from 0{upper_bound}",
-                got=", ".join(map(str, invalid[:LISTED_RANKS])) + ellipsis,
-                fix=f"start at least {max(invalid) + 1} processes, or name other ranks",
+                got=", ".join(map(str, invalid_ranks[:LISTED_RANKS])) + ellipsis,
+                fix=f"start at least {max(invalid_ranks) + 1} processes, or name other ranks",
             )
         )
 
+    # Ranks that are listed several times.
     counts = Counter(layout.ranks)
-    duplicates = sorted(rank for rank, count in counts.items() if count > 1)
-    if duplicates:
+    duplicate_ranks = sorted(rank for rank, count in counts.items() if count > 1)
+    if duplicate_ranks:
         errors.append(
             UserError(
                 f"{layout.path} names a rank twice",
                 where=key,
                 expected="each rank once",
-                got=f"twice: {', '.join(map(str, duplicates[:LISTED_RANKS]))}",
+                got=f"twice: {', '.join(map(str, duplicate_ranks[:LISTED_RANKS]))}",
                 fix="name each rank once",
             )
         )
@@ -338,7 +342,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _replica_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return an error if the ranks of a layout are not a multiple of a model replica's, otherwise [].
+    """Return an error if the number of ranks is not a multiple of one replica's ranks, otherwise [].
 
     ``smallest_world``: smallest number of processes that every role's sizes divide, or None if unknown.
     """
@@ -398,10 +402,10 @@ def stage_layers(
 ) -> list[list[int]]:
     """Return the layers of each pipeline stage, counted over the whole model from 0.
 
-    Takes the arguments of `stage_chunks` and raises the same errors.
+    Arguments and errors are as in `stage_chunks`.
     """
     stages = stage_chunks(layers, layout, settings)
-    return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
+    return [list(chain.from_iterable(chunks)) for chunks in stages]
 
 
 def stage_chunks(
@@ -415,31 +419,31 @@ def stage_chunks(
     stages = layout.pipeline
     virtual = layout.virtual_pipeline
     settings = settings or {}
-    first = settings.get(FIRST)
-    last = settings.get(LAST)
+    first_size = settings.get(FIRST)
+    last_size = settings.get(LAST)
 
-    # One stage has all layers; settings for its ends may only repeat that.
+    # A single stage has all layers; a setting for its size may only confirm that.
     if stages == 1:
-        explicit = [count for count in (first, last) if count is not None]
-        if explicit and explicit != [layers]:
+        explicit_sizes = [size for size in (first_size, last_size) if size is not None]
+        if explicit_sizes and explicit_sizes != [layers]:
             raise _uneven_error(layers, layout, settings)
         return [[list(range(layers))]]
 
-    embedding = int(bool(settings.get(EMBEDDING)))
-    loss = int(bool(settings.get(LOSS)))
-    stage_sizes = _stage_sizes(layers + embedding + loss, stages, first, last)
+    embedding_layers = int(bool(settings.get(EMBEDDING)))
+    loss_layers = int(bool(settings.get(LOSS)))
+    stage_sizes = _stage_sizes(layers + embedding_layers + loss_layers, stages, first_size, last_size)
     # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
-    divides_by_zero = stages == 2 and virtual > 1 and first is not None and last is not None
+    divides_by_zero = stages == 2 and virtual > 1 and first_size is not None and last_size is not None
     if stage_sizes is None or divides_by_zero or any(size % virtual for size in stage_sizes):
         raise _uneven_error(layers, layout, settings)
 
     # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
     chunks_by_stage: list[list[list[int]]] = [[] for _ in stage_sizes]
-    next_layer = -embedding  # an embedding that counts as a layer comes before layer 0
+    next_layer = -embedding_layers  # an embedding that counts as a layer comes before layer 0
     for _ in range(virtual):
         for stage, stage_size in enumerate(stage_sizes):
             end = next_layer + stage_size // virtual
-            # The embedding and the loss are no layers of the model, even if they count as layers.
+            # Clip to the model's layers: the embedding and the loss only count as layers.
             chunks_by_stage[stage].append(list(range(max(next_layer, 0), min(end, layers))))
             next_layer = end
     return chunks_by_stage
@@ -449,7 +453,7 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     """Return the number of layers of each stage; None if the middle stages cannot be equal.
 
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
-    explicit sizes of the ends, or None for an end that is like the middle stages.
+    explicit sizes of the end stages; None makes an end stage like the middle stages.
     """
     explicit_sizes = [size for size in (first, last) if size is not None]
     middle_stages = stages - len(explicit_sizes)
@@ -474,10 +478,10 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
 
 
 def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
-    """Return the error of layers that cannot be distributed over the stages of a layout."""
+    """Return the error for layers that cannot be distributed over the stages of a layout."""
     stages = layout.pipeline
     virtual = layout.virtual_pipeline
-    explicit = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
+    explicit_settings = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
 
     sizes = f"pipeline {stages}"
     key = f"{layout.path}.pipeline"
@@ -486,19 +490,19 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         key = f"{layout.path}.virtual_pipeline"
 
     # Without settings for uneven stages the sizes of the layout are wrong, with them the settings are.
-    if not explicit:
+    if not explicit_settings:
         divisors = [number for number in range(1, layers + 1) if layers % number == 0]
         expected = f"a divisor of {layers}: {', '.join(map(str, divisors[:LISTED_DIVISORS]))}"
         got = str(stages * virtual)
         fix = "choose one of these"
     else:
-        expected = f"no other stage, or one of {layers} layers"
+        expected = f"no sizes of stages, or {layers} layers in the single stage"
         if stages > 1:
             expected = "equal stages between the first and the last, each divisible by virtual_pipeline"
-        got = ", ".join(f"{name}: {value}" for name, value in explicit.items())
-        fix = "change or remove " + ", ".join(explicit)
+        got = ", ".join(f"{name}: {value}" for name, value in explicit_settings.items())
+        fix = "change or remove " + ", ".join(explicit_settings)
 
-    # Offer shorter ends, except where Megatron divides by zero stages between them.
+    # Suggest shorter end stages, unless Megatron would divide by zero middle stages.
     end_sizes = stage_ends(layers, stages, virtual)
     if end_sizes is not None and stages > 1 and (stages > 2 or virtual == 1):
         role = layout.path.rpartition(".")[0] or "actor"
@@ -514,22 +518,22 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
 
 
 def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
-    """Return the sizes in layers of the first and the last stage that make the middle stages equal.
+    """Return the numbers of layers of the first and the last stage that make the middle stages equal.
 
-    Even splits give equal values. For uneven ones the ends, which hold the embedding and the output layer,
-    get fewer layers if possible. Returns None if no sizes fit.
+    For an even split both are equal to the middle stages. Otherwise the end stages, which also have the
+    embedding and the output layer, get fewer layers if possible. Returns None if no sizes fit.
     """
     if layers % (stages * virtual) == 0:
         return layers // stages, layers // stages
     if stages == 1 or layers % virtual or (stages == 2 and virtual > 1):
         return None
 
-    # Count in units of ``virtual`` layers, since every chunk of a stage has equally many layers. Middle
-    # stages are tried rounded up first: that leaves the shorter ends.
+    # Count in units of ``virtual`` layers, since every chunk of a stage has equally many layers. Try larger
+    # middle stages first: they leave shorter end stages.
     units = layers // virtual
     for middle_units in (math.ceil(units / stages), units // stages):
         end_units = units - middle_units * (stages - 2)
-        # Both ends need a unit each, and may have at most one more than a middle stage.
+        # Each end needs a unit, and may have at most one unit more than a middle stage.
         fits_ends = 2 <= end_units <= 2 * (middle_units + 1)
         if fits_ends and (middle_units or stages == 2):
             first_units = math.ceil(end_units / 2)
@@ -541,7 +545,7 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
 def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
     """Return Megatron's settings for the first and the last stage, with the sizes from `stage_ends`.
 
-    The settings are empty for an even pipeline, and None if no sizes make the middle stages equal.
+    The settings are empty for an even split, and None if no sizes make the middle stages equal.
     """
     ends = stage_ends(layers, stages, virtual)
     if ends is None:
@@ -553,7 +557,7 @@ def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] |
 
 @lru_cache(maxsize=4096)
 def default_stage_layers(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each stage without settings: an even split, or one with shorter ends.
+    """Return the layers of each stage without settings: an even split, or a split with shorter end stages.
 
     If neither exists, the split is as even as possible; Megatron needs an explicit pipeline layout for it.
     """
@@ -571,7 +575,7 @@ def trainer_problems(
 ) -> list[UserError]:
     """Return the errors of a model in the Megatron layout of a role.
 
-    ``settings`` are Megatron's; those for uneven stages and for fused rotary embeddings are read.
+    ``settings`` are Megatron's settings. Settings for uneven stages and fused rotary embeddings are checked.
     """
     path = layout.path
 
@@ -583,7 +587,7 @@ def trainer_problems(
     for block in (*shape.mixers, *shape.feed_forwards):
         errors += block.problems(shape, layout, settings or {})
 
-    # Pipeline parallelism distributes whole layers.
+    # Pipeline parallelism distributes complete layers.
     try:
         stage_layers(shape.layers, layout, settings)
     except UserError as error:
@@ -607,7 +611,7 @@ def trainer_problems(
 
 
 def plain_experts_error(name: str) -> UserError:
-    """Return the error of a mixture of experts in Megatron's plain layers on an accelerator.
+    """Return the error for a mixture of experts in Megatron's plain layers on an accelerator.
 
     ``name``: name of the model.
     """
@@ -621,7 +625,7 @@ def plain_experts_error(name: str) -> UserError:
 
 
 def expert_training_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of a mixture of experts that Megatron raises only for a model that is trained."""
+    """Return the errors that Megatron raises only for training a mixture of experts."""
     if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:
         return []
 
@@ -642,7 +646,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
     errors = _head_problems(shape, layout)
     kv_heads = min(mixer.key_value_heads(shape) for mixer in shape.mixers)
     if shape.sinks and layout.tensor > kv_heads:
-        # Its model has no key-value head left for a rank (seen in vLLM 0.32).
+        # vLLM (0.32) does not replicate key-value heads in models with sinks.
         key = f"{layout.path}.tensor"
         errors.append(
             UserError(
@@ -658,7 +662,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
 
 
 def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
-    """Return the error of attention heads that tensor and context parallelism cannot divide.
+    """Return the error for attention heads that tensor and context parallelism do not divide.
 
     ``advice`` is appended to the fix of a tensor-parallel size.
     """
@@ -696,8 +700,8 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
 
 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
-    """Return an error for each width of a feed-forward that its tensor-parallel size does not divide."""
-    # Noun, width, and the layout's size that must divide it. A width of 0 is divisible by every size.
+    """Return an error for each feed-forward width that its tensor-parallel size does not divide."""
+    # (noun, width, name of the size that must divide it); a width of 0 is divisible by every size.
     widths: list[tuple[str, int, str]] = []
     for feed_forward in shape.feed_forwards:
         widths += feed_forward.tensor_widths(shape)
@@ -711,16 +715,15 @@ def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
     return errors
 
 
-def _indivisible_error(value: int, noun: str, size: int, key: str, fix: str) -> UserError:
-    """Return the error of a parallel size that does not divide a number of the model.
+def _indivisible_error(count: int, noun: str, size: int, key: str, fix: str) -> UserError:
+    """Return the error for a parallel size that does not divide a count of the model, such as its heads.
 
-    ``value``, ``noun``: the number and its plural noun. ``size``, ``key``: the parallel size and its
-    configuration key.
+    ``noun`` is the plural noun of ``count``; ``key`` is the configuration key of the parallel ``size``.
     """
     return UserError(
-        f"{size} does not divide the model's {value} {noun}",
+        f"{size} does not divide the model's {count} {noun}",
         where=key,
-        expected=f"a divisor of {value}",
+        expected=f"a divisor of {count}",
         got=str(size),
         fix=fix,
     )

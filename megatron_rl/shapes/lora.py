@@ -1,7 +1,7 @@
 """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which linear layers have one, and their tensors.
 
-An adapter adds B A x to the output of a linear layer. A and B are parameters like any other: they are
-described as `Weight`, so that import, export, weight sync and counts need no rules of their own.
+An adapter adds B A x to the output of a linear layer. A and B are described as `Weight`, like any other
+parameters, so that import, export, weight sync and counts need no special cases.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TARGETS = (*ATTENTION, *MLP)
 PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""Prefix that PEFT's files put before the names of a checkpoint's modules."""
+"""Prefix of tensor names in PEFT's files, before the names of a checkpoint's modules."""
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Adapter ranks that vLLM allocates (vllm/config/lora.py, MaxLoRARanks); others are rounded up."""
+"""Adapter ranks that vLLM can allocate (vllm/config/lora.py, MaxLoRARanks); other ranks are rounded up."""
 ADAPTER = "adapter"
 """Name of the adapter module below a linear layer; its parameters are A and B."""
 
@@ -58,11 +58,11 @@ def format_adapters(rank: int, alpha: float, targets: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AdaptedModel(PretrainedModel):
-    """The adapters of a model, with the interface of `PretrainedModel` and the tensor names of PEFT's files.
+    """Adapters of a model, with the interface of `PretrainedModel` and the tensor names of PEFT's files.
 
-    Each checkpoint tensor of a linear layer has its own A [rank, in] and B [out, rank], and so has each
-    routed expert. The adapter of a Megatron layer that fuses several tensors stacks their As, and has each B
-    in the rows of its tensor.
+    Each checkpoint tensor of a linear layer, and of each routed expert, has its own A [rank, in] and
+    B [out, rank]. In a Megatron layer that fuses several tensors, the adapter stacks all As, and each B fills
+    the rows of its tensor.
     """
 
     rank: int = 1
@@ -84,8 +84,8 @@ class AdaptedModel(PretrainedModel):
 
     @property
     def engine_rank(self) -> int:
-        """Return the adapter rank that vLLM must allocate: the smallest of `ENGINE_RANKS` that suffices."""
-        # `check` refuses ranks above the largest.
+        """Return the adapter rank that vLLM must allocate: the smallest sufficient rank of `ENGINE_RANKS`."""
+        # A rank always exists: `check` refuses larger adapters.
         return next(rank for rank in ENGINE_RANKS if rank >= self.rank)
 
     def modules(self) -> list[str]:
@@ -131,7 +131,7 @@ def make_adapted_model(
 
 
 def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:
-    """Return the adapter parameters of a layer with these weights: A and B of each target, in order."""
+    """Return the adapter parameters A and B of each target among the parameters ``weights`` of a layer."""
     factors: list[Weight] = []
     for weight in weights:
         if _find_target(weight) in lora.targets:
@@ -140,7 +140,7 @@ def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]
 
 
 def _find_target(weight: Weight) -> str | None:
-    """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
+    """Return the linear layer of `TARGETS` that a weight belongs to, or None for any other parameter."""
     module, _, parameter = weight.name.rpartition(".")
     layer = module.rpartition(".")[2]
     # Biases have no adapter.
@@ -150,10 +150,9 @@ def _find_target(weight: Weight) -> str | None:
 
 
 def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
-    """Return the parameters A and B of the adapter of a linear layer, whose parameter is ``weight``.
+    """Return the adapter parameters A and B of the linear layer with the parameter ``weight``.
 
-    In a layer that is sharded by columns, A is sharded in the same way. In any other layer B is sharded, by
-    the layer's rows.
+    If the layer is sharded by columns, so is A. Otherwise B is sharded like the layer's rows.
     """
     is_input_sharded = weight.cut == "columns"
     a_cut: Cut = "stacked"
@@ -170,7 +169,7 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
         a_sources[name] = Source(name, (rank, source.shape[1]), a_engine)
 
-    # B has the rows of the source, and is sharded by them unless the layer is sharded by columns.
+    # B has the rows of the source, and is sharded by rows unless the layer is sharded by columns.
     b_sources = []
     for source in weight.sources:
         engine = source.engine
@@ -198,7 +197,7 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
-    """Return the linear layers that have adapters by default: no MLPs in a mixture of experts."""
+    """Return the linear layers with adapters by default; in a mixture of experts only attention."""
     targets: tuple[str, ...] = TARGETS
     if shape.experts:
         targets = ATTENTION
@@ -206,12 +205,12 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Return whether a model with adapters on ``targets`` has one on every routed expert."""
+    """Return whether adapters on ``targets`` include one for every routed expert."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
 def _adapter_refusal(shape: ModelShape, target: str) -> str | None:
-    """Return the reason why the linear layer ``target`` of a model cannot have an adapter; None if it can."""
+    """Return the reason why a model's linear layer ``target`` cannot have an adapter; None if it can."""
     for mixer in shape.mixers:
         reason = mixer.adapter_refusal(target)
         if reason is not None:
@@ -221,14 +220,14 @@ def _adapter_refusal(shape: ModelShape, target: str) -> str | None:
 
 def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list[UserError]:
     """Return the errors of ``targets``, the value of the setting ``key``, for a model."""
-    supported = ", ".join(name for name in TARGETS if _adapter_refusal(shape, name) is None)
+    supported_targets = ", ".join(name for name in TARGETS if _adapter_refusal(shape, name) is None)
     reasons = [(target, _adapter_refusal(shape, target)) for target in targets]
 
     return [
         UserError(
             f"{target} of {shape.name} cannot have an adapter: {reason}",
             where=key,
-            expected=f"some of {supported}",
+            expected=f"some of {supported_targets}",
             got=target,
             fix=f"remove {target}",
         )
@@ -242,7 +241,7 @@ def adapted_parameter_count(
 ) -> int:
     """Count the base parameters, on one rank, of the linear layers ``targets`` that have adapters.
 
-    The rank belongs to a pipeline stage with these ``layers``.
+    ``layers``: layers of the rank's pipeline stage.
     """
     adapted_weights: list[Weight] = []
     for layer in layers:
@@ -261,7 +260,7 @@ def adapter_parameter_count(
 
 
 class _ShardCounts(NamedTuple):
-    """The sizes of a layout that shard a layer: the cache key of `_adapter_parameters`."""
+    """Numbers of shards of a layer in a layout: the cache key of `_adapter_parameters`."""
 
     tensor: int
     """Shards of a layer outside routed experts."""
@@ -272,7 +271,7 @@ class _ShardCounts(NamedTuple):
 
     @classmethod
     def for_layout(cls, shape: ModelShape, layout: ParallelLayout) -> _ShardCounts:
-        """Return the sizes for a model in a layout."""
+        """Return the shard counts of a model in a layout."""
         return cls(layout.tensor, layout.expert_tensor, shape.experts // layout.expert)
 
 
@@ -280,27 +279,28 @@ class _ShardCounts(NamedTuple):
 def _adapter_parameters(
     shape: ModelShape, shards: _ShardCounts, layers: tuple[int, ...], lora: Lora
 ) -> tuple[int, int]:
-    """Compute `adapter_parameter_count`; cached, since the planner requests it for every candidate."""
-    weights = [weight for layer in layers for weight in adapter_weights(shape.weights(layer), lora)]
+    """Compute `adapter_parameter_count`, cached because the planner requests it for every candidate."""
+    weights: list[Weight] = []
+    for layer in layers:
+        weights += adapter_weights(shape.weights(layer), lora)
     return _local_elements(weights, shards)
 
 
 def _local_elements(weights: Iterable[Weight], shards: _ShardCounts) -> tuple[int, int]:
-    """Count the elements of weights on one rank, outside routed experts and in all of its experts."""
-    dense = 0
-    experts = 0
+    """Count the elements of weights on one rank: (outside routed experts, in all its routed experts)."""
+    dense_elements = 0
+    expert_elements = 0
     for weight in weights:
-        # A replicated parameter is complete on every rank.
-        replicated = weight.cut in ("whole", "stacked")
         shard_count = shards.tensor
         if weight.expert:
             shard_count = shards.expert_tensor
-        if replicated:
+        # A replicated parameter is complete on every rank.
+        if weight.cut in ("whole", "stacked"):
             shard_count = 1
 
         elements = weight.elements // shard_count
         if weight.expert:
-            experts += elements * shards.experts
+            expert_elements += elements * shards.experts
         else:
-            dense += elements
-    return dense, experts
+            dense_elements += elements
+    return dense_elements, expert_elements

@@ -1,4 +1,4 @@
-"""The memory of a rank that trains, computes log-probs or generates with a model: equations on its shape.
+"""Memory of a rank that trains, computes log-probs or generates, as equations of the model's shape.
 
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
 gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
@@ -41,30 +41,30 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Count the parameters outside and inside routed experts on one rank of a pipeline stage.
 
-    ``layers``: layers of the stage. ``first``, ``last``: whether it is the first or the last of the pipeline.
-    A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
-    replicated, as in Transformer Engine; Megatron's own layers shard them.
+    ``layers``: layers of the stage. ``first``, ``last``: whether the stage is the first or the last of the
+    pipeline. A tied embedding has a copy on the last stage. Latent attention's down projections count as
+    replicated, as in Transformer Engine; Megatron's plain layers shard them.
     """
     # Layers with equal blocks have equally many parameters.
-    dense = 0
-    experts = 0
+    dense_parameters = 0
+    expert_parameters = 0
     for block, count in shape.count_blocks(layers).items():
-        sharded, replicated, routed = shape.block_parameters(block)
-        dense += count * (sharded // layout.tensor + replicated)
-        experts += count * routed // (layout.expert * layout.expert_tensor)
+        sharded_parameters, replicated_parameters, routed_parameters = shape.block_parameters(block)
+        dense_parameters += count * (sharded_parameters // layout.tensor + replicated_parameters)
+        expert_parameters += count * routed_parameters // (layout.expert * layout.expert_tensor)
 
     # Embedding, final norm and output layer are on the ends of the pipeline.
-    vocabulary = shape.padded_vocab(layout.tensor) * shape.hidden // layout.tensor
+    vocabulary_parameters = shape.padded_vocab(layout.tensor) * shape.hidden // layout.tensor
     if first:
-        dense += vocabulary + shape.learned_positions * shape.hidden
-    output_layer = vocabulary
+        dense_parameters += vocabulary_parameters + shape.learned_positions * shape.hidden
+    output_parameters = vocabulary_parameters
     if shape.scalar_head:
-        output_layer = shape.hidden
+        output_parameters = shape.hidden
     if last and not (shape.tied and first):
-        dense += output_layer
+        dense_parameters += output_parameters
     if last:
-        dense += shape.final_norm_parameters
-    return dense, experts
+        dense_parameters += shape.final_norm_parameters
+    return dense_parameters, expert_parameters
 
 
 def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline: int = 1) -> int:
@@ -72,20 +72,24 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
 
     ``expert`` is the number of ranks over which routed experts are distributed, if larger than ``tensor``.
     """
-    # With fewer key-value heads than ranks, each head has equally many copies.
-    replicated = shape.replicated_parameters
-    sharded = shape.nonexpert_layer_parameters - replicated
+    # With fewer key-value heads than ranks, each head is copied to equally many ranks.
+    replicated_parameters = shape.replicated_parameters
+    sharded_parameters = shape.nonexpert_layer_parameters - replicated_parameters
     for (heads, engine_copies), parameters in shape.key_value_parameters.items():
         copies = engine_copies * max(1, tensor // heads)
-        sharded += parameters * (copies - 1)
-    layer_parameters = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
+        sharded_parameters += parameters * (copies - 1)
+    layer_parameters = (
+        sharded_parameters // tensor
+        + replicated_parameters
+        + shape.routed_expert_parameters // max(tensor, expert)
+    )
 
     # Embedding and output layer, unless they share their parameters.
     vocabulary_parameters = shape.padded_vocab(tensor) * shape.hidden // tensor
     if not shape.tied:
         vocabulary_parameters *= 2
 
-    # The stages of the engine's pipeline count as equal.
+    # Approximation: the stages of the engine's pipeline have equally many parameters.
     return (layer_parameters + vocabulary_parameters + shape.final_norm_parameters) // pipeline
 
 
@@ -102,12 +106,12 @@ def saved_activation_bytes(
 ) -> float:
     """Return the bytes that one layer saves for the backward pass, per token of a micro-batch on a rank.
 
-    ``fused`` selects Transformer Engine's layers, otherwise this package's own. ``full`` recomputation saves
-    the layer's input only. ``selective`` recomputes attention's core; flash attention saves only its output,
-    so with it ``selective`` saves as much as ``none``. Routed tokens are assumed to spread evenly over
-    experts.
+    ``fused`` selects Transformer Engine's layers, otherwise this package's plain layers. ``full``
+    recomputation saves only the layer's input. ``selective`` recomputes the core of attention. Flash
+    attention saves only the output of the core, so with it ``selective`` saves as much as ``none``. Routed
+    tokens are assumed to spread evenly over experts.
     """
-    # The forward pass is repeated from the layer's input.
+    # Full recomputation repeats the forward pass from the layer's input.
     if recompute == "full":
         return shape.hidden / token_shards * dtype_bytes
 
@@ -119,17 +123,17 @@ def saved_activation_bytes(
 
 
 def _count_norm_elements(layer: LocalLayer) -> float:
-    """Count the elements that a layer's norms and their inputs save, per token on a rank."""
+    """Count the elements per token that a layer's norms save on a rank, including their inputs."""
     shape = layer.shape
     if layer.fused:
         # Input and output of each of two norms: the output is the next projection's input.
         tensor_count = 4
         if shape.pre_norms and shape.post_norms:
-            # Two more norms, of which only the inputs are saved.
+            # Two more norms, which save only their inputs.
             tensor_count = 6
         return tensor_count * shape.hidden / layer.token_shards
 
-    # Without a norm before it, each of the first projections of the layer's two halves saves its input.
+    # Without a norm before them, the first projections of mixer and feed-forward each save their input.
     elements = 2.0 * shape.hidden
     if shape.pre_norms:
         elements = 2 * layer.plain_norm_elements(shape.hidden)
@@ -140,7 +144,8 @@ def _count_norm_elements(layer: LocalLayer) -> float:
 
 def _count_live_elements(block: Block, layer: LocalLayer) -> float:
     """Count the elements per token alive at once in a plain layer's forward pass without gradients."""
-    # Hidden states exist in addition to either half; sequence parallelism gathers them before a projection.
+    # Hidden states exist besides the tensors of mixer and feed-forward; sequence parallelism gathers the
+    # input of a projection.
     hidden = layer.shape.hidden
     hidden_states = block.feed_forward.live_hidden_states(layer.shape) * hidden / layer.token_shards
     gathered_states = 0
@@ -153,10 +158,10 @@ def _count_live_elements(block: Block, layer: LocalLayer) -> float:
 
 
 def count_microbatches_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
-    """Return the number of micro-batches whose activations pipeline stage ``stage`` stores at once.
+    """Return the number of micro-batches whose activations a pipeline stage stores at once.
 
-    A fraction stands for some of the stage's layers. 1F1B: min(m, p - s). Interleaved: 2 (p - s - 1) +
-    (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
+    The result is a fraction if only some chunks of the stage are stored. 1F1B: min(m, p - s). Interleaved:
+    2 (p - s - 1) + (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
     """
     stages = layout.pipeline
     virtual = layout.virtual_pipeline
@@ -180,7 +185,7 @@ class LayerImplementation:
     def saved_bytes(self, shape: ModelShape, layout: ParallelLayout, block: Block, recompute: str) -> float:
         """Return the bytes per token that a layer with this block saves for the backward pass on a rank.
 
-        ``recompute`` replaces the field of the same name. See `saved_activation_bytes`.
+        ``recompute`` overrides the field of the same name. See `saved_activation_bytes`.
         """
         return saved_activation_bytes(
             shape, block, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
@@ -188,7 +193,7 @@ class LayerImplementation:
         )  # fmt: skip
 
     def local_layer(self, shape: ModelShape, layout: ParallelLayout) -> LocalLayer:
-        """Return a layer of this implementation as it is sharded on one rank of ``layout``."""
+        """Return the properties of a layer of this implementation on one rank of ``layout``."""
         return LocalLayer(
             shape,
             layout.tensor,
@@ -207,34 +212,34 @@ def activation_bytes(
     microbatches_in_flight: float,
     implementation: LayerImplementation,
 ) -> float:
-    """Return the bytes of activations on a rank of a stage with these layers.
+    """Return the bytes of activations on a rank of a pipeline stage with these layers.
 
     ``tokens`` is the size of a micro-batch, ``microbatches_in_flight`` the result of
-    `count_microbatches_in_flight`. With ``full`` recomputation the activations of one layer at a time exist
+    `count_microbatches_in_flight`. With ``full`` recomputation, the recomputed activations of one layer exist
     in addition to the saved inputs.
     """
     counts = shape.count_blocks(layers)
     local_tokens = tokens / layout.context
     recompute = implementation.recompute
 
-    # Saved once for every micro-batch in flight.
-    saved = sum(
+    # Saved activations per token and micro-batch in flight.
+    saved_bytes = sum(
         count * implementation.saved_bytes(shape, layout, block, recompute) for block, count in counts.items()
     )
 
     # The backward pass recomputes one layer at a time: count the largest.
-    recomputed = 0.0
+    recomputed_bytes = 0.0
     if recompute == "full":
-        recomputed = max(
+        recomputed_bytes = max(
             (implementation.saved_bytes(shape, layout, block, "none") for block in counts), default=0.0
         )
 
     # Tensors of the layer that is being computed.
     layer = implementation.local_layer(shape, layout)
-    temporary = max((block.feed_forward.temporary_elements(layer) for block in counts), default=0.0)
-    temporary *= implementation.dtype_bytes
+    temporary_bytes = max((block.feed_forward.temporary_elements(layer) for block in counts), default=0.0)
+    temporary_bytes *= implementation.dtype_bytes
 
-    return local_tokens * (saved * microbatches_in_flight + recomputed + temporary)
+    return local_tokens * (saved_bytes * microbatches_in_flight + recomputed_bytes + temporary_bytes)
 
 
 def forward_bytes(
@@ -246,32 +251,32 @@ def forward_bytes(
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
-    For fused layers the saved activations of two layers are an upper bound; plain layers are counted exactly.
+    Fused layers are bounded by the saved activations of two layers; plain layers are counted exactly.
     """
     counts = shape.count_blocks(layers)
 
     # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
-        live = 2 * max(
+        live_bytes = 2 * max(
             (implementation.saved_bytes(shape, layout, block, "none") for block in counts), default=0.0
         )
     else:
         layer = implementation.local_layer(shape, layout)
-        live = implementation.dtype_bytes * max(
+        live_bytes = implementation.dtype_bytes * max(
             (_count_live_elements(block, layer) for block in counts), default=0.0
         )
-    return live * tokens / layout.context
+    return live_bytes * tokens / layout.context
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return the bytes of logits on a rank for micro-batches of ``tokens`` tokens.
+    """Return the bytes of logits on a rank, for micro-batches of ``tokens`` tokens.
 
-    They are computed chunk by chunk, and two float32 copies of one chunk exist at once.
+    Logits are computed chunk by chunk, and two float32 copies of one chunk exist at once.
     """
     if shape.scalar_head:
         return 0.0
     vocabulary_shard = shape.padded_vocab(layout.tensor) // layout.tensor
-    # At least 64 tokens, however large the vocabulary, and at most the micro-batch.
+    # At least 64 tokens, for a vocabulary of any size, and at most the micro-batch.
     chunk_tokens = min(max(64, LOGITS_ELEMENTS // vocabulary_shard), tokens / layout.context)
     chunk_logits = chunk_tokens * vocabulary_shard
     # Two copies of 4 bytes per logit.
@@ -281,8 +286,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
 def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
     """Return the bytes of the float32 sums of an output layer's gradients, see `megatron.log_probs`.
 
-    A half-precision model sums the gradient of all hidden states, and the gradient of the weight's rows in
-    one tile.
+    A half-precision model sums two gradients: of all hidden states, and of the weight's rows in one tile.
     """
     if shape.scalar_head or dtype_bytes >= 4:
         return 0.0
@@ -292,8 +296,8 @@ def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float
     tile_elements = max(64, LOGITS_ELEMENTS // vocabulary_shard) * vocabulary_shard
     tile_rows = min(vocabulary_shard, tile_elements / tile_tokens)
 
-    # The sum of hidden states' gradients is needed if the weight has several tiles of rows, the one of the
-    # rows' gradients if the micro-batch has several tiles of tokens.
+    # Gradients of hidden states are summed if the weight has several tiles of rows. Gradients of rows are
+    # summed if the micro-batch has several tiles of tokens.
     summed_rows = 0.0
     if tile_rows < vocabulary_shard:
         summed_rows += local_tokens
@@ -330,7 +334,7 @@ class TrainingMemory:
 
     @property
     def states(self) -> float:
-        """Return the bytes that stay resident between steps: weights, gradients and optimizer."""
+        """Return the bytes that are resident between steps: weights, gradients and optimizer states."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -350,23 +354,26 @@ def training_memory(
     microbatches: int,
     adapters: tuple[int, int] | None = None,
 ) -> TrainingMemory:
-    """Return the memory on a rank of one pipeline stage that trains micro-batches of ``tokens`` tokens.
+    """Return the memory of a rank of one pipeline stage that trains micro-batches of ``tokens`` tokens.
 
-    ``stages`` are the layers of each stage, from `stage_layers`. ``adapters`` are the adapter
-    parameters on the rank, outside and in routed experts, that are trained instead of its weights; None
-    trains the weights.
+    ``stages`` are the layers of each stage, from `stage_layers`. ``adapters`` are the rank's adapter
+    parameters (outside, inside routed experts), which are trained instead of the weights; None trains the
+    weights.
     """
     is_last = stage == len(stages) - 1
-    dense, experts = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
+    dense_parameters, expert_parameters = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
 
-    # Trainable parameters have gradients; the distributed optimizer shards their states over data-parallel
-    # ranks, which are other ranks for experts.
-    trainable = (dense, experts)
+    # Trainable parameters have gradients and optimizer states. The distributed optimizer shards the states
+    # over data-parallel ranks; experts have a separate data-parallel group.
+    trainable_parameters = (dense_parameters, expert_parameters)
     if adapters is not None:
-        trainable = adapters
-    state_parameters: tuple[float, float] = trainable
+        trainable_parameters = adapters
+    state_parameters: tuple[float, float] = trainable_parameters
     if optimizer.distributed:
-        state_parameters = (trainable[0] / (layout.data * layout.context), trainable[1] / layout.expert_data)
+        state_parameters = (
+            trainable_parameters[0] / (layout.data * layout.context),
+            trainable_parameters[1] / layout.expert_data,
+        )
 
     optimizer_bytes = optimizer.state_bytes * sum(state_parameters)
     if optimizer.offload:
@@ -384,8 +391,8 @@ def training_memory(
         if adapters is None:
             logits += head_gradient_bytes(shape, layout, tokens, implementation.dtype_bytes)
     return TrainingMemory(
-        weights=implementation.dtype_bytes * (dense + experts + sum(adapters or ())),
-        gradients=optimizer.gradient_bytes * sum(trainable),
+        weights=implementation.dtype_bytes * (dense_parameters + expert_parameters + sum(adapters or ())),
+        gradients=optimizer.gradient_bytes * sum(trainable_parameters),
         optimizer=optimizer_bytes,
         activations=activations,
         logits=logits,
@@ -400,7 +407,7 @@ def scoring_memory(
     implementation: LayerImplementation,
     tokens: float,
 ) -> TrainingMemory:
-    """Return the memory on a rank of one pipeline stage of a model that runs forward passes only."""
+    """Return the memory of a rank of one pipeline stage of a model that runs only forward passes."""
     is_last = stage == len(stages) - 1
     parameters = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
     logits = 0.0
@@ -417,19 +424,21 @@ def scoring_memory(
 
 
 def find_representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
-    """Return the stages, counted from 0, that can have the largest memory.
+    """Return the indices of the stages that can have the largest memory.
 
-    These are the earliest of the stages with equal layers, which has the most micro-batches in flight or the
-    embedding, and the last stage, which has the output layer. ``stages``: layers of each stage.
+    Of all stages with equal layers, the earliest has the most micro-batches in flight, and maybe the
+    embedding. The last stage has the output layer. ``stages``: layers of each stage.
     """
-    earliest: dict[frozenset[tuple[Block, int]], int] = {}
+    earliest_by_blocks: dict[frozenset[tuple[Block, int]], int] = {}
     for stage, layers in enumerate(stages):
-        earliest.setdefault(frozenset(shape.count_blocks(layers).items()), stage)
-    return sorted({*earliest.values(), len(stages) - 1})
+        block_counts = frozenset(shape.count_blocks(layers).items())
+        earliest_by_blocks.setdefault(block_counts, stage)
+    last = len(stages) - 1
+    return sorted({*earliest_by_blocks.values(), last})
 
 
 def max_stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Count the parameters outside and inside routed experts on a rank of the stage with the most of them."""
+    """Count the parameters of a rank of the largest pipeline stage: (outside, inside routed experts)."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [

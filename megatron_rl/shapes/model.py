@@ -1,8 +1,7 @@
-"""The sizes of a model, and the quantities that follow from them: parameters, FLOPs and KV cache.
+"""Sizes of a model, and the quantities that follow from them: parameters, FLOPs and KV cache.
 
-All counts are sums over the blocks of the layers and over their parameters, so that no separate formula can
-drift. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv
-2104.04473).
+All counts are sums over the layers' blocks and their parameters, so that they cannot drift from the real
+model. FLOPs: Korthikanti et al. 2022 (arXiv 2205.05198) and Narayanan et al. 2021 (arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ModelShape:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key-value heads of layers whose block has no separate number (`Mixer.key_value_heads`)."""
+    """Key-value heads, in layers whose block has no separate number (`Mixer.key_value_heads`)."""
     head_dim: int
     """Size of a head's query, key and value in layers whose block has no separate size (`Mixer.key_size`);
     not used by latent attention."""
@@ -57,7 +56,7 @@ class ModelShape:
     tied: bool = False
     """Whether the output layer is the embedding."""
     scalar_head: bool = False
-    """Whether the head gives one number per token instead of logits: a critic or a reward model."""
+    """Whether the head returns one number per token instead of logits: a critic or a reward model."""
     gated: bool = True
     """Whether the MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
@@ -109,7 +108,7 @@ class ModelShape:
     v_head_dim: int = 0
     """Size of a latent head's value."""
     sinks: bool = False
-    """Whether each query head has an attention sink: a learned logit in the softmax of no key."""
+    """Whether each query head has an attention sink: a learned logit in the denominator of the softmax."""
     output_gate: bool = False
     """Whether attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
@@ -119,9 +118,9 @@ class ModelShape:
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0
-    """Width of a delta net's keys: key heads times the size of one."""
+    """Width of a delta net's keys: the number of key heads times their size."""
     linear_v: int = 0
-    """Width of a delta net's values: value heads times the size of one."""
+    """Width of a delta net's values: the number of value heads times their size."""
     linear_v_heads: int = 0
     """Value heads of a delta net."""
     linear_v_head_dim: int = 0
@@ -133,7 +132,7 @@ class ModelShape:
     sliding_layers: tuple[int, ...] = ()
     """Layers that attend to a sliding window."""
     blocks: tuple[Block, ...] = ()
-    """Block of each layer, for a model with blocks that the fields above do not describe; otherwise empty."""
+    """Block of each layer, if the fields above do not describe the blocks; otherwise empty."""
 
     @property
     def has_latent_attention(self) -> bool:
@@ -148,9 +147,10 @@ class ModelShape:
     @property
     def config_class(self) -> str:
         """Return the name of Megatron's configuration class that the model's mixers need."""
-        names = {mixer.config_class for mixer in self.mixers}
-        special_names = (name for name in names if name != Mixer.config_class)
-        return next(special_names, Mixer.config_class)
+        for mixer in self.mixers:
+            if mixer.config_class != Mixer.config_class:
+                return mixer.config_class
+        return Mixer.config_class
 
     @property
     def linear_k_head_dim(self) -> int:
@@ -184,7 +184,7 @@ class ModelShape:
         sizes = range(1, min(limit, common_divisor) + 1)
         return max(size for size in sizes if common_divisor % size == 0)
 
-    # Blocks: the rest of this class sums over them.
+    # Blocks of the layers; the remaining methods of this class sum over them.
 
     def block(self, layer: int) -> Block:
         """Return the mixer and the feed-forward of a layer."""
@@ -192,12 +192,12 @@ class ModelShape:
 
     @cached_property
     def mixers(self) -> Counter[Mixer]:
-        """Return the number of layers with each kind of mixer, in the order of the layers."""
+        """Return the number of layers with each mixer, in the order of the layers."""
         return Counter(block.mixer for block in self._blocks)
 
     @cached_property
     def feed_forwards(self) -> Counter[FeedForward]:
-        """Return the number of layers with each kind of feed-forward, in the order of the layers."""
+        """Return the number of layers with each feed-forward, in the order of the layers."""
         return Counter(block.feed_forward for block in self._blocks)
 
     def weights(self, layer: int) -> tuple[Weight, ...]:
@@ -213,7 +213,7 @@ class ModelShape:
         return self._counted_blocks[key]
 
     def block_parameters(self, block: Block) -> tuple[int, int, int]:
-        """Count a layer's parameters: tensor-sharded, replicated, and of all its routed experts."""
+        """Return a layer's parameter counts: (tensor-sharded, replicated, in all its routed experts)."""
         return self._block_parameters[block]
 
     @cached_property
@@ -223,7 +223,7 @@ class ModelShape:
             assert len(self.blocks) == self.layers, "a block for each layer"
             return self.blocks
 
-        # One object per kind of layer.
+        # Layers of the same type share one object.
         attention: Mixer = Attention()
         if self.has_latent_attention:
             attention = LatentAttention()
@@ -248,7 +248,7 @@ class ModelShape:
 
     @cached_property
     def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
-        """Return the cache of `count_blocks`: layers -> number of layers with each block among them."""
+        """Return the cache of `count_blocks`: layers -> number of these layers with each block."""
         return {}
 
     @cached_property
@@ -266,21 +266,23 @@ class ModelShape:
         """Compute the result of `block_parameters` for each block of the model."""
 
         def count_parameters(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
-            """Count the tensor-sharded and the replicated parameters, and those of routed experts."""
-            experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
-            dense = [weight for weight in weights if not weight.expert]
+            """Count the parameters of one layer: (tensor-sharded, replicated, in all routed experts)."""
+            expert_parameters = sum(weight.elements for weight in weights if weight.expert) * self.experts
+            dense_weights = [weight for weight in weights if not weight.expert]
 
-            # Transformer Engine's down projections of latent attention are replicated, so they count as such.
-            replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
-            sharded = sum(weight.elements for weight in dense) - replicated
-            return sharded, replicated, experts
+            # Transformer Engine replicates latent attention's down projections.
+            replicated_parameters = sum(
+                weight.elements for weight in dense_weights if weight.cut in ("whole", "latent")
+            )
+            sharded_parameters = sum(weight.elements for weight in dense_weights) - replicated_parameters
+            return sharded_parameters, replicated_parameters, expert_parameters
 
         return {block: count_parameters(weights) for block, weights in self._weights.items()}
 
     def _count_elements(self, expert: bool, *engine_cuts: EngineCut) -> int:
         """Count the elements of the weights of all layers.
 
-        If ``expert``, counts one routed expert per layer, otherwise the weights outside of routed experts.
+        If ``expert``, count one routed expert per layer, otherwise all weights outside of routed experts.
         ``engine_cuts`` restricts the count to tensors that the engine shards in one of these ways.
         """
         elements = 0
@@ -300,7 +302,7 @@ class ModelShape:
 
     @cached_property
     def head_parameters(self) -> int:
-        """Count the output layer's own parameters: 0 if it is tied, one row for a scalar head."""
+        """Count the parameters of the output layer: 0 if it is tied, one row for a scalar head."""
         if self.tied:
             return 0
         if self.scalar_head:
@@ -324,7 +326,7 @@ class ModelShape:
         """Count the parameters of one routed expert, 0 without experts."""
         for weights in self._weights.values():
             parameters = sum(weight.elements for weight in weights if weight.expert)
-            # All layers with experts have the same ones.
+            # All layers with experts have experts of the same size.
             if parameters:
                 return parameters
         return 0
@@ -341,9 +343,9 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> Counter[tuple[int, int]]:
-        """Count the parameters of all key-value heads, which an engine of more ranks replicates.
+        """Count the parameters of projections to keys and values, which large engines replicate.
 
-        Keys are (the key-value heads of a layer, the times that vLLM stores the tensor (`engine_copies`)).
+        Keys are (key-value heads of a layer, copies that vLLM stores (`Source.engine_copies`)).
         """
         parameters: Counter[tuple[int, int]] = Counter()
         for block, count in self._block_counts.items():
@@ -367,10 +369,10 @@ class ModelShape:
     @cached_property
     def parameters(self) -> int:
         """Count all parameters of the model: embeddings, layers, final norm and output layer."""
-        # Embedding and output layer are at the ends of the pipeline.
-        ends = self.embedding_parameters + self.head_parameters + self.learned_positions * self.hidden
+        outer_parameters = self.embedding_parameters + self.head_parameters
+        outer_parameters += self.learned_positions * self.hidden
         return (
-            ends
+            outer_parameters
             + self.final_norm_parameters
             + self.nonexpert_layer_parameters
             + self.routed_expert_parameters
@@ -378,17 +380,17 @@ class ModelShape:
 
     @cached_property
     def active_expert_parameters(self) -> int:
-        """Count the parameters of the routed experts that compute a token, in all layers."""
+        """Count the parameters of the routed experts that the router selects for a token, in all layers."""
         return self.moe_layers * self.experts_per_token * self.expert_parameters
 
     @cached_property
     def active_parameters(self) -> int:
-        """Count the parameters that compute a token: all but the experts that the router does not select."""
+        """Count the parameters that a token uses: all except the routed experts that are not selected."""
         return self.parameters - self.routed_expert_parameters + self.active_expert_parameters
 
     @cached_property
     def tensor_count(self) -> int:
-        """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
+        """Count the tensors of the checkpoint; a fused tensor counts once per source."""
         layers = 0
         for block, count in self._block_counts.items():
             for weight in self._weights[block]:
@@ -406,23 +408,23 @@ class ModelShape:
         ``context`` is the number of keys that the token attends to: s for the full convention, s/2 for a
         causal mask. The products of projections are not counted.
         """
-        total = 0.0
+        total_flops = 0.0
         for layer_count, sliding_count, flops_per_key, flops_per_token in self._mixer_flops:
-            # A layer with a sliding window attends to no more keys than the window has.
+            # A layer with a sliding window attends to at most the keys inside the window.
             window_keys: float = 0
             if sliding_count:
                 window_keys = min(context, self.sliding_window)
 
             keys = (layer_count - sliding_count) * context + sliding_count * window_keys
-            total += flops_per_key * keys + layer_count * flops_per_token
-        return total
+            total_flops += flops_per_key * keys + layer_count * flops_per_token
+        return total_flops
 
     @cached_property
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
-        """Return the numbers that `attention_flops` sums over, for each kind of mixer.
+        """Return the terms of `attention_flops`, one tuple per mixer of the model.
 
-        They are the number of its layers, the number of these with a sliding window, and the FLOPs of one
-        layer per key and per token.
+        A tuple has the number of layers with the mixer, the number of those layers with a sliding window, and
+        the FLOPs of one layer per key and per token.
         """
         sliding_counts = Counter(
             self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers

@@ -1,8 +1,8 @@
 """The language model inside a multimodal checkpoint: its config.json, and the names of its tensors.
 
-A multimodal checkpoint nests the config.json of its language model and puts a prefix before the names of its
-tensors. Everything that trains or samples reads the language model as if it were a separate checkpoint;
-tensors of other parts, such as the vision tower, are copied unchanged into exports.
+A multimodal checkpoint nests the config.json of its language model and adds a prefix to its tensor names.
+Trainer and engine read the language model as if it were a separate checkpoint. Other tensors, such as the
+vision tower, are copied unchanged into exports.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
-"""Keys outside ``text_config`` in a multimodal config.json that apply to the language model as well."""
+"""Keys outside ``text_config`` in a multimodal config.json that also apply to the language model."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-"""Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a separate one."""
+"""Prefix of the language model's tensors in a multimodal checkpoint -> prefix in a separate checkpoint."""
 _OTHER_PREFIXES = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "vision_embedder.", "mtp.",
 )  # fmt: skip
-"""Prefixes, with or without ``model.``, of the names of tensors outside of the language model.
+"""Prefixes, with or without ``model.``, of the names of tensors outside the language model.
 
-Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
-"""
+They include Qwen3.5's layers for multi-token prediction (``mtp.``)."""
 
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Kind of multimodal model whose language model can be trained.
+    """Type of multimodal model whose language model can be trained.
 
     Example: ``Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text":
     "qwen3"})``.
@@ -44,18 +43,18 @@ class Multimodal:
     model_type: str
     """``model_type`` of its config.json."""
     architecture: str
-    """The transformers class of the whole model."""
+    """The transformers class of the complete model."""
     language_models: Mapping[str, str]
-    """``model_type`` of its ``text_config`` -> that of the family in the table."""
+    """``model_type`` of its ``text_config`` -> ``model_type`` of the family in the table."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the language model's config.json that differ from those of the family."""
+    """Defaults of the language model's config.json that override the family's defaults."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the language model's config.json that its class sets over those of the file."""
+    """Values that override the language model's config.json, as in the transformers class."""
     fused_experts: FusedExperts | None = None
-    """Form in which exports have the experts of a layer in one tensor; None for a tensor per expert."""
+    """Storage format of exports with fused experts; None for one tensor per expert."""
 
 
-_KINDS = (
+_MULTIMODAL_TYPES = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
     Multimodal("Gemma 4", "gemma4", "Gemma4ForConditionalGeneration", {"gemma4_text": "gemma4_text"}),
     Multimodal(
@@ -63,7 +62,7 @@ _KINDS = (
         "gemma4_unified",
         "Gemma4UnifiedForConditionalGeneration",
         {"gemma4_unified_text": "gemma4_text"},
-        # Its language model has no per-layer embeddings and no experts, and no keys for them.
+        # Its language model has neither per-layer embeddings nor experts, and no keys for either.
         defaults={
             "hidden_size_per_layer_input": 0,
             "max_position_embeddings": 262144,
@@ -107,28 +106,28 @@ _KINDS = (
         {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     ),
 )
-MULTIMODAL: dict[str, Multimodal] = {kind.architecture: kind for kind in _KINDS}
+MULTIMODAL: dict[str, Multimodal] = {multimodal.architecture: multimodal for multimodal in _MULTIMODAL_TYPES}
 """Every multimodal model whose language model can be trained, by architecture."""
 
 
 def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
-    """Return the kind of multimodal model of a config.json, by its ``architectures`` or its ``model_type``.
+    """Return the multimodal type of a config.json, by its ``architectures`` or its ``model_type``.
 
-    Returns None for any other model, also for one whose language model is not in the table of families.
+    Returns None for any other model, and for a language model that is not in the table of families.
     """
     architectures = config.get("architectures")
-    for multimodal in _KINDS:
-        # The architecture decides; the model type only for a config.json without architectures.
-        matches = config.get("model_type") == multimodal.model_type
+    for multimodal in _MULTIMODAL_TYPES:
+        # The model type is compared only for a config.json without architectures.
+        is_match = config.get("model_type") == multimodal.model_type
         if isinstance(architectures, list) and architectures:
-            matches = architectures[0] == multimodal.architecture
-        if matches and _language_type(config, multimodal) in multimodal.language_models:
+            is_match = architectures[0] == multimodal.architecture
+        if is_match and _language_type(config, multimodal) in multimodal.language_models:
             return multimodal
     return None
 
 
 def _language_type(config: Mapping[str, Any], multimodal: Multimodal) -> str:
-    """Return the ``model_type`` of the language model in a config.json of the kind ``multimodal``."""
+    """Return the ``model_type`` of the language model in a config.json of the type ``multimodal``."""
     text_config = config.get("text_config")
     if text_config is None:
         # Qwen2-VL and Qwen2.5-VL are published without a nested config.
@@ -157,44 +156,45 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if text_config is None:
         text_config = {key: value for key, value in config.items() if key != "vision_config"}
 
-    # A value of the language model itself wins over an inherited one, but null does not.
-    inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
+    # A value of the language model takes precedence over an inherited value, unless it is null.
+    inherited_values = {key: config[key] for key in _INHERITED if config.get(key) is not None}
     own_values: dict[str, Any] = {}
     for key, value in text_config.items():
-        if value is not None or key not in inherited:
+        if value is not None or key not in inherited_values:
             own_values[key] = value
 
     family = FAMILIES[multimodal.language_models[_language_type(config, multimodal)]]
-    result = {
+    # In ascending order of precedence.
+    values = {
         **multimodal.defaults,
-        **inherited,
+        **inherited_values,
         **own_values,
         **multimodal.fixed,
         "model_type": family.model_type,
         "architectures": [family.architecture],
     }
     for key in ("rope_parameters", "rope_scaling"):
-        if isinstance(result.get(key), Mapping):
-            result[key] = _remove_image_sections(result[key])
-    return result
+        if isinstance(values.get(key), Mapping):
+            values[key] = _remove_image_sections(values[key])
+    return values
 
 
 def _remove_image_sections(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rotary parameters without the sections for positions in images (``mrope``).
 
-    The three positions of a text token are equal, so that sections make no difference.
+    The three positions of a text token are equal, so its rotary angles do not depend on the sections.
     """
-    result = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    text_rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     for key in ("type", "rope_type"):
-        if result.get(key) == "mrope":
-            result[key] = "default"
-    return result
+        if text_rope.get(key) == "mrope":
+            text_rope[key] = "default"
+    return text_rope
 
 
 def language_model_names(stored_names: Iterable[str]) -> dict[str, str]:
-    """Return name -> stored name of the language model's tensors in a multimodal checkpoint.
+    """Map the names of a language model's tensors to their stored names in a multimodal checkpoint.
 
-    The names are those in a checkpoint of only the language model.
+    The keys are the names in a checkpoint of only the language model.
 
     >>> language_model_names(["model.language_model.norm.weight", "model.visual.norm.weight"])
     {'model.norm.weight': 'model.language_model.norm.weight'}
@@ -215,5 +215,5 @@ def language_name(stored_name: str) -> str:
 
 
 def is_outside_language_model(stored_name: str) -> bool:
-    """Return whether a tensor of a multimodal checkpoint belongs to another part than its language model."""
+    """Return whether a tensor of a multimodal checkpoint is outside the language model."""
     return stored_name.removeprefix("model.").startswith(_OTHER_PREFIXES)

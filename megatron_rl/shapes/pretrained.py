@@ -26,9 +26,9 @@ from megatron_rl.shapes.quantized import (
 LAYER = "model.layers.{layer}."
 """Prefix of the tensor names of a layer."""
 SINGLE = "model.safetensors"
-"""The weights file of a Hugging Face checkpoint with one file."""
+"""Weights file of a Hugging Face checkpoint with a single file."""
 INDEX = "model.safetensors.index.json"
-"""The map from tensors to files of a Hugging Face checkpoint with several files."""
+"""File that maps tensors to files, in a Hugging Face checkpoint with several files."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
@@ -43,7 +43,7 @@ vocabularies."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Return the paths of the tokenizer's files in a checkpoint's folder, relative to it."""
+    """Return the paths of the tokenizer's files relative to the checkpoint's folder."""
     names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for pattern in TOKENIZER_PATTERNS:
         files = (file for file in folder.glob(pattern) if file.is_file())
@@ -58,7 +58,7 @@ class CheckpointTensor:
     name: str
     """Complete name in the checkpoint."""
     source: Source
-    """The tensor's entry in `layer_weights`."""
+    """Source of the tensor in `layer_weights`: its shape and shards."""
     expert: int | None = None
     """Index of the routed expert in its layer; None outside of routed experts."""
 
@@ -72,10 +72,9 @@ class PretrainedModel:
     shape: ModelShape
     """Sizes of the model."""
     config: Mapping[str, Any]
-    """The config.json with one spelling of every key and defaults for absent ones, see
-    `Family.normalise_config`."""
+    """The config.json after `Family.normalise_config`: one spelling per key, and defaults for absent keys."""
     multimodal: Multimodal | None = None
-    """Kind of the multimodal checkpoint that contains this language model; None for a plain checkpoint."""
+    """Type of the multimodal checkpoint that contains this language model; None for a plain checkpoint."""
 
     @property
     def is_multimodal(self) -> bool:
@@ -89,7 +88,7 @@ class PretrainedModel:
 
     @property
     def quantization(self) -> Quantization | None:
-        """Return the quantisation of the checkpoint's weights; raises UserError for one not supported."""
+        """Return the quantisation of the checkpoint's weights; raises UserError for an unsupported one."""
         return read_quantization(self.config)
 
     def with_scalar_head(self) -> PretrainedModel:
@@ -107,11 +106,11 @@ class PretrainedModel:
         )
 
     def outer_weights(self, first: bool, last: bool) -> tuple[Weight, ...]:
-        """Return the parameters outside the layers, of the ``first`` and of the ``last`` pipeline stage."""
+        """Return the parameters outside the layers; ``first`` and ``last`` select pipeline stages."""
         return outer_weights(self.shape, first, last)
 
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """Yield a parameter's source tensors by this family's names, with their first rows if fused."""
+        """Yield a parameter's sources with this family's names; fused sources get their first rows."""
         next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
@@ -121,9 +120,9 @@ class PretrainedModel:
             next_row[name] = first + source.run_rows
 
     def tensors(self) -> Iterator[CheckpointTensor]:
-        """Yield every tensor of the checkpoint in its order; a fused tensor is one entry per source.
+        """Yield every tensor of the checkpoint in order; a fused tensor is yielded once per source.
 
-        A tied output layer is not among them: its values are the embedding's.
+        A tied output layer is omitted: its values are the embedding's.
         """
         # The embedding comes before the layers, the final norm and the output layer after them.
         before_layers = self.outer_weights(True, False)
@@ -133,7 +132,7 @@ class PretrainedModel:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 
-        # Equal layers are renamed once: a model of 100 layers has few kinds of them.
+        # Equal layers are renamed once: a model of 100 layers has few distinct layers.
         renamed_weights: dict[tuple[Weight, ...], tuple[Weight, ...]] = {}
         for layer in range(self.shape.layers):
             common_weights = self.shape.weights(layer)
@@ -146,14 +145,17 @@ class PretrainedModel:
                 yield CheckpointTensor(source.name, source)
 
     def _list_layer_tensors(self, layer: int, weights: Sequence[Weight]) -> Iterator[CheckpointTensor]:
-        """Yield the tensors of a layer: those outside routed experts, then expert by expert."""
+        """Yield the tensors of a layer: first the tensors outside routed experts, then expert by expert."""
         prefix = LAYER.format(layer=layer)
         for weight in weights:
             if not weight.expert:
                 for source in weight.sources:
                     yield CheckpointTensor(prefix + source.name, source)
 
-        expert_sources = [source for weight in weights if weight.expert for source in weight.sources]
+        expert_sources: list[Source] = []
+        for weight in weights:
+            if weight.expert:
+                expert_sources += weight.sources
         if not expert_sources:
             return
         for expert in range(self.shape.experts):
@@ -170,39 +172,39 @@ class PretrainedModel:
 
     def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
-        # Qwen3-Next and Qwen3.5 have no key for these layers, but names of their own.
+        # Qwen3-Next and Qwen3.5 have a separate prefix for these layers, and no key.
         if name.startswith("mtp."):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
 
-        # Other families number them after the model's own layers.
+        # Other families number these layers after the model's layers.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
     def is_copied(self, name: str) -> bool:
-        """Return whether a checkpoint tensor is copied into exports and not trained, such as an indexer's."""
-        return self.is_mtp(name) or any(part in name for part in self.family.copied)
+        """Return whether exports copy a checkpoint tensor that is never trained, such as an indexer's."""
+        return self.is_mtp(name) or any(substring in name for substring in self.family.copied)
 
     @property
     def loads_as_stored(self) -> bool:
-        """Return whether libraries can load the checkpoint's files into the model that engines build."""
+        """Return whether other libraries load the checkpoint's files into the model that engines build."""
         is_other_model = self.is_multimodal or bool(self.family.engine_family)
         return self.quantization is None and not is_other_model
 
     def has_separate_head(self, names: Container[str]) -> bool:
-        """Return whether a checkpoint stores an output layer that config.json ties to the embedding.
+        """Return whether a checkpoint stores an output layer although config.json ties it to the embedding.
 
-        ``names`` are the checkpoint's tensors.
+        ``names`` are the names of the checkpoint's tensors.
         """
         return self.shape.tied and not self.shape.scalar_head and OUTPUT in names and EMBEDDING in names
 
     def is_ignorable(self, name: str) -> bool:
         """Return whether a checkpoint tensor that the model does not use is skipped without a warning.
 
-        These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
-        head, multi-token prediction layers, and the family's `copied` tensors.
+        Ignorable tensors are rotary frequencies of old checkpoints, an output layer that is tied or replaced
+        by a scalar head, multi-token prediction layers, and the family's `copied` tensors.
         """
         if self.is_copied(name):
             return True
@@ -211,28 +213,30 @@ class PretrainedModel:
 
 
 def weight_files(path: Path) -> list[Path] | None:
-    """Return the weight files of a checkpoint's folder; None if its index lists them.
+    """Return the weight files of a checkpoint's folder, or None if its index lists them.
 
-    A folder may contain files that are not the model's: adapters that were merged into it, Mistral's
-    `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
-    transformers: `model.safetensors` alone if it exists, otherwise the shards of the index.
+    The folder may contain other files: merged adapters, Mistral's `consolidated.safetensors`, or the index of
+    shards that were joined. The precedence is the same as in transformers: `model.safetensors` alone if it
+    exists, otherwise the shards of the index.
     """
-    single = path / SINGLE
-    # A dangling link counts as existing, so that reading it reports the missing file.
-    if os.path.lexists(single):
-        return [single]
+    single_file = path / SINGLE
+    # Select a dangling link as well: reading it reports the missing file.
+    if os.path.lexists(single_file):
+        return [single_file]
     if (path / INDEX).is_file():
         return None
 
-    # Without an index the numbered shards are complete, and any other file is a last resort.
-    numbered = sorted(path.glob("model-*.safetensors"))
-    return numbered or sorted(path.glob("*.safetensors"))
+    # Without an index, prefer numbered shards to any other file.
+    numbered_shards = sorted(path.glob("model-*.safetensors"))
+    if numbered_shards:
+        return numbered_shards
+    return sorted(path.glob("*.safetensors"))
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return tensor name -> file name from the index of a checkpoint's folder.
+    """Read the index of a checkpoint's folder: tensor name -> file name.
 
-    Raises UserError for an index that cannot be read, or does not map tensors to files of this folder.
+    Raises UserError for an index that cannot be read, or that does not map tensors to files of this folder.
     """
     file = folder / INDEX
     try:
@@ -253,7 +257,7 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def index_has_metadata(folder: Path) -> bool:
-    """Return whether the index of a checkpoint's folder has metadata; true for a folder without an index."""
+    """Return whether the index of a checkpoint's folder has metadata; true without an index."""
     file = folder / INDEX
     return not file.is_file() or isinstance(read_json_object(file).get("metadata"), dict)
 
@@ -263,11 +267,10 @@ def separate_head_error(
     shapes: Mapping[str, Sequence[int]],
     difference: str,
 ) -> UserError:
-    """Return the error of a checkpoint whose output layer differs from the embedding it is tied to.
+    """Return the error for a checkpoint whose output layer differs from the embedding it is tied to.
 
-    transformers and vLLM do not tie the two in this case, and train or sample with the output layer.
-    ``shapes`` are the stored shapes by tensor name; ``difference`` says how the output layer differs, as in
-    "other values".
+    transformers and vLLM use such an output layer as a separate one. ``shapes`` are the stored shapes by
+    tensor name; ``difference`` describes the output layer, as in "other values".
     """
     # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])
@@ -289,24 +292,24 @@ def separate_head_error(
 def parse_pretrained(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model that a config.json describes.
 
-    ``config``: content of a checkpoint's config.json, or of ``PretrainedConfig.to_dict()``. A multimodal
-    config.json describes its language model. ``file``: path that errors name. Raises UserError for a family
-    that is not in `FAMILIES`, and UserErrors for values that are missing or not supported.
+    ``config``: content of a checkpoint's config.json, or of ``PretrainedConfig.to_dict()``. For a multimodal
+    config.json the result is its language model. ``file``: path for errors. Raises UserError for a family
+    that is not in `FAMILIES`, and UserErrors for missing or unsupported values.
     """
     family = family_of(config, file)
     language_model = language_config(config)
-    normalised = family.normalise_config(language_model)
-    reader = ConfigReader(normalised, file)
+    normalised_config = family.normalise_config(language_model)
+    reader = ConfigReader(normalised_config, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
-    return PretrainedModel(family, shape, normalised, multimodal_of(config))
+    return PretrainedModel(family, shape, normalised_config, multimodal_of(config))
 
 
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    A multimodal model has the family of its language model. ``file`` is the path that errors name. Raises
-    UserError for any family that cannot be trained.
+    A multimodal model has the family of its language model. ``file`` is the path for errors. Raises UserError
+    for a family that cannot be trained.
     """
     config = language_config(config)
     architectures = config.get("architectures")
@@ -314,43 +317,42 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     if isinstance(architectures, list) and architectures:
         architecture = architectures[0]
     model_type = config.get("model_type")
-    supported = [family.architecture for family in FAMILIES.values()]
+    supported_architectures = [family.architecture for family in FAMILIES.values()]
 
-    # The architecture decides; the model type only without an architecture.
+    # The model type is compared only without an architecture.
     for family in FAMILIES.values():
         if architecture is None and model_type in family.model_types:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
 
-    # A multimodal model of another kind has the config.json of its language model under text_config, too.
+    # Suggest a fix. Unsupported multimodal models also nest their language model under text_config.
     name = str(architecture or model_type or "")
     text_config = config.get("text_config")
     text_family = None
     if isinstance(text_config, Mapping):
         text_family = nearest(str(text_config.get("model_type")), FAMILIES)
-    close = nearest(name, [*supported, *FAMILIES])
+    similar_name = nearest(name, [*supported_architectures, *FAMILIES])
     if text_family:
         fix = f"save the language model alone: {FAMILIES[text_family].architecture}.from_pretrained(PATH)"
-    elif close:
-        fix = f"correct the name, if {close} is intended"
+    elif similar_name:
+        fix = f"correct the name, if {similar_name} is intended"
     else:
         fix = "use a checkpoint of one of these architectures; docs/models.md lists the features of each"
 
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
         where=f"{file}: architectures",
-        expected="one of " + ", ".join(sorted([*supported, *MULTIMODAL, *FAMILIES])),
+        expected="one of " + ", ".join(sorted([*supported_architectures, *MULTIMODAL, *FAMILIES])),
         got=name or "no `architectures`",
         fix=fix,
     )
 
 
 def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with a ``model_type`` that transformers has a class for.
+    """Return a config.json whose ``model_type`` has a class in transformers.
 
-    A multimodal config.json is replaced by the one of its language model (`language_config`). Any other one
-    is returned unchanged.
+    A multimodal config.json is replaced by the config.json of its language model (`language_config`).
 
     >>> transformers_config({"model_type": "kimi_k2", "hidden_size": 7168})
     {'model_type': 'deepseek_v3', 'hidden_size': 7168}
@@ -364,33 +366,33 @@ def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the model that generation engines build: `transformers_config` in general.
+    """Return the config.json of the model that generation engines build: usually `transformers_config`.
 
-    For a family with sparse attention this is the config.json of its dense `Family.engine_family`, since
-    vLLM has sparse attention only on some accelerators.
+    For a family with sparse attention it is the config.json of the dense `Family.engine_family`, since vLLM
+    supports sparse attention only on some accelerators.
     """
     config = transformers_config(config)
     family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
     if family is None or not family.engine_family:
         return config
 
-    normalised = family.normalise_config(config)
-    dense = FAMILIES[family.engine_family]
+    normalised_config = family.normalise_config(config)
+    dense_family = FAMILIES[family.engine_family]
     dense_config: dict[str, Any] = {}
-    for key, value in normalised.items():
-        # vLLM takes a model with `index_topk` for a sparse one.
+    for key, value in normalised_config.items():
+        # vLLM would build sparse attention for a config.json with `index_topk`.
         if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types"):
             dense_config[key] = value
     return {
         **dense_config,
-        **family.engine_keys(normalised),
-        "model_type": dense.model_type,
-        "architectures": [dense.architecture],
+        **family.engine_keys(normalised_config),
+        "model_type": dense_family.model_type,
+        "architectures": [dense_family.architecture],
     }
 
 
 def read_pretrained(path: Path) -> PretrainedModel:
-    """Return the model of a config.json file; raises UserError or UserErrors."""
+    """Read the model of a config.json file; raises UserError or UserErrors."""
     return parse_pretrained(read_config(path), str(path))
 
 
@@ -400,7 +402,7 @@ def download_command(path: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, with the quantisation in ModelOpt's file beside it, if there is one.
+    """Read a config.json, and add the quantisation from ModelOpt's file in the same folder if it exists.
 
     Raises UserError for a missing or malformed file.
     """
@@ -422,17 +424,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
-    # A pipe would block and a device may never end.
+    """Read the JSON object in a file; raises OSError, or ValueError for any other content."""
+    # Reading a pipe would block, and reading a device may never end.
     if os.path.lexists(file) and not file.is_file():
         raise ValueError("a folder, a pipe, a device or a link to a missing file")
     return parse_json_object(file.read_text(encoding="utf-8"))
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in ``text``; raises ValueError for any other content.
+    """Parse the JSON object in ``text``; raises ValueError for any other content.
 
-    All readers of JSON files call it, since only it guards against nesting beyond Python's recursion limit.
+    All readers of JSON files call this function: it also catches nesting beyond Python's recursion limit.
     """
     try:
         values = json.loads(text)

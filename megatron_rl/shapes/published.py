@@ -1,7 +1,7 @@
 """Shapes of models by preset name or config.json, including models that can be planned but not trained.
 
-A config.json of a family in the table is read by the family. Any other decoder is read by the keys that most
-models share, which is enough to count its parameters, FLOPs and memory.
+A family in the table reads its own config.json. For any other decoder the keys that most models have in
+common are read, which is enough to count its parameters, FLOPs and memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _KEYS_READ_ELSEWHERE = frozenset(
         "transformers_version", "use_cache", "use_sliding_window",
     )
 )  # fmt: skip
-"""Keys of config.json that change no size of a model, or are read only next to others."""
+"""Keys of config.json that do not affect the sizes of a model, or that are read together with another key."""
 _PRESET_SOURCE = re.compile(r"Hugging Face config\.json of ([\w.-]+/[\w-]+(?:\.[\w-]+)*)")
 """Beginning of a preset's `source` that names its repository on the Hub."""
 _LISTED_KEYS = 12
@@ -66,10 +66,10 @@ def load_presets() -> Mapping[str, Mapping[str, Any]]:
 
 
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
-    """Return the shape of a model.
+    """Load the shape of a model.
 
-    ``reference``: a text for `find_named_config`, the values of a config.json, or a mapping with these as
-    ``config`` and with a ``name``.
+    ``reference``: a text for `find_named_config`, the values of a config.json, or a mapping with such values
+    as ``config`` and with a ``name``.
     """
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)
@@ -80,7 +80,7 @@ def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
 
 
 def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the config.json of a model.
+    """Find a model's config.json; return the model's name and the config.json.
 
     ``reference``: a checkpoint directory, a config.json file or the name of a preset. Raises UserError with
     the nearest preset for any other text.
@@ -112,10 +112,11 @@ def find_named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def published_repo(reference: str) -> str | None:
-    """Return the Hugging Face Hub repository of a preset, as ORG/NAME; None if no weights are there.
+    """Return the Hugging Face Hub repository of a preset, as ORG/NAME, or None if it has no weights there.
 
-    A preset of a base model has the repository of the instruction-tuned model, which has a chat template.
-    ``reference`` is the name of a preset, or a repository already, which is returned as it is.
+    For a preset of a base model this is the repository of the instruction-tuned model, which has a chat
+    template. ``reference`` is the name of a preset. A text with a slash is a repository already and returned
+    unchanged.
     """
     if "/" in reference:
         return reference
@@ -143,7 +144,7 @@ def _source_repo(preset: Mapping[str, Any]) -> str | None:
 
 
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """Read the shape of any decoder from its config.json, also of families that the package cannot train.
+    """Read the shape of any decoder from its config.json, including families that the package cannot train.
 
     Raises UserErrors that name the missing keys.
     """
@@ -163,12 +164,12 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config.json of a multimodal model's language model; any other config.json is unchanged."""
     config = language_config(config)
-    # Multimodal models of other kinds cannot be trained, but their language model can be planned.
+    # Other multimodal models cannot be trained, but their language model can be planned.
     return config.get("text_config") or config
 
 
 def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | None:
-    """Return the model of a config.json that can be trained; otherwise extend ``errors`` and return None."""
+    """Return the model of a config.json that can be trained; otherwise add to ``errors`` and return None."""
     try:
         return read_pretrained(path)
     except UserError as error:
@@ -189,10 +190,10 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
 
 
 def _describe_untrainable(path: Path) -> str:
-    """Return the features of a config.json that this package does not support, to append to an error.
+    """Describe the unsupported features of a config.json, as a text to append to an error.
 
-    For a family outside of the table the text also lists the keys that are not read. It is empty for a
-    malformed config.json.
+    For a family outside of the table the text also lists unread keys. It is empty for a malformed
+    config.json.
     """
     try:
         config = _text_config(read_json(path))
@@ -208,14 +209,16 @@ def _describe_untrainable(path: Path) -> str:
 
 
 def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Return the values of ``layer_types`` that no mixer of this package has, as nouns for an error."""
-    known_types = {layer_type for mixer in MIXERS.values() for layer_type in mixer.layer_types}
-    unknown_types = {str(layer_type) for layer_type in config.get("layer_types") or []} - known_types
+    """Return the values of ``layer_types`` without a mixer in this package, as nouns for an error."""
+    supported_types: set[str] = set()
+    for mixer in MIXERS.values():
+        supported_types.update(mixer.layer_types)
+    unknown_types = {str(layer_type) for layer_type in config.get("layer_types") or []} - supported_types
     return [f"layers of type {layer_type}" for layer_type in sorted(unknown_types)]
 
 
 def _describe_keys(config: Mapping[str, Any]) -> str:
-    """Describe how many keys of a config.json without a known family are read, and name the others."""
+    """Count the keys of a config.json that are read for an unknown family, and list the unread keys."""
     recorder = _KeyRecorder(config)
     _read_common_shape(ConfigReader(recorder), "model")
 
@@ -224,14 +227,14 @@ def _describe_keys(config: Mapping[str, Any]) -> str:
     if not unread_keys:
         return f"all {read_count} keys of its config.json are read"
 
-    listed = ", ".join(unread_keys[:_LISTED_KEYS])
+    unread_text = ", ".join(unread_keys[:_LISTED_KEYS])
     if len(unread_keys) > _LISTED_KEYS:
-        listed += f" and {len(unread_keys) - _LISTED_KEYS} more"
-    return f"{read_count} keys of its config.json are read, and this package does not read {listed}"
+        unread_text += f" and {len(unread_keys) - _LISTED_KEYS} more"
+    return f"{read_count} keys of its config.json are read, and this package does not read {unread_text}"
 
 
 class _KeyRecorder(dict[str, Any]):
-    """A config.json that records which of its keys are read."""
+    """Config.json that records the keys that are read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -246,18 +249,22 @@ class _KeyRecorder(dict[str, Any]):
 def list_untrainable_features(shape: ModelShape) -> list[str]:
     """Return the features of a shape that no layer of this package implements, as nouns for an error."""
     features = []
-    for name, feature_value, noun in _UNTRAINABLE_FEATURES:
-        value = getattr(shape, name)
-        if value == feature_value or (feature_value is None and value):
+    for field, untrainable_value, noun in _UNTRAINABLE_FEATURES:
+        value = getattr(shape, field)
+        has_feature = value == untrainable_value
+        if untrainable_value is None:
+            has_feature = bool(value)
+        if has_feature:
             features.append(noun)
     return features
 
 
 def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
-    """Read the shape of a decoder outside of the table of families, by the keys that most models share.
+    """Read the shape of a decoder outside of the table of families, from the keys that most models have.
 
-    ``name``: name of the shape. Key-value heads default to heads, the MLP's width to four times the hidden
-    size. Experts, latent attention and delta nets are read if config.json has their keys.
+    ``name``: name of the shape. The number of key-value heads defaults to the number of heads, the MLP's
+    width to four times the hidden size. Experts, latent attention and delta nets are read if config.json has
+    their keys.
     """
     config = reader.config
     model_type = str(config.get("model_type", ""))
@@ -301,7 +308,7 @@ def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
 
 
 def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
-    """Read the fields of a mixture of experts in any family's spelling; empty for a model without experts."""
+    """Read the fields of a mixture of experts in any spelling; return {} for a model without experts."""
     count_keys = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
     if not count_keys:
         return {}
@@ -309,7 +316,7 @@ def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
     model_type = str(reader.get("model_type", ""))
     width = reader.size("moe_intermediate_size", reader.size("intermediate_size"))
 
-    # Shared experts: Qwen gives their width and gates them, DeepSeek their number, Llama 4 has one.
+    # Shared experts: Qwen writes their width and gates them, DeepSeek writes their number, Llama 4 has one.
     shared_width = reader.count("shared_expert_intermediate_size")
     is_gated = True
     if reader.flag("n_shared_experts"):
@@ -319,7 +326,7 @@ def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
         shared_width = width
         is_gated = False
 
-    # Dense layers: listed, the first ones, or all but every step-th.
+    # Dense layers: a list of layers, the first layers, or all except every step-th layer.
     step = reader.size("decoder_sparse_step", reader.size("interleave_moe_layer_step", 1))
     first_dense = reader.count("first_k_dense_replace")
     listed_layers = reader.get("mlp_only_layers") or range(first_dense)

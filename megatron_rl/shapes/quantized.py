@@ -1,9 +1,9 @@
-"""Checkpoints with weights of 8 or 4 bits and scales, which a run reads as bfloat16 or float32.
+"""Checkpoints with weights of 8 or 4 bits and scales, which are loaded as bfloat16 or float32.
 
-A weight is its stored numbers times its scales. A scale belongs to a block of 128 x 128 entries, as in
+A weight is its stored numbers times its scales. A scale applies to a block of 128 x 128 entries, as in
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
-In mxfp4, the format of gpt-oss, it belongs to 32 entries of a row (OCP Microscaling Formats 1.0). In NVFP4,
-which NVIDIA's ModelOpt writes, it belongs to 16 entries of a row, and a second scale to the whole tensor.
+In mxfp4, the format of gpt-oss, it applies to 32 entries of a row (OCP Microscaling Formats 1.0). In NVFP4,
+which NVIDIA's ModelOpt writes, it applies to 16 entries of a row, and a second scale to the complete tensor.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from megatron_rl.errors import UserError
 MXFP4_BLOCK = 32
 """Entries of a row that share a scale in mxfp4."""
 FP8 = "F8_E4M3"
-"""dtype of quantised weights, in safetensors' spelling."""
+"""dtype of quantised weights, as safetensors spells it."""
 BYTES = "U8"
-"""dtype of two numbers of 4 bits in a byte, and of the scales of mxfp4, in safetensors' spelling."""
+"""dtype of bytes that store two numbers of 4 bits, and of mxfp4 scales, as safetensors spells it."""
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
-"""dtypes of scales of 8-bit weights, in safetensors' spelling."""
+"""dtypes of scales of 8-bit weights, as safetensors spells them."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""File beside config.json in which ModelOpt describes a quantisation; from 0.31 config.json has it too."""
+"""File beside config.json in which ModelOpt describes a quantisation; since 0.31 config.json has it too."""
 
 _KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json that describe a quantisation; the second one is compressed-tensors' older one."""
+"""Keys of config.json that describe a quantisation; ``compression_config`` is of older compressed-tensors."""
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Suffixes of the names of scales, after the name of their weight. Both kinds multiply the weight."""
+"""Suffixes of a weight's name in the name of its scales, which multiply the weight."""
 _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
-"""Endings of the names of scales of activations, which a model in bfloat16 does not need."""
+"""Suffixes of the names of activation scales, which a model in bfloat16 does not need."""
 _TENSOR_SCALE_SUFFIX = "_scale_2"
-"""Suffix of the name of NVFP4's scale of a whole tensor, after the name of its weight."""
+"""Suffix of a weight's name in the name of its second NVFP4 scale, one number for the complete tensor."""
 _MODELOPT_ALGORITHMS = {
     "FP8": "modelopt",
     "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4",
 }
-"""``quant_algo`` of ModelOpt -> `Quantization.method`. The last two differ in activations alone."""
+"""``quant_algo`` of ModelOpt -> `Quantization.method`. NVFP4 and W4A16_NVFP4 differ only in activations."""
 _NVFP4_BLOCK = 16
-"""Entries of a row that share a scale in NVFP4, unless ``group_size`` has another number."""
+"""Entries of a row that share a scale in NVFP4, unless config.json has a ``group_size``."""
 _READABLE = (
     "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, mxfp4 "
     f"of gpt-oss, or modelopt with quant_algo {', '.join(_MODELOPT_ALGORITHMS)}"
 )
-"""Quantisations that can be read, for errors."""
+"""Supported quantisations, for errors."""
 
 Shape = tuple[int, ...]
 
@@ -70,15 +70,15 @@ class Quantization:
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None for one scale per row or per tensor."""
     cache: str = ""
-    """Quantisation of the cache that the checkpoint has scales for, which are not read."""
+    """Quantisation of the key-value cache, whose scales in the checkpoint are ignored."""
 
     @property
     def has_tensor_scales(self) -> bool:
-        """Return whether weights are two numbers of 4 bits in each byte, with a second scale per tensor."""
+        """Return whether a second scale per tensor exists, as in NVFP4."""
         return self.method == "nvfp4"
 
     def has_dtypes(self, weight: str, scales: str) -> bool:
-        """Return whether a weight and its scales may have these dtypes, in safetensors' spelling."""
+        """Return whether ``weight`` and ``scales`` are valid dtypes of a weight and its scales."""
         if self.has_tensor_scales:
             return (weight, scales) == (BYTES, FP8)
         return weight == FP8 and scales in _SCALE_DTYPES
@@ -86,24 +86,26 @@ class Quantization:
     @property
     def text(self) -> str:
         """Describe the quantisation for the output of `check`."""
-        text = f"{self.method} weights of 8 bits with a scale per tensor or row"
+        description = f"{self.method} weights of 8 bits with a scale per tensor or row"
         if self.method == "mxfp4":
-            text = f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
+            description = f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
         elif self.block is not None and self.has_tensor_scales:
-            text = f"NVFP4 weights of 4 bits with a scale per {self.block[1]} entries and one per tensor"
+            description = (
+                f"NVFP4 weights of 4 bits with a scale per {self.block[1]} entries and one per tensor"
+            )
         elif self.block is not None:
             rows, columns = self.block
-            text = f"{self.method} weights of 8 bits with a scale per {rows} x {columns} entries"
+            description = f"{self.method} weights of 8 bits with a scale per {rows} x {columns} entries"
 
         if self.cache:
-            text += f" (the cache's {self.cache} is ignored)"
-        return text
+            description += f" (the cache's {self.cache} is ignored)"
+        return description
 
     def scale_block(self, weight: Shape, scales: Shape) -> Shape | None:
         """Return the size of the block that shares a scale, in each dimension of a weight.
 
-        Both arguments are shapes; scales may lack the last dimensions. Returns None if the shapes do not
-        belong together.
+        ``weight`` and ``scales`` are shapes; scales may omit the last dimensions. Returns None if the shapes
+        do not match.
         """
         if len(scales) > len(weight):
             return None
@@ -139,9 +141,9 @@ def remove_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation that a config.json describes, or None for weights that are not quantised.
+    """Read the quantisation that a config.json describes; return None for weights that are not quantised.
 
-    ``file`` is the path that errors name. Raises UserError for a quantisation that cannot be read.
+    ``file`` is the path for errors. Raises UserError for an unsupported quantisation.
     """
     keys = quantization_keys(config)
     if not keys:
@@ -155,7 +157,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     method = settings.get("quant_method")
     if method == "fp8":
         return Quantization("fp8", _fp8_block(settings, path))
-    # Only gpt-oss is published in this format, with fused experts (see `shapes.fused_experts`).
+    # Only gpt-oss is supported: its fused experts have this format, see `shapes.fused_experts`.
     if method == "mxfp4" and config.get("model_type") == "gpt_oss":
         return Quantization("mxfp4", (1, MXFP4_BLOCK))
     if method == "compressed-tensors":
@@ -166,13 +168,13 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
 
 
 def add_modelopt_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the quantisation of `MODELOPT_FILE`, unless it has one itself.
+    """Add the quantisation in ModelOpt's file to a config.json that does not describe one itself.
 
-    ``settings``: content of that file.
+    ``settings``: content of `MODELOPT_FILE`.
     """
     if quantization_keys(config):
         return dict(config)
-    # The file has no quant_method, but the library that wrote it.
+    # The file has no quant_method: use the name of the library that wrote it.
     method = None
     producer = settings.get("producer")
     if isinstance(producer, Mapping):
@@ -181,7 +183,7 @@ def add_modelopt_quantization(config: Mapping[str, Any], settings: Mapping[str, 
 
 
 def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
-    """Map each quantised weight among a checkpoint's tensors to the name of its scales."""
+    """Map each quantised weight of a checkpoint to the name of its scales, given all tensor names."""
     stored_names = set(names)
     scales: dict[str, str] = {}
     for suffix in _SCALE_SUFFIXES:
@@ -190,12 +192,12 @@ def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
 
 
 def tensor_scales_by_weight(names: Iterable[str]) -> dict[str, str]:
-    """Map each NVFP4 weight among a checkpoint's tensors to the name of its second, per-tensor scale."""
+    """Map each NVFP4 weight of a checkpoint to the name of its second, per-tensor scale."""
     return _match_suffixed_names(set(names), _TENSOR_SCALE_SUFFIX)
 
 
 def _match_suffixed_names(stored_names: set[str], suffix: str) -> dict[str, str]:
-    """Map each weight to the stored tensor that has its name and ``suffix``, if there is one."""
+    """Map each weight to the stored tensor with its name plus ``suffix``, if that tensor exists."""
     suffixed_by_weight: dict[str, str] = {}
     for name in stored_names:
         weight = name.removesuffix(suffix)
@@ -210,7 +212,7 @@ def is_activation_scale(name: str) -> bool:
 
 
 def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> UserError:
-    """Return the error of scales whose shape does not fit their weight; ``file`` has the scales."""
+    """Return the error for scales whose shape does not fit their weight; ``file`` contains the scales."""
     return UserError(
         f"the scales {name} do not belong to their weight",
         where=file,
@@ -221,9 +223,9 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
 
 
 def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> UserError:
-    """Return the error of a matrix in mxfp4 that does not have a scale for each of its blocks.
+    """Return the error for a matrix in mxfp4 without a scale for each of its blocks.
 
-    ``blocks``, ``scales``: stored shapes of both, None for absent scales.
+    ``blocks``, ``scales``: stored shapes; None for absent scales.
     """
     got = "no scales"
     if scales is not None:
@@ -238,14 +240,14 @@ def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> Us
 
 
 def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
-    """Return whether each block of a matrix in mxfp4 has a scale; both arguments are stored shapes."""
+    """Return whether each block of a matrix in mxfp4 has a scale, given the stored shapes of both."""
     return len(blocks) == 4 and blocks[3] == MXFP4_BLOCK // 2 and scales == blocks[:3]
 
 
 def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> UserError:
-    """Return the error of a matrix in NVFP4 without its second scale, or with one of another shape.
+    """Return the error for a matrix in NVFP4 whose second scale is absent or not a single number.
 
-    ``weight``, ``scale``: shapes of the matrix and of that scale, which is None if it is absent.
+    ``weight``, ``scale``: shapes of the matrix and of its second scale; None for an absent scale.
     """
     got = "no such tensor"
     if scale is not None:
@@ -260,20 +262,20 @@ def nvfp4_error(file: str, name: str, weight: Shape, scale: Shape | None) -> Use
 
 
 def has_one_element(shape: Shape | None) -> bool:
-    """Return whether a tensor of this shape has one element; None stands for no tensor."""
+    """Return whether a tensor with this shape has one element; false for None, an absent tensor."""
     return shape is not None and all(size == 1 for size in shape)
 
 
 def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) -> Quantization | None:
-    """Return the quantisation of ``quant_method: modelopt``, or of `MODELOPT_FILE` beside ``file``.
+    """Read the quantisation of ``quant_method: modelopt``, or of `MODELOPT_FILE` in the folder of ``file``.
 
     Returns None for ``quant_algo: null``, with which ModelOpt exports a model that is not quantised.
     """
-    # The file nests the values that config.json has at the top.
-    nested = settings.get("quantization")
-    if isinstance(nested, Mapping):
+    # The file nests the values; config.json has them at the top level.
+    nested_settings = settings.get("quantization")
+    if isinstance(nested_settings, Mapping):
         path = f"{Path(file).with_name(MODELOPT_FILE)}: quantization"
-        settings = nested
+        settings = nested_settings
 
     has_cache_scales = bool(settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"))
     if "quant_algo" in settings and settings["quant_algo"] is None and not has_cache_scales:
@@ -289,17 +291,17 @@ def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) ->
         columns = settings.get("group_size") or _NVFP4_BLOCK
         block = _parse_block([1, columns], f"{path}.group_size")
 
-    # config.json has the cache's quantisation in the words of compressed-tensors.
-    cache = settings.get("kv_cache_quant_algo") or ""
+    # In config.json the cache's quantisation has the format of compressed-tensors.
+    cache_text = settings.get("kv_cache_quant_algo") or ""
     if settings.get("kv_cache_scheme"):
-        cache = "kv_cache_scheme"
-    elif cache:
-        cache = f"kv_cache_quant_algo {cache}"
-    return Quantization(method, block, cache)
+        cache_text = "kv_cache_scheme"
+    elif cache_text:
+        cache_text = f"kv_cache_quant_algo {cache_text}"
+    return Quantization(method, block, cache_text)
 
 
 def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Return the block of ``quant_method: fp8``, or None for a scale per tensor or row."""
+    """Read the block size of ``quant_method: fp8``; return None for a scale per tensor or row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
         raise _unreadable_error(path, f"fmt: {number_format}")
@@ -311,35 +313,37 @@ def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None
 
 
 def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Return the block of ``quant_method: compressed-tensors``, or None for a scale per tensor or row."""
-    # Sparsity and transforms change the weights beyond the product with the scales.
+    """Read the block size of ``quant_method: compressed-tensors``; None for a scale per tensor or row."""
+    # Refuse sparsity and transforms: such weights are not the product of stored numbers and scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
         raise _unreadable_error(path, f"sparsity_config.format: {sparsity['format']}")
     if settings.get("transform_config"):
         raise _unreadable_error(path, "transform_config")
 
-    # Each group of layers has its own description; all must have the same block.
+    # Each group of layers has a separate description; all groups must have the same block size.
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _unreadable_error(path, "no config_groups")
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
         group_path = f"{path}.config_groups.{name}.weights"
-        weights = isinstance(group, Mapping) and group.get("weights")
-        if not isinstance(weights, Mapping):
-            raise _unreadable_error(group_path, repr(weights))
+        weight_settings: Any = False
+        if isinstance(group, Mapping):
+            weight_settings = group.get("weights")
+        if not isinstance(weight_settings, Mapping):
+            raise _unreadable_error(group_path, repr(weight_settings))
 
-        # Symmetric scales have no zero point.
-        values = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
-        if (values["type"], values["num_bits"]) != ("float", 8) or values["symmetric"] is False:
-            raise _unreadable_error(group_path, str(values))
-        if values["strategy"] == "block":
-            blocks.add(_parse_block(weights.get("block_structure"), f"{group_path}.block_structure"))
-        elif values["strategy"] in ("tensor", "channel"):
+        # Only symmetric scales of 8-bit floats are supported: symmetric scales have no zero point.
+        scheme = {key: weight_settings.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        if (scheme["type"], scheme["num_bits"]) != ("float", 8) or scheme["symmetric"] is False:
+            raise _unreadable_error(group_path, str(scheme))
+        if scheme["strategy"] == "block":
+            blocks.add(_parse_block(weight_settings.get("block_structure"), f"{group_path}.block_structure"))
+        elif scheme["strategy"] in ("tensor", "channel"):
             blocks.add(None)
         else:
-            raise _unreadable_error(group_path, str(values))
+            raise _unreadable_error(group_path, str(scheme))
 
     if len(blocks) > 1:
         got = "groups with and without blocks, or with other blocks"
@@ -348,7 +352,7 @@ def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int]
 
 
 def _parse_block(value: Any, path: str) -> tuple[int, int]:
-    """Return a block's rows and columns; raises UserError unless ``value`` has two positive integers."""
+    """Parse a block's rows and columns; raises UserError unless ``value`` has two positive integers."""
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     if is_pair and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
@@ -356,7 +360,7 @@ def _parse_block(value: Any, path: str) -> tuple[int, int]:
 
 
 def _unreadable_error(path: str, got: str, expected: str = _READABLE) -> UserError:
-    """Return the error of a quantisation that cannot be read; ``path`` is its key in config.json."""
+    """Return the error for an unsupported quantisation; ``path`` is its key in config.json."""
     return UserError(
         "the model's weights are quantised in a way that cannot be read",
         where=path,

@@ -1,11 +1,11 @@
-"""Bytes that a weight sync from the actor to the rollout engine sends: exact, computed only from sizes.
+"""Exact number of bytes that a weight sync from the actor to the rollout engine sends, computed from sizes.
 
-A rank receives the parts of tensors that it needs and does not have. Layers with the same parameters are
-computed once, so that a model of any size on any number of ranks takes milliseconds.
+A rank receives the elements that it needs and does not have. Layers with the same parameters are computed
+once, so that a model of any size on any number of ranks takes milliseconds.
 
-Which shard of the engine a rank needs depends only on its rank in the engine replica, so the order of the
-engine's ranks in which the fewest bytes are received (`best_rank_order`) is an assignment problem: ranks to
-ranks of a replica, at the cost of the bytes that each pair would receive.
+The weights that a rank needs depend only on its rank in the engine replica. The order of engine ranks with
+the fewest received bytes (`best_rank_order`) is therefore an assignment problem: assign global ranks to ranks
+in a replica; the cost of a pair is the number of bytes that the rank would receive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_rl.shapes.lora import Lora, adapter_weights
 from megatron_rl.shapes.model import ModelShape
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this before it shards it."""
+"""vLLM pads the vocabulary to a multiple of this number before sharding."""
 
 
 _REPLICATED = ("whole", "stacked")
@@ -30,7 +30,7 @@ _REPLICATED = ("whole", "stacked")
 
 
 class Slice(NamedTuple):
-    """Part of a tensor: ``start`` to ``stop`` of dimension ``dim``, and all of the other dimensions.
+    """Slice of a tensor: ``start`` to ``stop`` of dimension ``dim``, complete in all other dimensions.
 
     Example: ``Slice(0, 2, 4)`` are rows 2 and 3 of a matrix.
     """
@@ -43,7 +43,7 @@ class Slice(NamedTuple):
 def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, ...]:
     """Return the slice of each source of a Megatron parameter on one of ``rank_count`` tensor-parallel ranks.
 
-    ``latent`` parameters are sharded, as in Megatron's own layers.
+    ``latent`` parameters count as sharded, as in Megatron's plain layers.
     """
     if weight.cut == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
@@ -57,10 +57,12 @@ def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, .
     dim = 0
     if weight.cut == "columns":
         dim = 1
-    find_share = _rank_share
+    compute_bounds = _shard_bounds
     if weight.cut == "vocabulary":
-        find_share = _padded_rank_share
-    return tuple(Slice(dim, *find_share(source.shape[dim], rank, rank_count)) for source in weight.sources)
+        compute_bounds = _padded_shard_bounds
+    return tuple(
+        Slice(dim, *compute_bounds(source.shape[dim], rank, rank_count)) for source in weight.sources
+    )
 
 
 def _interleaved_slices(
@@ -68,23 +70,23 @@ def _interleaved_slices(
 ) -> tuple[Slice, ...]:
     """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
-    The fused weight has query, key and value rows of the first group, then those of the next group;
-    ``group_rows`` are their numbers in a group. The shards of the ``rank_count`` ranks are equal, so one may
-    begin and end inside a group.
+    The fused weight has the query, key and value rows of the first group, then the rows of the next group;
+    ``group_rows`` has their numbers of rows per group. All ``rank_count`` shards have equally many rows, so a
+    shard may begin and end inside a group.
     """
     group_size = sum(group_rows)
 
-    # The shard is a range of fused rows: count each tensor's rows before both of its ends.
+    # The shard is a range of fused rows: count each tensor's rows before its start and before its end.
     def count_rows_before(end: int, offset: int, size: int) -> int:
         """Count one tensor's rows among the first ``end`` rows of the fused weight.
 
         The tensor (query, key or value) has ``size`` rows in each group, from row ``offset`` of the group.
         """
-        # All rows of the complete groups, and the part of the last group that is before its end.
-        complete_groups, remainder = divmod(end, group_size)
-        return complete_groups * size + min(max(remainder - offset, 0), size)
+        # The tensor's rows in complete groups, then its rows in the incomplete last group.
+        complete_groups, remaining_rows = divmod(end, group_size)
+        return complete_groups * size + min(max(remaining_rows - offset, 0), size)
 
-    low, high = _rank_share(groups * group_size, rank, rank_count)
+    low, high = _shard_bounds(groups * group_size, rank, rank_count)
     slices = []
     offset = 0
     for size in group_rows:
@@ -101,20 +103,21 @@ def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
     if source.engine == "whole":
         return Slice(0, 0, size)
     if source.engine == "columns":
-        return Slice(1, *_rank_share(source.shape[1], rank, replica_size))
+        return Slice(1, *_shard_bounds(source.shape[1], rank, replica_size))
     if source.engine == "vocabulary":
-        return Slice(0, *_padded_rank_share(size, rank, replica_size, VOCABULARY_MULTIPLE))
+        return Slice(0, *_padded_shard_bounds(size, rank, replica_size, VOCABULARY_MULTIPLE))
 
     if source.engine == "heads" and source.heads < replica_size:
-        # Consecutive ranks hold copies of one head.
-        return Slice(0, *_rank_share(size, rank * source.heads // replica_size, source.heads))
-    return Slice(0, *_rank_share(size, rank, replica_size))
+        # Consecutive ranks have copies of one head.
+        head = rank * source.heads // replica_size
+        return Slice(0, *_shard_bounds(size, head, source.heads))
+    return Slice(0, *_shard_bounds(size, rank, replica_size))
 
 
 def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     """Return the experts of a rank under vLLM's expert parallelism, which distributes complete experts.
 
-    The first ranks get one more if the number of experts is not divisible.
+    If the number of experts is not divisible, the first ranks have one more.
     """
     # vLLM's `determine_expert_map` with linear placement.
     quotient, remainder = divmod(experts, replica_size)
@@ -125,27 +128,27 @@ def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     return range(start, start + expert_count)
 
 
-def _rank_share(size: int, rank: int, rank_count: int) -> tuple[int, int]:
-    """Return start and stop of one rank's share of ``size`` elements, in nearly equal shares."""
+def _shard_bounds(size: int, rank: int, rank_count: int) -> tuple[int, int]:
+    """Return start and stop of one rank's shard of ``size`` elements, in nearly equal shards."""
     return size * rank // rank_count, size * (rank + 1) // rank_count
 
 
-def _padded_rank_share(size: int, rank: int, rank_count: int, multiple: int = 1) -> tuple[int, int]:
-    """Return start and stop of one rank's share of ``size`` rows, as equal shares of a padded tensor.
+def _padded_shard_bounds(size: int, rank: int, rank_count: int, multiple: int = 1) -> tuple[int, int]:
+    """Return start and stop of one rank's shard of ``size`` rows, in equal shards of a padded tensor.
 
-    The tensor is padded to a multiple of ``multiple`` rows, and then to equal shares; a share ends before the
-    padding.
+    The tensor is padded to a multiple of ``multiple`` rows, and then to equal shards. Rows of padding are not
+    part of the result.
     """
-    padded = -(-size // multiple) * multiple
+    padded_size = -(-size // multiple) * multiple
 
-    # The last ranks have fewer rows of the tensor, or none.
-    rows = -(-padded // rank_count)
-    return min(rank * rows, size), min((rank + 1) * rows, size)
+    # The shards of the last ranks may be shorter, or empty.
+    rows_per_rank = -(-padded_size // rank_count)
+    return min(rank * rows_per_rank, size), min((rank + 1) * rows_per_rank, size)
 
 
 def _common_elements(source: Source, first_slice: Slice, second_slice: Slice) -> int:
     """Count the elements of a tensor that are in both slices."""
-    # Slices of different dimensions always intersect, in a box of both lengths.
+    # Slices of different dimensions intersect in a box of both lengths.
     if first_slice.dim != second_slice.dim:
         first_length = first_slice.stop - first_slice.start
         second_length = second_slice.stop - second_slice.start
@@ -157,16 +160,17 @@ def _common_elements(source: Source, first_slice: Slice, second_slice: Slice) ->
 
 
 Shard = tuple[str | int, ...]
-"""Part of the weights that an actor rank has completely or not at all, such as ``("dense", stage, tensor)``.
+"""Key of a part of the weights that an actor rank has completely or not at all, such as ``("dense", stage,
+tensor)``.
 
 Different shards have no element in common."""
 
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Bytes of weights that each rank of an engine replica needs, and how many of them each actor rank has.
+    """Bytes of weights that each rank of an engine replica needs, and the bytes of them on each actor rank.
 
-    Example, two ranks that both need 100 bytes, and an actor on ranks 0 and 1 with one shard each::
+    Example: two ranks that both need 100 bytes, and an actor on ranks 0 and 1 with one shard each::
 
         SharedBytes(
             needed=(100, 100),
@@ -189,15 +193,12 @@ class SharedBytes:
     """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
-        """Return the bytes of weights that a global rank lacks to serve as ``rank_in_replica`` of a replica.
-
-        It receives them in a weight sync.
-        """
-        resident = self.resident.get(rank)
-        # A rank outside the actor receives everything.
-        if resident is None:
+        """Return the bytes that a global rank receives in order to serve as rank ``rank_in_replica``."""
+        resident_bytes = self.resident.get(rank)
+        # A rank outside the actor receives all that it needs.
+        if resident_bytes is None:
             return self.needed[rank_in_replica]
-        return self.needed[rank_in_replica] - resident[rank_in_replica]
+        return self.needed[rank_in_replica] - resident_bytes[rank_in_replica]
 
     def traffic(self, ranks: Sequence[int], gpus_per_node: int | None = None) -> WeightTraffic:
         """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``.
@@ -205,48 +206,48 @@ class SharedBytes:
         Global rank r is on node r // ``gpus_per_node``; with None, all ranks are on one node.
         """
         replica_size = len(self.needed)
-        # Replicas are consecutive, so the position in a replica repeats.
+        # Replicas are consecutive ranks.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
-        received = {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()}
+        received_by_rank = {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()}
 
-        # Only what no rank of the receiver's node has comes from another node, see `choose_senders`.
-        across_nodes = dict.fromkeys(received, 0)
+        # Only bytes that no actor rank of the node has are sent from other nodes, see `choose_senders`.
+        across_nodes = dict.fromkeys(received_by_rank, 0)
         if gpus_per_node is not None:
-            on_node = self._bytes_on_nodes(gpus_per_node)
+            bytes_by_node = self._bytes_on_nodes(gpus_per_node)
             for rank, index in ranks_in_replica.items():
-                if received[rank]:
-                    across_nodes[rank] = self.needed[index] - on_node[rank // gpus_per_node][index]
+                if received_by_rank[rank]:
+                    across_nodes[rank] = self.needed[index] - bytes_by_node[rank // gpus_per_node][index]
 
         return WeightTraffic(
             model_bytes=self.model_bytes,
             needed={rank: self.needed[index] for rank, index in ranks_in_replica.items()},
-            received=received,
+            received=received_by_rank,
             received_across_nodes=across_nodes,
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Return node -> bytes of each replica rank's weights that its actor ranks have between them."""
+        """Return, by node, the bytes of each replica rank's weights that its actor ranks have together."""
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
             shards_of_node[rank // gpus_per_node] |= shards
 
-        # Without a rank of the actor, a node has none of the weights.
-        result: dict[int, Sequence[int]] = defaultdict(lambda: (0,) * len(self.needed))
+        # A node without actor ranks has 0 bytes of the weights.
+        bytes_by_node: dict[int, Sequence[int]] = defaultdict(lambda: (0,) * len(self.needed))
         for node, shards in shards_of_node.items():
-            result[node] = _sum_by_rank(self.shard_bytes[shard] for shard in shards)
-        return result
+            bytes_by_node[node] = _sum_by_rank(self.shard_bytes[shard] for shard in shards)
+        return bytes_by_node
 
 
 def max_peers_on_node(
     shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
-    """Return an upper bound of the number of ranks of its node that a rank exchanges weights with.
+    """Return an upper bound of the number of peers on its node that any rank exchanges weights with.
 
-    ``ranks`` are the engine's, whose replicas are consecutive. A rank of the receiver's node counts as a
-    sender in two cases: it has layers of another pipeline stage, or its shard differs from the receiver's and
-    has needed bytes beyond the ones that every rank of its stage has.
+    ``ranks`` are the engine's ranks, whose replicas are consecutive. A rank of the receiver's node counts as
+    a sender in two cases: it has layers of another pipeline stage, or its shard differs from the receiver's
+    shard and has needed bytes that some rank of the stage does not have.
     """
-    # By stage, the bytes that all of its ranks have for each rank of a replica, such as norms.
+    # Bytes for each rank of a replica that all ranks of a stage have, such as norms, by stage.
     common_bytes: dict[int, list[int]] = {}
     stage_by_rank: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
@@ -255,15 +256,16 @@ def max_peers_on_node(
         stage_by_rank |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
-    for position, receiver in enumerate(ranks):
-        rank_in_replica = position % len(shared_bytes.needed)
+    for index, receiver in enumerate(ranks):
+        rank_in_replica = index % len(shared_bytes.needed)
         if not shared_bytes.missing_bytes(receiver, rank_in_replica):
             continue
 
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_by_rank.get(sender)
-            # Ranks with the same shards share one list; equal bytes may be of different experts.
+            # Ranks with the same shards share one list object. Equal numbers of bytes are not enough: they
+            # may belong to different experts.
             if stage is None or shared_bytes.resident[sender] is shared_bytes.resident.get(receiver):
                 continue
 
@@ -324,28 +326,33 @@ def shared_bytes(
     whole_experts: bool = False,
     lora: Lora | None = None,
 ) -> SharedBytes:
-    """Count the bytes that each rank of an engine replica needs, and how many of them each actor rank has.
+    """Count the bytes that each rank of an engine replica needs, and the bytes of them on each actor rank.
 
-    ``replica_size`` is the number of its ranks, ``itemsize`` the bytes of an element in the engine,
-    ``settings`` are Megatron's for uneven stages. ``whole_experts`` selects vLLM's expert parallelism. With
-    ``lora`` only adapters are sent; tensors that a family fuses into one are counted with an A each.
+    ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
+    ``settings`` are Megatron's settings for uneven stages. ``whole_experts`` selects vLLM's expert
+    parallelism. With ``lora`` only adapters are sent; tensors that a family fuses into one count with an A
+    each.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
-    # A trainer on one rank holds everything that the engine needs.
+    # A trainer on a single rank has all weights that the engine needs.
     single_rank = ParallelLayout((0,))
-    needed = _sum_by_rank(engine.shards(single_rank)[1].values())
-    model = _Engine(shape, 1, itemsize, lora=lora)
-    (model_bytes,) = _sum_by_rank(model.shards(single_rank)[1].values())
+    _, complete_shard_bytes = engine.count_shards(single_rank)
+    needed_bytes = _sum_by_rank(complete_shard_bytes.values())
+
+    # The needed bytes of a replica with one rank are the size of the model.
+    single_engine = _Engine(shape, 1, itemsize, lora=lora)
+    _, model_shard_bytes = single_engine.count_shards(single_rank)
+    (model_bytes,) = _sum_by_rank(model_shard_bytes.values())
 
     # Ranks with the same shards share one list.
-    shards, shard_bytes = engine.shards(actor, settings)
+    shards, shard_bytes = engine.count_shards(actor, settings)
     resident_bytes = {
         rank_shards: _sum_by_rank(shard_bytes[shard] for shard in rank_shards)
         for rank_shards in set(shards.values())
     }
     return SharedBytes(
-        needed=tuple(needed),
+        needed=tuple(needed_bytes),
         resident={rank: resident_bytes[rank_shards] for rank, rank_shards in shards.items()},
         model_bytes=model_bytes,
         shards=shards,
@@ -362,7 +369,7 @@ Weights = tuple[Weight, ...]
 
 
 class _LayerBytes(NamedTuple):
-    """Bytes of one layer that a trainer rank and an engine rank both hold: [ranks of a replica] per list."""
+    """Bytes of one layer on both a trainer rank and an engine rank: lists over the ranks of a replica."""
 
     replicated: list[int]
     """Bytes outside routed experts that every tensor-parallel rank of the trainer has, such as norms."""
@@ -384,11 +391,11 @@ class _Engine:
     itemsize: int
     """Bytes of an element."""
     whole_experts: bool = False
-    """Whether each rank holds complete experts (vLLM's expert parallelism)."""
+    """Whether each rank has complete experts (vLLM's expert parallelism)."""
     lora: Lora | None = None
     """The adapters to sync; None syncs the weights."""
 
-    def shards(
+    def count_shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
         """Return two mappings: trainer rank -> its shards, and shard -> bytes that each replica rank needs.
@@ -396,123 +403,134 @@ class _Engine:
         ``settings``: Megatron's settings for uneven pipeline stages.
         """
         shards: dict[int, frozenset[Shard]] = {}
-        sizes: dict[Shard, list[int]] = {}
+        shard_bytes: dict[Shard, list[int]] = {}
         layer_bytes: dict[Weights, _LayerBytes] = {}
         stages = stage_layers(self.shape.layers, trainer, settings)
 
         for stage, ranks in enumerate(trainer.groups("tensor", "context", "data")):
-            # Count the equal layers of the stage; embedding and output layer are one more entry.
-            counts = Counter(self._layer_weights(layer) for layer in stages[stage])
-            outer: Weights = ()
+            # Count the equal layers of the stage; the weights outside the layers count as one more layer.
+            layer_counts = Counter(self._layer_weights(layer) for layer in stages[stage])
+            nonlayer_weights: Weights = ()
             if self.lora is None:
-                outer = outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)
+                nonlayer_weights = outer_weights(self.shape, stage == 0, stage == trainer.pipeline - 1)
             # The first stage and a tied last stage have the same embedding: one shard.
-            embedding = tuple(weight for weight in outer if weight.sources[0].name == EMBEDDING)
-            counts[tuple(weight for weight in outer if weight not in embedding)] += 1
-            for weights in counts.keys() - layer_bytes.keys():
+            embedding_weights = tuple(
+                weight for weight in nonlayer_weights if weight.sources[0].name == EMBEDDING
+            )
+            other_nonlayer_weights = tuple(
+                weight for weight in nonlayer_weights if weight not in embedding_weights
+            )
+            layer_counts[other_nonlayer_weights] += 1
+            for weights in layer_counts.keys() - layer_bytes.keys():
                 layer_bytes[weights] = self._count_layer_bytes(weights, trainer)
 
-            if embedding:
-                for tensor, embedding_bytes in enumerate(self._common_bytes(embedding, trainer.tensor)):
-                    sizes["embedding", tensor] = embedding_bytes
-            for shard, parts in self._stage_parts(stage, counts, layer_bytes).items():
-                sizes[shard] = _sum_by_rank(parts)
+            if embedding_weights:
+                for tensor, embedding_bytes in enumerate(
+                    self._common_bytes(embedding_weights, trainer.tensor)
+                ):
+                    shard_bytes["embedding", tensor] = embedding_bytes
+            shard_bytes |= self._stage_shard_bytes(stage, layer_counts, layer_bytes)
 
             # Ranks with the same coordinates in both grids, dense and expert, have the same shards.
-            for position, rank in enumerate(ranks):
+            for index, rank in enumerate(ranks):
                 # The expert grid counts its tensor dimension first, then the expert dimension.
-                expert_position, expert_tensor = divmod(position, trainer.expert_tensor)
-                expert = expert_position % trainer.expert
-                tensor = position % trainer.tensor
+                expert_index, expert_tensor = divmod(index, trainer.expert_tensor)
+                expert = expert_index % trainer.expert
+                tensor = index % trainer.tensor
                 rank_shards: list[Shard] = [("replicated", stage), ("dense", stage, tensor)]
                 rank_shards += [("experts", stage, expert), ("experts", stage, expert, expert_tensor)]
-                if embedding:
+                if embedding_weights:
                     rank_shards.append(("embedding", tensor))
                 shards[rank] = frozenset(rank_shards)
-        return shards, sizes
+        return shards, shard_bytes
 
-    def _stage_parts(
-        self, stage: int, counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
-    ) -> dict[Shard, list[list[int]]]:
-        """Return the bytes of each weight shard of a pipeline stage: shard -> one list per kind of layer.
+    def _stage_shard_bytes(
+        self, stage: int, layer_counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
+    ) -> dict[Shard, list[int]]:
+        """Return the bytes that each replica rank needs of each shard of a pipeline stage.
 
-        Each list has the bytes that each rank of an engine replica uses of the shard. ``counts``: parameters
-        of a kind of layer -> number of such layers in the stage. ``layer_bytes``: bytes of one such layer.
+        ``layer_counts``: parameters of a layer -> number of equal layers in the stage. ``layer_bytes``: bytes
+        of one such layer.
         """
-        parts: dict[Shard, list[list[int]]] = defaultdict(list)
-        for weights, count in counts.items():
+        sizes_by_shard: dict[Shard, list[list[int]]] = defaultdict(list)
+        for weights, count in layer_counts.items():
             one_layer = layer_bytes[weights]
-            layer_parts: dict[Shard, list[int]] = {("replicated", stage): one_layer.replicated}
+            layer_shards: dict[Shard, list[int]] = {("replicated", stage): one_layer.replicated}
             for tensor, sizes in enumerate(one_layer.dense):
-                layer_parts["dense", stage, tensor] = sizes
+                layer_shards["dense", stage, tensor] = sizes
             for expert, sizes in enumerate(one_layer.replicated_experts):
-                layer_parts["experts", stage, expert] = sizes
+                layer_shards["experts", stage, expert] = sizes
             for (expert, expert_tensor), sizes in one_layer.experts.items():
-                layer_parts["experts", stage, expert, expert_tensor] = sizes
+                layer_shards["experts", stage, expert, expert_tensor] = sizes
 
-            for shard, sizes in layer_parts.items():
-                parts[shard].append([count * size for size in sizes])
-        return parts
+            for shard, sizes in layer_shards.items():
+                sizes_by_shard[shard].append([count * size for size in sizes])
+        return {shard: _sum_by_rank(sizes) for shard, sizes in sizes_by_shard.items()}
 
     def _layer_weights(self, layer: int) -> Weights:
-        """Return the parameters of a layer that are synced."""
+        """Return the synced parameters of a layer: its adapters with ``lora``, otherwise all weights."""
         weights = self.shape.weights(layer)
         if self.lora is None:
             return weights
         return adapter_weights(weights, self.lora)
 
     def _count_layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
-        """Return the bytes of ``weights`` that each pair of a trainer rank and an engine rank both hold.
+        """Count the bytes of ``weights`` that each trainer rank and each engine rank both have.
 
-        ``weights``: the parameters of a layer, or those outside the layers.
+        ``weights``: the parameters of a layer, or the parameters outside the layers.
         """
-        dense = [weight for weight in weights if not weight.expert]
-        routed = [weight for weight in weights if weight.expert]
+        dense_weights = [weight for weight in weights if not weight.expert]
+        routed_weights = [weight for weight in weights if weight.expert]
 
-        # Each expert-parallel rank of the trainer holds consecutive experts.
+        # Each expert-parallel rank of the trainer has consecutive experts.
         replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
         experts_per_rank = self.shape.experts // trainer.expert
-        one_expert = self._count_expert_bytes(_sharded_weights(routed), trainer.expert_tensor)
-        (one_replicated,) = self._count_expert_bytes(_replicated_weights(routed), 1)
+        one_expert = self._count_expert_bytes(_sharded_weights(routed_weights), trainer.expert_tensor)
+        (one_replicated,) = self._count_expert_bytes(_replicated_weights(routed_weights), 1)
         for expert in range(trainer.expert):
-            local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
-            local_counts = [self._count_common_experts(local, index) for index in range(self.replica_size)]
-            replicated_experts.append(_multiply_lists(local_counts, one_replicated))
+            local_experts = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
+            expert_counts = [
+                self._count_common_experts(local_experts, engine_rank)
+                for engine_rank in range(self.replica_size)
+            ]
+            replicated_experts.append(_multiply_lists(expert_counts, one_replicated))
             for expert_tensor, sizes in enumerate(one_expert):
-                experts[expert, expert_tensor] = _multiply_lists(local_counts, sizes)
+                experts[expert, expert_tensor] = _multiply_lists(expert_counts, sizes)
 
-        (replicated,) = self._common_bytes(_replicated_weights(dense), 1)
+        (replicated_bytes,) = self._common_bytes(_replicated_weights(dense_weights), 1)
         return _LayerBytes(
-            replicated=replicated,
-            dense=self._common_bytes(_sharded_weights(dense), trainer.tensor),
+            replicated=replicated_bytes,
+            dense=self._common_bytes(_sharded_weights(dense_weights), trainer.tensor),
             replicated_experts=replicated_experts,
             experts=experts,
         )
 
     def _count_expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes of one expert that a trainer rank and an engine rank both hold.
+        """Count the bytes of one expert that a trainer rank and an engine rank both have.
 
-        The result is [trainer ranks][engine ranks], as that of `_common_bytes`.
+        The result is [trainer ranks][engine ranks], as in `_common_bytes`.
         """
         # An expert is complete on one rank of the engine, or sharded over all of them.
         if not self.whole_experts:
             return self._common_bytes(weights, trainer_ranks)
-        complete = replace(self, replica_size=1)._common_bytes(weights, trainer_ranks)
-        return [sizes * self.replica_size for sizes in complete]
+        complete_bytes = replace(self, replica_size=1)._common_bytes(weights, trainer_ranks)
+        return [sizes * self.replica_size for sizes in complete_bytes]
 
-    def _count_common_experts(self, local: range, index: int) -> int:
-        """Count the experts that a trainer rank and an engine rank both hold, completely or in part.
+    def _count_common_experts(self, trainer_experts: range, engine_rank: int) -> int:
+        """Count the experts that a trainer rank and an engine rank both have, completely or sharded.
 
-        ``local``: experts of the trainer rank. ``index``: rank in the engine replica.
+        ``trainer_experts``: experts of the trainer rank. ``engine_rank``: rank in the engine replica.
         """
         if not self.whole_experts:
-            return len(local)
-        resident = engine_experts(self.shape.experts, index, self.replica_size)
-        return max(0, min(local.stop, resident.stop) - max(local.start, resident.start))
+            return len(trainer_experts)
+        local_experts = engine_experts(self.shape.experts, engine_rank, self.replica_size)
+        start = max(trainer_experts.start, local_experts.start)
+        stop = min(trainer_experts.stop, local_experts.stop)
+        return max(0, stop - start)
 
     def _common_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Return the bytes of ``weights`` that a trainer rank and an engine rank both hold.
+        """Count the bytes of ``weights`` that a trainer rank and an engine rank both have.
 
         ``trainer_ranks``: number of tensor-parallel ranks of the trainer. The result is [trainer
         ranks][engine ranks].
@@ -520,7 +538,7 @@ class _Engine:
         engine_ranks = self.replica_size
         common_bytes = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
-        # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
+        # Intersect the slices of each trainer rank and each engine rank, tensor by tensor.
         for weight in weights:
             slices_by_rank = [trainer_slices(weight, rank, trainer_ranks) for rank in range(trainer_ranks)]
             for source_index, source in enumerate(weight.sources):
@@ -541,7 +559,7 @@ def _replicated_weights(weights: Iterable[Weight]) -> list[Weight]:
 
 
 def _sharded_weights(weights: Iterable[Weight]) -> list[Weight]:
-    """Return the parameters of which tensor-parallel ranks of the trainer hold different parts."""
+    """Return the parameters that are sharded over the trainer's tensor-parallel ranks."""
     return [weight for weight in weights if weight.cut not in _REPLICATED]
 
 
@@ -551,14 +569,14 @@ def _multiply_lists(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
 
 def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = True) -> float:
-    """Return the bytes that each generating rank receives if complete tensors are gathered or broadcast.
+    """Return the bytes that each rollout rank receives if complete tensors are gathered or broadcast.
 
-    A colocated rank gathers the actor's tensor- and pipeline-parallel shards that it does not hold; a rank
-    outside the actor receives the whole model.
+    A colocated rank gathers the actor's tensor- and pipeline-parallel shards that it does not have; a rank
+    outside the actor receives the complete model.
     """
     if not colocated:
         return model_bytes
-    # All shards but the rank's own.
+    # All shards except the rank's shard.
     shards = actor.tensor * actor.pipeline
     return model_bytes * (shards - 1) / shards
 
@@ -566,23 +584,23 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
 def received_by_other_projects(
     model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
 ) -> dict[str, float]:
-    """Return the bytes that each generating rank receives in other projects: name of the method -> bytes.
+    """Return the bytes that each rollout rank receives in other projects: name of the method -> bytes.
 
-    ``tensor``: tensor-parallel size of the rollout. Colocated: HybridFlow (arXiv 2409.19256) table 2, with
-    HybridFlow's own method only if ``tensor`` divides the actor's model parallelism; projects that gather
-    (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Otherwise only the broadcast of
-    the whole model applies.
+    ``tensor``: tensor-parallel size of the rollout. Colocated engines follow HybridFlow (arXiv 2409.19256,
+    table 2). HybridFlow's own method needs a ``tensor`` that divides the actor's model parallelism. Projects
+    that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Separate engines
+    receive a broadcast of the complete model.
     """
-    gathered = gathered_bytes(model_bytes, actor, colocated)
+    gather_volume = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
-        return {"broadcast of the whole model": gathered}
+        return {"broadcast of the whole model": gather_volume}
 
     model_parallel = actor.tensor * actor.pipeline
     all_ranks = model_parallel * actor.data * actor.context
     volumes = {
         "DS-Chat": (all_ranks - 1) / all_ranks * model_bytes,
-        "HybridFlow-V": gathered,
-        "gather-all (verl, mbridge, slime)": gathered,
+        "HybridFlow-V": gather_volume,
+        "gather-all (verl, mbridge, slime)": gather_volume,
     }
     if model_parallel % tensor == 0:
         volumes["HybridFlow"] = (model_parallel - tensor) / (tensor * model_parallel) * model_bytes
@@ -592,13 +610,15 @@ def received_by_other_projects(
 Costs = tuple[tuple[int, ...], ...]
 """Bytes to receive, [ranks][ranks of an engine replica]."""
 LARGEST_ISLAND = 64
-"""Ranks whose order is optimised together: the assignment is O(n^3). Larger islands keep their order."""
+"""Largest number of ranks whose order is optimised together, since the assignment is O(n^3).
+
+Larger islands keep their order."""
 
 
 def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
     """Order ``ranks`` so that the replicas, which are consecutive ranks, receive the fewest bytes of weights.
 
-    The largest number of bytes that any rank receives is minimised first, then the sum over ranks. Replicas
+    The largest number of received bytes of any rank is minimised first, then the sum over ranks. Replicas
     stay inside a node if their size allows it: global rank r is on node r // ``gpus_per_node``.
     """
     replica_size = len(weights.needed)
@@ -607,7 +627,7 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
         return sorted_ranks
 
     ordered_ranks: list[int] = []
-    assignments: dict[Costs, list[int]] = {}  # many islands have the same costs
+    assignment_by_costs: dict[Costs, list[int]] = {}  # many islands have the same costs
     for island in _divide_into_islands(sorted_ranks, replica_size, gpus_per_node):
         if len(island) > LARGEST_ISLAND:
             ordered_ranks += island
@@ -617,20 +637,20 @@ def best_rank_order(weights: SharedBytes, ranks: Sequence[int], gpus_per_node: i
         costs = tuple(
             tuple(weights.missing_bytes(rank, index) for index in range(replica_size)) for rank in island
         )
-        if costs not in assignments:
-            assignments[costs] = assign_columns(costs, len(island) // replica_size)
+        if costs not in assignment_by_costs:
+            assignment_by_costs[costs] = assign_columns(costs, len(island) // replica_size)
         candidates: list[list[int]] = [[] for _ in range(replica_size)]
-        for rank, rank_in_replica in zip(island, assignments[costs], strict=True):
+        for rank, rank_in_replica in zip(island, assignment_by_costs[costs], strict=True):
             candidates[rank_in_replica].append(rank)
 
-        # The i-th candidates of all ranks in a replica make up the island's i-th replica.
+        # The i-th candidates for each rank in a replica form the island's i-th replica.
         for replica in zip(*candidates, strict=True):
             ordered_ranks += replica
     return tuple(ordered_ranks)
 
 
 def _divide_into_islands(ranks: Sequence[int], replica_size: int, gpus_per_node: int) -> list[list[int]]:
-    """Divide ranks into the smallest sets of whole nodes whose numbers of ranks are multiples of a replica's.
+    """Divide ranks into islands: the smallest sets of nodes that can be filled with complete replicas.
 
     ``ranks`` are ascending; global rank r is on node r // ``gpus_per_node``.
     """
@@ -644,11 +664,10 @@ def _divide_into_islands(ranks: Sequence[int], replica_size: int, gpus_per_node:
 
 
 def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
-    """Assign each row of ``costs`` [rows][columns] to a column; each column takes ``capacity`` rows.
+    """Assign each row of ``costs`` [rows][columns] to a column; each column gets ``capacity`` rows.
 
-    The largest cost of a pair is minimised first, then the sum of costs. Among equal assignments, one that
-    keeps row i in column i % columns as often as possible is returned. Raises ValueError for rows that do not
-    fill the columns.
+    The largest cost of a pair is minimised first, then the sum of costs. Ties are resolved in favour of row i
+    in column i % columns. Raises ValueError if the rows do not fill the columns.
     """
     rows = len(costs)
     columns = len(costs[0])
@@ -672,39 +691,42 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
     forbidden = (sum(max(row) for row in costs) + 1) * (rows + 1)
     matrix = []
     for index, row in enumerate(costs):
-        scaled = []
+        scaled_row: list[int] = []
         for column, cost in enumerate(row):
             tie_break = index % columns != column
+            scaled_cost = cost * (rows + 1) + tie_break
             if cost > limit:
-                scaled.append(forbidden)
-            else:
-                scaled.append(cost * (rows + 1) + tie_break)
-        matrix.append([cost for cost in scaled for _ in range(capacity)])
+                scaled_cost = forbidden
+            scaled_row += [scaled_cost] * capacity
+        matrix.append(scaled_row)
 
     # Each column was repeated ``capacity`` times to make the matrix square.
     return [repeated_column // capacity for repeated_column in _cheapest_assignment(matrix)]
 
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
-    """Return whether all rows can be assigned to columns that cost at most ``limit`` (augmenting paths)."""
-    # Rows of each column.
-    assigned: list[list[int]] = [[] for _ in costs[0]]
+    """Return whether all rows fit in columns with costs of at most ``limit`` (augmenting paths)."""
+    # Rows that are assigned to each column.
+    assigned_rows: list[list[int]] = [[] for _ in costs[0]]
 
     def try_assign(row: int, visited: set[int]) -> bool:
-        """Assign a row, and move other rows if necessary; skip the columns that were ``visited``."""
+        """Assign a row and move other rows if necessary; return whether it succeeded.
+
+        Columns in ``visited`` are skipped.
+        """
         for column, cost in enumerate(costs[row]):
             if cost > limit or column in visited:
                 continue
 
             visited.add(column)
-            if len(assigned[column]) < capacity:
-                assigned[column].append(row)
+            if len(assigned_rows[column]) < capacity:
+                assigned_rows[column].append(row)
                 return True
 
             # The column is full: move one of its rows to another column.
-            for index, occupant in enumerate(assigned[column]):
-                if try_assign(occupant, visited):
-                    assigned[column][index] = row
+            for index, assigned_row in enumerate(assigned_rows[column]):
+                if try_assign(assigned_row, visited):
+                    assigned_rows[column][index] = row
                     return True
         return False
 
@@ -713,15 +735,15 @@ def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) ->
 
 def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
     """Return the column of each row in a square matrix's cheapest assignment (Kuhn-Munkres, O(n^3))."""
-    # Rows and columns are counted from 1; column 0 stands for the row that is being inserted. The prices are
+    # Rows and columns are counted from 1; column 0 represents the row that is being inserted. The prices are
     # the dual variables: a pair is tight if its cost is the sum of both prices. ``row_of`` is the row of each
-    # column, 0 for a free one; ``previous`` is the column before it on the path.
+    # column, or 0 for a free column; ``previous_column`` is the preceding column on the path.
     size = len(matrix)
     infinity = float("inf")
     row_price = [0] * (size + 1)
     column_price = [0] * (size + 1)
     row_of = [0] * (size + 1)
-    previous = [0] * (size + 1)
+    previous_column = [0] * (size + 1)
 
     for row in range(1, size + 1):
         row_of[0] = row
@@ -740,10 +762,12 @@ def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
             for candidate in range(1, size + 1):
                 if visited[candidate]:
                     continue
-                reduced = matrix[tree_row - 1][candidate - 1] - row_price[tree_row] - column_price[candidate]
-                if reduced < slack[candidate]:
-                    slack[candidate] = reduced
-                    previous[candidate] = column
+                reduced_cost = (
+                    matrix[tree_row - 1][candidate - 1] - row_price[tree_row] - column_price[candidate]
+                )
+                if reduced_cost < slack[candidate]:
+                    slack[candidate] = reduced_cost
+                    previous_column[candidate] = column
                 if slack[candidate] < step:
                     step = slack[candidate]
                     next_column = candidate
@@ -759,11 +783,11 @@ def _cheapest_assignment(matrix: Sequence[Sequence[int]]) -> list[int]:
 
         # Flip the path: each column on it takes the row of its predecessor.
         while column:
-            row_of[column] = row_of[previous[column]]
-            column = previous[column]
+            row_of[column] = row_of[previous_column[column]]
+            column = previous_column[column]
 
     # Count from 0 again.
-    result = [0] * size
+    column_by_row = [0] * size
     for column in range(1, size + 1):
-        result[row_of[column] - 1] = column - 1
-    return result
+        column_by_row[row_of[column] - 1] = column - 1
+    return column_by_row

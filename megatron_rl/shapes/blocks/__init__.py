@@ -1,4 +1,4 @@
-"""The kinds of blocks by name: each module of this package but `block` defines one as ``KIND``."""
+"""Table of block types: each module of this package except `block` defines its type as ``KIND``."""
 
 from __future__ import annotations
 

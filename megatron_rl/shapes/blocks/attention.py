@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Attention(Mixer):
     """Attention to all earlier tokens or to a sliding window.
 
-    Head sizes and numbers are those of `ModelShape`, unless the layer has separate ones.
-    Example: ``Attention(head_dim=512, kv_heads=4)`` for a layer with larger heads than others of its model.
+    Head size and number of key-value heads default to the fields of `ModelShape`.
+    Example: ``Attention(head_dim=512, kv_heads=4)`` for a layer with larger heads than the other layers.
     """
 
     head_dim: int = 0
@@ -38,7 +38,7 @@ class Attention(Mixer):
     layer_types: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the number of key-value heads, each of which serves a group of query heads."""
+        """Return the number of key-value heads; each serves a group of query heads."""
         return self.kv_heads or shape.kv_heads
 
     def key_size(self, shape: ModelShape) -> int:
@@ -46,16 +46,16 @@ class Attention(Mixer):
         return self.head_dim or shape.head_dim
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value, which is that of its key."""
+        """Return the size of one head's value, which equals the size of its key."""
         return self.key_size(shape)
 
     def query_width(self, shape: ModelShape) -> int:
-        """Return the width of the queries: query heads times the size of one."""
+        """Return the width of the queries: the number of query heads times the head size."""
         return shape.heads * self.key_size(shape)
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
-        # The rows of the three projections, without the columns: biases have the same.
+        # Shapes without columns, since matrices and biases have the same rows.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
         query_rows = shape.heads * head_dim
@@ -66,17 +66,21 @@ class Attention(Mixer):
             Source("self_attn.v_proj", (key_rows,), "heads", heads=kv_heads),
         ]
         if self.keys_are_values:
+            # No projection to values: vLLM stores the projection to keys a second time instead.
             projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
-            # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
+            # One checkpoint tensor has queries and gates: for each head the rows of its query, then the rows
+            # of its gate. `PretrainedModel.weights` sets the first row of each.
             queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)
-            projections[:1] = [queries, queries]
+            gates = queries
+            projections[:1] = [queries, gates]
 
         matrices = tuple(
             replace(source, name=f"{source.name}.weight", shape=(*source.shape, shape.hidden))
             for source in projections
         )
         yield Weight("self_attention.linear_qkv.weight", "query_key_value", matrices)
+
         output = Source("self_attn.o_proj.weight", (shape.hidden, query_rows), "columns")
         yield Weight("self_attention.linear_proj.weight", "columns", (output,))
 
@@ -90,8 +94,8 @@ class Attention(Mixer):
             sinks = Source("self_attn.sinks", (shape.heads,), "rows")
             yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-        # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one share
-        # them, and in a norm over all heads a rank uses the slice of its own heads.
+        # Replicated over tensor-parallel ranks: per-head norms share one weight between heads, and in a norm
+        # over all heads each rank uses the slice of its heads.
         if shape.qk_norm:
             for letter, rows in (("q", query_rows), ("k", key_rows)):
                 if not shape.whole_qk_norm:
@@ -112,13 +116,13 @@ class Attention(Mixer):
         """
         shape = layer.shape
         heads = shape.heads / layer.tensor
-        groups = self.key_value_heads(shape) / layer.tensor
-        return self.key_size(shape) * (7 * heads + 3 * groups)
+        kv_heads = self.key_value_heads(shape) / layer.tensor
+        return self.key_size(shape) * (7 * heads + 3 * kv_heads)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
+        """Return the forward FLOPs of one token per attended key: 2 h (d_qk + d_v) for h heads.
 
-        A query element is multiplied by one of the key, and a probability by each element of the value.
+        They are the products of the query with the key, and of the probability with the value.
         """
         return 4 * self.query_width(shape)
 
@@ -131,7 +135,7 @@ class Attention(Mixer):
         return self.key_size(shape)
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return the number of different parts of the key-value cache on ``tensor`` ranks of an engine.
+        """Return the number of distinct shards of the key-value cache on ``tensor`` ranks of an engine.
 
         Each rank caches different heads, unless there are fewer key-value heads than ranks: then several
         ranks cache copies of the same head.
@@ -139,36 +143,38 @@ class Attention(Mixer):
         return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of key-value heads, which training does not replicate."""
+        """Return the number of key-value heads: tensor-parallel ranks of a trainer cannot share one."""
         return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
         """Count the elements per token of a rank's queries, keys, values and outputs."""
         heads = shape.heads / tensor
-        groups = self.key_value_heads(shape) / tensor
+        kv_heads = self.key_value_heads(shape) / tensor
         # If the context size does not divide the key-value heads, they are repeated for every head.
-        if groups % context:
-            groups = heads
-        return (heads + groups) * 2 * self.key_size(shape)
+        if kv_heads % context:
+            kv_heads = heads
+        return (heads + kv_heads) * 2 * self.key_size(shape)
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
         """Count the elements per token of the keys and values of a rank's key-value heads."""
         return 2 * max(1, self.key_value_heads(shape) // tensor) * self.key_size(shape)
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the TransformerConfig fields for a gate on the output and for layers with other heads."""
+        """Return the TransformerConfig fields for an output gate and for layers with different head sizes."""
         settings: dict[str, Any] = {}
         if shape.output_gate:
             settings["attention_output_gate"] = True
+
         if self.head_dim or self.kv_heads:
-            # Tensors of different shapes are stored one by one, not those of all layers as one tensor.
+            # Megatron's checkpoints stack equal layers into one tensor; layers of different shapes are stored
+            # one by one.
             settings["hetereogenous_dist_checkpoint"] = True
         return settings
 
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield an error for a gate on the output with more tensor-parallel ranks than key-value heads."""
+        """Yield an error for an output gate with more tensor-parallel ranks than key-value heads."""
         if not shape.output_gate or layout.tensor <= self.key_value_heads(shape):
             return
 
@@ -183,21 +189,21 @@ class Attention(Mixer):
         )
 
     def _count_fused_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token that Transformer Engine's attention saves, with any recomputation.
+        """Count the elements per token that Transformer Engine's attention saves.
 
-        Its flash attention saves only its inputs and its output.
+        Selective recomputation has no effect: flash attention saves only its inputs and its output.
         """
         shape = layer.shape
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
         if shape.sinks:
-            # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors,
-            # and its kernels take multiples of 8.
+            # PyTorch's attention instead: it repeats keys and values for every query head. Four tensors have
+            # one more dimension for the sink, which is padded to a multiple of 8.
             return heads * (4 * (head_dim + 8) + head_dim)
 
         # Tensors with all query heads: queries and output, the gate, and queries before their norm. Tensors
         # with all key-value heads: keys and values, and keys before their norm.
-        groups = self.key_value_heads(shape) / layer.tensor
+        kv_heads = self.key_value_heads(shape) / layer.tensor
         query_tensors = 2
         key_value_tensors = 2
         if shape.output_gate:
@@ -205,7 +211,7 @@ class Attention(Mixer):
         if shape.qk_norm:
             query_tensors += 1
             key_value_tensors += 1
-        return head_dim * (query_tensors * heads + key_value_tensors * groups)
+        return head_dim * (query_tensors * heads + key_value_tensors * kv_heads)
 
     def _count_plain_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that this package's attention saves.
@@ -215,47 +221,47 @@ class Attention(Mixer):
         shape = layer.shape
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
-        groups = self.key_value_heads(shape) / layer.tensor
-        projected_heads = heads + 2 * groups
+        kv_heads = self.key_value_heads(shape) / layer.tensor
+        projected_heads = heads + 2 * kv_heads
         if self.keys_are_values:
-            projected_heads = heads + groups
-        projection = head_dim * projected_heads
+            projected_heads = heads + kv_heads
+        projection_elements = head_dim * projected_heads
 
         # The core saves queries, keys, values and output of every query head, since keys and values are
         # repeated, and the float32 log-sum-exp of each head's softmax.
-        core = 4 * heads * head_dim + heads * layer.float32_elements
+        core_elements = 4 * heads * head_dim + heads * layer.float32_elements
         if shape.sinks:
             # One more dimension of queries, keys, values and output.
-            core += 4 * heads
+            core_elements += 4 * heads
 
-        norms = 0.0
+        norm_elements = 0.0
         if shape.qk_norm:
-            norms = layer.plain_norm_elements((heads + groups) * head_dim, output=False)
+            norm_elements = layer.plain_norm_elements((heads + kv_heads) * head_dim, output=False)
         if self.value_norm:
             # The input in float32, and one number of each head.
-            norms += groups * (head_dim + 1) * layer.float32_elements
+            norm_elements += kv_heads * (head_dim + 1) * layer.float32_elements
         if shape.whole_qk_norm:
             # Inputs and normalised values in float32.
-            norms = 2 * (heads + groups) * head_dim * layer.float32_elements
+            norm_elements = 2 * (heads + kv_heads) * head_dim * layer.float32_elements
 
         # In float32, keys are saved as a view of the complete projection, and queries too if they are
         # contiguous.
         saves_views = shape.qk_norm and layer.dtype_bytes == 4
         if saves_views:
-            viewed_heads = groups
-            if groups > 1:
+            viewed_heads = kv_heads
+            if kv_heads > 1:
                 viewed_heads += heads
-            norms += head_dim * viewed_heads
+            norm_elements += head_dim * viewed_heads
 
         # Selective recomputation saves the core's inputs: the norms' outputs, or the projections.
         if layer.recompute == "selective":
-            core = head_dim * (heads + groups)
+            core_elements = head_dim * (heads + kv_heads)
             if not saves_views:
-                core += projection
-        output = heads * head_dim
+                core_elements += projection_elements
+        output_elements = heads * head_dim
         # cos and sin of the rotary angles, for queries and for keys.
-        rotary = 4 * head_dim
-        return core + output + rotary + norms
+        rotary_elements = 4 * head_dim
+        return core_elements + output_elements + rotary_elements + norm_elements
 
 
 KIND = Attention

@@ -1,8 +1,8 @@
 """The two halves of a decoder layer: a mixer such as attention, and a feed-forward such as an MLP.
 
-Everything that differs between kinds of layers is a method here. Counts of parameters, memory, weight sync,
-adapters and the planner sum over the blocks of a `ModelShape` and name no kind. What Megatron builds for a
-block is in `megatron_rl.megatron.blocks`, under the same name.
+Every difference between types of layers is a method here. Parameter counts, memory, weight sync, adapters and
+the planner sum over the blocks of a `ModelShape`, without a case per type. `megatron_rl.megatron.blocks` has
+the Megatron modules of each block, under the same name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LocalLayer:
     """Properties of a layer on one rank that determine the memory of its activations.
 
     Activations are counted in elements of ``dtype_bytes`` bytes, per token of a micro-batch. A float32 number
-    counts as `float32_elements` of them, which are 2 for bfloat16.
+    counts as `float32_elements` elements: 2 in a bfloat16 model.
     """
 
     shape: ModelShape
@@ -40,8 +40,8 @@ class LocalLayer:
     dtype_bytes: int
     """Bytes of an element of the model's dtype."""
     fused: bool
-    """Whether the layer is Transformer Engine's. Otherwise it is Megatron's plain layer with this package's
-    norm and attention, in which nothing is fused but the core of attention."""
+    """Whether the layer is Transformer Engine's. Otherwise it is a plain Megatron layer with this package's
+    norm and attention, in which only the core of attention is fused."""
     recompute: str = "none"
     """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
 
@@ -56,13 +56,14 @@ class LocalLayer:
         ``width``: size of the norm. ``output``: whether the norm's output is counted; false if no later
         module saves it. The input is saved in float32.
         """
-        normalised = 1.0
+        normalised_elements = 1.0
         if self.shape.centered_norms:
-            normalised = self.float32_elements
-        saved = self.float32_elements + normalised
+            normalised_elements = self.float32_elements
+
+        saved_elements = self.float32_elements + normalised_elements
         if output:
-            saved += 1
-        return width * saved
+            saved_elements += 1
+        return width * saved_elements
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Mixer(ABC):
         """
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the number of heads of keys and values, or 0 if no keys per token are kept."""
+        """Return the number of key-value heads, or 0 for a mixer without keys per token."""
         return 0
 
     def key_size(self, shape: ModelShape) -> int:
@@ -138,15 +139,15 @@ class Mixer(ABC):
         return 0
 
     def cache_shards(self, shape: ModelShape, tensor: int) -> int:
-        """Return the number of shards into which ``tensor`` ranks of an engine divide the cache."""
+        """Return the number of distinct shards of the cache on ``tensor`` ranks of an engine."""
         return 1
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size by which engines choose a kernel, such as that of a head; 0 if there is none."""
+        """Return the size by which engines select a kernel, such as the head size; 0 without a kernel."""
         return 0
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a layer's cache for one sequence that do not grow with its length."""
+        """Return the bytes of a layer's cache per sequence that do not depend on the sequence length."""
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
@@ -154,18 +155,18 @@ class Mixer(ABC):
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return the kinds of heads, besides query and key-value heads, that tensor parallelism divides.
+        """Return the further heads that tensor parallelism divides, besides query and key-value heads.
 
         Keys are plural nouns for errors, values are numbers of heads.
         """
         return {}
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
-        """Count the elements per token that context-parallel ranks exchange so that each has whole rows."""
+        """Count the elements per token of the all-to-all before and after context-parallel attention."""
         return 0.0
 
     def gathered_elements(self, shape: ModelShape, tensor: int) -> float:
-        """Count the elements per token that context-parallel ranks gather, if they do not exchange heads."""
+        """Count the elements per token that context-parallel ranks all-gather instead of exchanging heads."""
         return 0.0
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
@@ -179,7 +180,7 @@ class Mixer(ABC):
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Return why Megatron's linear layer ``target`` cannot have an adapter, or None if it can."""
+        """Return the reason why Megatron's linear layer ``target`` cannot have an adapter; None if it can."""
         return None
 
 
@@ -197,7 +198,7 @@ class FeedForward(ABC):
 
     @abstractmethod
     def weights(self, shape: ModelShape) -> Iterable[Weight]:
-        """Yield the parameters of a layer's feed-forward; one entry represents all routed experts."""
+        """Yield the parameters of a layer's feed-forward; one `Weight` represents all routed experts."""
 
     @abstractmethod
     def inner_width(self, shape: ModelShape) -> int:
@@ -219,15 +220,15 @@ class FeedForward(ABC):
         """
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of a token's hidden states alive at once in the pass of `live_elements`."""
+        """Return the number of hidden states alive at once during the pass of `live_elements`."""
         return 4
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token that exist besides the saved ones while the layer is computed."""
+        """Count the elements per token of temporary tensors, which exist only while the layer is computed."""
         return 0.0
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return the widths that tensor parallelism divides: (noun, width, size of `ParallelLayout`)."""
+        """Return (noun, width, name of the size in `ParallelLayout` that must divide it) of each width."""
         return []
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:

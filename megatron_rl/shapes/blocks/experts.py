@@ -27,10 +27,11 @@ class Experts(FeedForward):
     routed: ClassVar[bool] = True
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
-        """Yield the parameters of the router and the shared experts, and one entry for all routed experts."""
+        """Yield the parameters of router and shared experts, and one `Weight` for all routed experts."""
         # Every rank routes its own tokens, so the router is replicated.
         router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
         yield Weight("mlp.router.weight", "whole", (router,))
+
         if shape.router_bias:
             bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
             yield Weight("mlp.router.expert_bias", "whole", (bias,))
@@ -47,50 +48,58 @@ class Experts(FeedForward):
 
         # Megatron's own layers have a module per expert, Transformer Engine's one module with numbered
         # weights.
-        name = "mlp.experts.local_experts.{expert}."
-        source = "mlp.experts.{expert}."
-        fused = "mlp.experts.{linear}.weight{expert}"
-        yield from mlp_matrices(shape, name, source, shape.expert_width, fused, expert=True)
+        name_prefix = "mlp.experts.local_experts.{expert}."
+        source_prefix = "mlp.experts.{expert}."
+        fused_name = "mlp.experts.{linear}.weight{expert}"
+        yield from mlp_matrices(
+            shape, name_prefix, source_prefix, shape.expert_width, fused_name, expert=True
+        )
         if shape.expert_bias:
-            fused = "mlp.experts.{linear}.bias{expert}"
-            yield from mlp_biases(shape, name, source, shape.expert_width, fused, expert=True)
+            fused_name = "mlp.experts.{linear}.bias{expert}"
+            yield from mlp_biases(
+                shape, name_prefix, source_prefix, shape.expert_width, fused_name, expert=True
+            )
 
     def inner_width(self, shape: ModelShape) -> int:
         """Return the summed widths of a token's routed experts and of the shared experts."""
         return shape.experts_per_token * shape.expert_width + shape.shared_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: of all experts, of their inputs, and of the router."""
+        """Count the saved elements per token: of experts, inputs of routed experts, and router."""
         shape = layer.shape
         # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
         experts_per_token = shape.experts_per_token / layer.token_shards
-        shared = count_mlp_elements(layer, shape.shared_width / layer.tensor)
-        routed = _count_expert_elements(layer) * experts_per_token
+        shared_elements = count_mlp_elements(layer, shape.shared_width / layer.tensor)
+        routed_elements = _count_expert_elements(layer) * experts_per_token
 
         # The input of each routed expert: a copy of the token's hidden state, gathered over expert-tensor
         # ranks.
-        inputs = experts_per_token * layer.expert_tensor * shape.hidden
-        router = _count_router_elements(layer) / layer.token_shards
-        return shared + routed + (inputs + router)
+        input_elements = experts_per_token * layer.expert_tensor * shape.hidden
+        router_elements = _count_router_elements(layer) / layer.token_shards
+        return shared_elements + routed_elements + (input_elements + router_elements)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of the copies of a token for its routed experts.
+        """Count the elements per token of its copies for the routed experts.
 
-        Copies are sorted, exchanged, sorted by expert, multiplied, and combined.
+        The copies are sorted, exchanged between ranks, sorted by expert, computed, and combined.
         """
         shape = layer.shape
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the hidden states of any feed-forward, and one more for the output of shared experts."""
+        """Return the number of hidden states of any feed-forward, plus the output of shared experts."""
         return 4 + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the elements of unsaved copies of routed tokens, or in fused layers of two gradients."""
+        """Count the temporary elements per token: unsaved copies of routed tokens, or two gradients.
+
+        Only fused layers have the gradients.
+        """
         shape = layer.shape
         copies = ROUTED_COPIES - 1
         if layer.fused:
             copies = 2
+
         return copies * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
@@ -112,8 +121,7 @@ class Experts(FeedForward):
         }
 
         if shape.dense_layers:
-            # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of
-            # stacking them.
+            # Only if layers differ: with a list, Megatron stores layers one by one instead of stacked.
             settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
         if shape.shared_width:
             settings["moe_shared_expert_intermediate_size"] = shape.shared_width
@@ -126,6 +134,7 @@ class Experts(FeedForward):
         """Yield an error for experts with biases that are sharded over tensor-parallel ranks."""
         if not shape.expert_bias or layout.expert_tensor == 1:
             return
+
         yield UserError(
             "Megatron does not shard experts with biases over tensor-parallel ranks",
             where=f"{layout.path}.expert_tensor",
@@ -138,25 +147,25 @@ class Experts(FeedForward):
 def _count_expert_elements(layer: LocalLayer) -> float:
     """Count the elements that one routed expert saves for each token that is routed to it."""
     width = layer.shape.expert_width
-    # With biases the activation is not fused, and saves its bounded input and its sigmoid, too.
+    # With biases the activation is not fused: it also saves its clamped input and its sigmoid.
     if layer.shape.expert_bias:
         return 8 * width
 
     if layer.fused:
         return count_mlp_elements(layer, width)
 
-    # The elements of an MLP, and its product times the router's weight.
+    # Five tensors as in a plain MLP, and the product of gate and up times the router's weight.
     return 6 * width
 
 
 def _count_router_elements(layer: LocalLayer) -> float:
-    """Count the elements per token that the router saves for all experts and for the selected ones."""
+    """Count the elements per token that the router saves for all experts and for the selected experts."""
     shape = layer.shape
     if layer.fused:
         # Logits and probabilities of all experts.
         return 2.0 * shape.experts
 
-    # Logits of all experts in the model's dtype, and a mask of the selected ones with a byte each.
+    # Logits of all experts in the model's dtype, and a mask of the selected experts, a byte each.
     all_experts = shape.experts * (1 + 1 / layer.dtype_bytes)
     # Probabilities and indices of the selected experts: five numbers of 4 bytes for each of them.
     selected = 5 * shape.experts_per_token * 4 / layer.dtype_bytes

@@ -1,7 +1,7 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464), as transformers' qwen3_next and qwen3_5 have them.
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464), as in transformers' qwen3_next and qwen3_5.
 
-A delta net has no keys and values per token. Each value head has a state of one matrix, key size by value
-size, for any length of the row, so its cache counts rows instead of tokens.
+A delta net caches no keys and values per token. Each value head has a state of one matrix [key size, value
+size] for a row of any length, so the size of the cache depends on the number of rows instead of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATE_BYTES = 4
 """Bytes of an element of the state, which engines and kernels store in float32."""
 
 _CHUNK_TOKENS = 64
-"""Tokens of a chunk in PyTorch's implementation of the rule, which saves the state at each chunk's start."""
+"""Tokens per chunk in PyTorch's delta rule, which saves the state at the start of each chunk."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class GatedDeltaNet(Mixer):
         value_rows = shape.linear_v
         value_heads = shape.linear_v_heads
 
-        # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
-        # (suffix of the checkpoint's name, rows) each.
+        # (suffix of the checkpoint's name, rows) of queries, keys, values and output gate, and of the
+        # learning rate and the decay of each value head.
         projections = [
             ("qkv", key_rows),
             ("qkv", key_rows),
@@ -59,6 +59,7 @@ class GatedDeltaNet(Mixer):
             # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
             fused_names = {"qkv": "qkvz", "z": "qkvz", "b": "ba", "a": "ba"}
             projections = [(fused_names[name], rows) for name, rows in projections]
+
         sources = [
             Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections
         ]
@@ -78,6 +79,7 @@ class GatedDeltaNet(Mixer):
             for rows in (key_rows, key_rows, value_rows)
         ]
         yield _make_weight("conv1d.weight", "sections", *filters)
+
         yield _make_weight("dt_bias", "rows", Source("dt_bias", (value_heads,), "rows"))
         yield _make_weight("A_log", "rows", Source("A_log", (value_heads,), "rows"))
         yield _make_weight("out_norm.weight", "whole", Source("norm.weight", (shape.linear_v_head_dim,)))
@@ -88,25 +90,25 @@ class GatedDeltaNet(Mixer):
         """Count the saved elements per token: projections, convolution, repeated heads and outputs.
 
         Selective recomputation has no effect: a delta net has no core of attention. In fused layers the
-        kernels of flash-linear-attention compute the states of chunks again in the backward pass.
+        kernels of flash-linear-attention recompute the states of chunks in the backward pass.
         """
         shape = layer.shape
         # Queries, keys, values, output gate, and per head the decay and the step size.
-        projections = 2 * shape.linear_qk + 2 * shape.linear_v + 2 * shape.linear_v_heads
-        convolution = 2 * shape.linear_qk + shape.linear_v
+        projection_elements = 2 * shape.linear_qk + 2 * shape.linear_v + 2 * shape.linear_v_heads
+        conv_elements = 2 * shape.linear_qk + shape.linear_v
         # Queries and keys are repeated for the value heads that share them.
-        repeated = 2 * shape.linear_v_heads * shape.linear_k_head_dim * layer.float32_elements
-        # The rule's output, and the same normalised and gated: the output projection's input.
-        outputs = 2 * shape.linear_v
+        repeated_elements = 2 * shape.linear_v_heads * shape.linear_k_head_dim * layer.float32_elements
+        # The delta rule's output, and the input of the output projection: the normalised and gated output.
+        output_elements = 2 * shape.linear_v
 
-        elements = projections + convolution + repeated + outputs
+        elements = projection_elements + conv_elements + repeated_elements + output_elements
         if not layer.fused:
             # The state at the start of each chunk, in float32.
             elements += _count_state_elements(shape) * layer.float32_elements / _CHUNK_TOKENS
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Return the elements per token that are in memory at once: those that an unfused layer saves."""
+        """Count the elements per token alive at once: the saved elements of an unfused layer."""
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:
@@ -114,17 +116,17 @@ class GatedDeltaNet(Mixer):
         return 6.0 * shape.linear_qk * shape.linear_v_head_dim
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a row's state matrices in float32, and of the convolution's last inputs."""
-        matrices = _count_state_elements(shape) * _STATE_BYTES
-        conv_inputs = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
-        return matrices + conv_inputs
+        """Return the bytes of a row's float32 state matrices and of its last convolution inputs."""
+        matrix_bytes = _count_state_elements(shape) * _STATE_BYTES
+        conv_input_bytes = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
+        return matrix_bytes + conv_input_bytes
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the number of key heads, which the tensor-parallel size must divide."""
         return {"key heads of gated delta nets": shape.linear_k_heads}
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return Megatron's sizes of delta nets, and which layers have one."""
+        """Return Megatron's settings for the sizes of delta nets, and for the layers that have one."""
         # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
         return {
             "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
@@ -141,6 +143,7 @@ class GatedDeltaNet(Mixer):
         """Yield an error for context parallelism: a row's state needs all tokens of the row in order."""
         if layout.context == 1:
             return
+
         yield UserError(
             f"context parallelism is not supported for {self.noun}",
             where=f"{layout.path}.context",
@@ -151,9 +154,9 @@ class GatedDeltaNet(Mixer):
 
 
 def _make_weight(name: str, cut: Cut, *sources: Source) -> Weight:
-    """Make a `Weight` of a delta net; ``sources`` are named below ``linear_attn`` in checkpoints."""
-    renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
-    return Weight(f"self_attention.{name}", cut, renamed)
+    """Create a `Weight` of a delta net; ``sources`` are named below ``linear_attn`` in checkpoints."""
+    named_sources = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
+    return Weight(f"self_attention.{name}", cut, named_sources)
 
 
 def _count_state_elements(shape: ModelShape) -> int:

@@ -26,15 +26,15 @@ class LatentAttention(Mixer):
     fuses_rotary: ClassVar[bool] = False
 
     def key_value_heads(self, shape: ModelShape) -> int:
-        """Return the attention heads: every head has a separate key and value once the latent is expanded."""
+        """Return the number of attention heads: after expansion, each has a separate key and value."""
         return shape.heads
 
     def key_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's query and key, with and without rotary positions together."""
+        """Return the size of one head's query and key, including the dimensions with rotary positions."""
         return shape.qk_nope + shape.qk_rope
 
     def value_size(self, shape: ModelShape) -> int:
-        """Return the size of one head's value once the latent is expanded."""
+        """Return the size of one head's value after the latent is expanded."""
         return shape.v_head_dim
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
@@ -58,8 +58,8 @@ class LatentAttention(Mixer):
             yield _make_weight("linear_q_up_proj", "rows", query_up)
 
         # Keys and values: down to one latent and the rotary part, then up to all heads.
-        down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
-        yield _make_weight("linear_kv_down_proj", "latent", down)
+        kv_down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
+        yield _make_weight("linear_kv_down_proj", "latent", kv_down)
         yield _make_weight(
             "kv_layernorm",
             "whole",
@@ -77,21 +77,21 @@ class LatentAttention(Mixer):
         shape = layer.shape
         heads = shape.heads / layer.tensor
         if layer.fused:
-            # Queries and keys, the keys' part without rotary positions on its own, values and output.
-            core = heads * (2 * self.key_size(shape) + shape.qk_nope + 2 * shape.v_head_dim)
+            # Queries and keys, a copy of the keys without rotary positions, values and output.
+            core_elements = heads * (2 * self.key_size(shape) + shape.qk_nope + 2 * shape.v_head_dim)
             # Latents before and after their norms.
-            return core + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
+            return core_elements + 2 * (shape.q_lora + shape.kv_lora) / layer.token_shards
 
         # The core saves queries, keys, values and output of every head, and the float32 log-sum-exp of each
         # head's softmax. With selective recomputation it saves only its inputs: queries, keys and values.
-        core = 2 * heads * (self.key_size(shape) + shape.v_head_dim) + heads * layer.float32_elements
+        core_elements = 2 * heads * (self.key_size(shape) + shape.v_head_dim) + heads * layer.float32_elements
         if layer.recompute == "selective":
-            core = heads * (2 * self.key_size(shape) + shape.v_head_dim)
-        output = heads * shape.v_head_dim
+            core_elements = heads * (2 * self.key_size(shape) + shape.v_head_dim)
+        output_elements = heads * shape.v_head_dim
         latent_norms = layer.plain_norm_elements(shape.q_lora + shape.kv_lora) / layer.token_shards
         # cos and sin of the rotary angles, for queries and for the shared key.
-        rotary = 4 * shape.qk_rope
-        return core + output + rotary + latent_norms
+        rotary_elements = 4 * shape.qk_rope
+        return core_elements + output_elements + rotary_elements + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token of queries, keys and values, and of copies with contiguous rows.
@@ -102,9 +102,9 @@ class LatentAttention(Mixer):
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return 2 h (d_qk + d_v), two FLOPs per element of h heads' queries and outputs.
+        """Return the forward FLOPs of one token per attended key: 2 h (d_qk + d_v) for h heads.
 
-        A query element is multiplied by one of the key, and a probability by each element of the value.
+        They are the products of the query with the key, and of the probability with the value.
         """
         return 2 * shape.heads * (self.key_size(shape) + shape.v_head_dim)
 
@@ -113,11 +113,11 @@ class LatentAttention(Mixer):
         return shape.kv_lora + shape.qk_rope
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size of a token's cache, by which engines choose a kernel: all heads share it."""
+        """Return the size of a token's cache, since all heads attend to the same latent."""
         return self.cache_elements(shape)
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return how many heads tensor parallelism divides: the attention heads; the latent has none."""
+        """Return the number of attention heads, which the tensor-parallel size must divide."""
         return shape.heads
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
@@ -132,9 +132,9 @@ class LatentAttention(Mixer):
         return shape.kv_lora + shape.qk_rope
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
-        """Return Megatron's sizes of latent attention, with a key-value head for each query head.
+        """Return Megatron's settings for the sizes of latent attention, with a key-value head per query head.
 
-        Once the latent is expanded, every query head has a separate key and value.
+        After the latent is expanded, every query head has a separate key and value.
         """
         return {**latent_settings(shape), "num_query_groups": shape.heads, "qk_layernorm": True}
 
@@ -147,15 +147,15 @@ class LatentAttention(Mixer):
 
         key = f"{layout.path.rpartition('.')[0]}.megatron.apply_rope_fusion"
         yield UserError(
-            "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
+            "the fused rotary embedding of latent attention does not support rotary angles per token",
             where=key,
-            expected="no value for a model with latent attention, whose tokens bring their own angles",
+            expected="no value for a model with latent attention: packed rows have rotary angles per token",
             got="true",
             fix=f"remove {key}",
         )
 
     def adapter_refusal(self, target: str) -> str | None:
-        """Return the reason against an adapter of ``linear_qkv``, which latent attention does not have."""
+        """Return the reason for ``linear_qkv``, which does not exist here; None for any other layer."""
         if target == "linear_qkv":
             return "latent attention has no such layer: it projects through latents"
         return None
@@ -172,16 +172,16 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _make_weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
-    """Make a `Weight` of latent attention.
+def _make_weight(name: str, cut: Cut, source: Source, fused_suffix: str = "") -> Weight:
+    """Create a `Weight` of latent attention.
 
-    ``source`` is named below ``self_attn`` in checkpoints. ``fused``: name in layers in which Transformer
-    Engine fuses modules; empty if it is ``name``.
+    ``source`` is named below ``self_attn`` in checkpoints. ``fused_suffix`` is the end of the name in layers
+    in which Transformer Engine fuses modules; empty for the same name.
     """
     prefix = "self_attention."
     fused_name = ""
-    if fused:
-        fused_name = prefix + fused
+    if fused_suffix:
+        fused_name = prefix + fused_suffix
     named_source = replace(source, name=f"self_attn.{source.name}.weight")
     return Weight(f"{prefix}{name}.weight", cut, (named_source,), fused_name)
 

@@ -1,4 +1,4 @@
-"""Dense MLPs, of three matrices with a gate or of two without."""
+"""Dense MLPs: three matrices with a gate, or two matrices without."""
 
 from __future__ import annotations
 
@@ -47,48 +47,62 @@ def count_mlp_elements(layer: LocalLayer, width: float) -> float:
     if not layer.fused:
         # Gate and up together, the activation, up once more, and their product.
         return 5 * width
+
     if not layer.shape.gated:
         # The activation's input and output.
         return 2 * width
+
     # Gate, up and their product.
     return 3 * width
 
 
 def mlp_matrices(
-    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
+    shape: ModelShape,
+    name_prefix: str,
+    source_prefix: str,
+    width: int,
+    fused_name: str = "",
+    expert: bool = False,
 ) -> Iterator[Weight]:
-    """Yield the two Megatron parameters of an MLP; in a gated MLP the first holds gate and up projections.
+    """Yield the two Megatron parameters of an MLP; in a gated MLP the first contains gate and up projections.
 
-    ``width`` is the intermediate size. ``name`` and ``source`` are the prefixes of Megatron's and
-    of the checkpoint's names, ``fused`` is Transformer Engine's name with ``{linear}`` for the layer.
+    ``width`` is the intermediate size. ``name_prefix`` and ``source_prefix`` are the prefixes of Megatron's
+    names and of the checkpoint's names. ``fused_name`` is Transformer Engine's name, with ``{linear}`` for
+    the layer. ``expert``: whether the parameters exist once per routed expert.
     """
     # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(
-        Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections
+        Source(f"{source_prefix}{projection}.weight", (width, shape.hidden), "rows")
+        for projection in projections
     )
-    outer = (Source(f"{source}down_proj.weight", (shape.hidden, width), "columns"),)
+    outer = (Source(f"{source_prefix}down_proj.weight", (shape.hidden, width), "columns"),)
 
     # Fill in ``{linear}`` only: ``{expert}`` is filled in later, once per expert.
-    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
-    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
-    yield Weight(f"{name}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
-    yield Weight(f"{name}linear_fc2.weight", "columns", outer, fused_outer, expert)
+    fused_inner = fused_name.format(linear="linear_fc1", expert="{expert}")
+    fused_outer = fused_name.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name_prefix}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
+    yield Weight(f"{name_prefix}linear_fc2.weight", "columns", outer, fused_outer, expert)
 
 
 def mlp_biases(
-    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
+    shape: ModelShape,
+    name_prefix: str,
+    source_prefix: str,
+    width: int,
+    fused_name: str = "",
+    expert: bool = False,
 ) -> Iterator[Weight]:
     """Yield the biases of the matrices that `mlp_matrices` yields for the same arguments."""
     projections, inner_cut = _inner_projections(shape)
-    inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
-    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
-    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
+    inner = tuple(Source(f"{source_prefix}{projection}.bias", (width,), "rows") for projection in projections)
+    fused_inner = fused_name.format(linear="linear_fc1", expert="{expert}")
+    yield Weight(f"{name_prefix}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
 
-    # Added after the sum over tensor-parallel ranks, so every rank has all of it.
-    outer = (Source(f"{source}down_proj.bias", (shape.hidden,)),)
-    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
-    yield Weight(f"{name}linear_fc2.bias", "whole", outer, fused_outer, expert)
+    # Added after the sum over tensor-parallel ranks, so it is replicated.
+    outer = (Source(f"{source_prefix}down_proj.bias", (shape.hidden,)),)
+    fused_outer = fused_name.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name_prefix}linear_fc2.bias", "whole", outer, fused_outer, expert)
 
 
 def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Cut]:

@@ -18,12 +18,13 @@ def _read_structure(reader: ConfigReader) -> Fields:
     reader.allow("topk_method", "noaux_tc", None)
     reader.allow("norm_topk_prob", True)
 
-    # A group's score is the sum of its best experts: of topk / group_topk in Megatron, of 2 in the model.
+    # A group's score is the sum of its best experts' scores: topk / group_topk experts in Megatron, 2 in the
+    # model.
     experts_per_token = reader.size("num_experts_per_tok")
     if reader.get("n_group", 1) > 1 and experts_per_token // reader.size("topk_group") != 2:
         reader.refuse(
-            "Megatron ranks groups of experts by the sum of their best num_experts_per_tok / topk_group, "
-            "where the model takes the best 2",
+            "Megatron scores a group of experts by its best num_experts_per_tok / topk_group experts, the "
+            "model by its best 2",
             "topk_group",
             f"half of num_experts_per_tok, {experts_per_token}",
         )
@@ -35,7 +36,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for DeepSeek V3 models."""
     settings = {**deepseek_megatron_settings(config), **biased_router_settings()}
 
-    # Moonlight and Kimi-K2 have one group, which restricts nothing.
+    # With one group, as in Moonlight and Kimi-K2, routing is not restricted to groups.
     if (config["n_group"] or 1) > 1:
         settings["moe_router_num_groups"] = config["n_group"]
         settings["moe_router_group_topk"] = config["topk_group"]
@@ -44,7 +45,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     """Return the keys of config.json that vLLM needs for DeepSeek V3 models."""
-    # Without these vLLM routes by softmax and leaves the router's bias out.
+    # Without these keys vLLM routes by softmax and omits the router's bias.
     return {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 

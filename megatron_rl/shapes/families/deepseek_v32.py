@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention, on rows that attend to all keys."""
+"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention, for rows that attend to all keys."""
 
 from megatron_rl.shapes.families import deepseek_v3
 from megatron_rl.shapes.family import with_sparse_attention

@@ -15,7 +15,7 @@ FAMILY = Family(
     "Gemma3TextForSequenceClassification",
     _read_structure,
     gemma_megatron_settings,
-    # Published multimodal checkpoints of 4B and more state few of these.
+    # Published multimodal checkpoints of 4B and larger omit most of these keys.
     defaults={
         "vocab_size": 262208,
         "num_attention_heads": 8,
@@ -28,7 +28,7 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "tie_word_embeddings": True,
     },
-    # transformers writes the former key under a private name, next to the layer_types that replaced it.
+    # transformers writes this older key with an underscore, beside the ``layer_types`` that replaced it.
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     features=("scaled_embedding", "capped_scores"),
 )

@@ -1,4 +1,4 @@
-"""Gemma 4 (Google, 2026), the dense language model without embeddings of each layer."""
+"""Gemma 4 (Google, 2026), the dense language model without per-layer embeddings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,37 +17,39 @@ def _read_structure(reader: ConfigReader) -> Fields:
     # vLLM builds experts if num_experts is set at all, transformers if enable_moe_block is true.
     for key in ("enable_moe_block", "num_experts"):
         if reader.get(key, False) is not False:
-            reader.refuse("experts beside an MLP, as 26B-A4B has them, are not supported", key, "null")
+            reader.refuse("layers with both an MLP and experts (26B-A4B) are not supported", key, "null")
+
     if reader.flag("hidden_size_per_layer_input"):
         reader.refuse(
-            "per-layer embeddings, as E2B and E4B have them, are not supported",
+            "per-layer embeddings (E2B and E4B) are not supported",
             "hidden_size_per_layer_input",
             "0",
         )
     if reader.flag("num_kv_shared_layers"):
         reader.refuse(
-            "layers that attend to the keys and values of an earlier layer, as E2B and E4B have them, "
-            "are not supported",
+            "layers with the keys and values of an earlier layer (E2B and E4B) are not supported",
             "num_kv_shared_layers",
             "0",
         )
     reader.allow("attention_bias", False, None)
-    # With "vision" only tokens of images attend to later ones.
+    # With "vision" only the tokens of images attend to later tokens.
     reader.allow("use_bidirectional_attention", None, "vision", False)
-    # vLLM bounds scores by it, transformers does not read it.
+    # vLLM caps attention scores with this value; transformers does not read it.
     reader.allow("attn_logit_softcapping", None)
 
     layer_types = _layer_types(reader)
-    sizes = _layer_sizes(reader, layer_types)
-    kv_heads_of_layers = sorted({kv_heads for _, kv_heads in sizes})
-    if any(reader.size("num_attention_heads") % kv_heads for kv_heads in kv_heads_of_layers):
+    layer_sizes = _layer_sizes(reader, layer_types)
+    kv_head_counts = sorted({kv_heads for _, kv_heads in layer_sizes})
+    if any(reader.size("num_attention_heads") % kv_heads for kv_heads in kv_head_counts):
         reader.refuse(
-            "key-value heads of a layer serve different numbers of query heads",
+            "the key-value heads of a layer do not divide its query heads",
             "num_attention_heads",
-            f"a multiple of {' and '.join(map(str, kv_heads_of_layers))}, the key-value heads",
+            f"a multiple of {' and '.join(map(str, kv_head_counts))}, the key-value heads",
         )
+
+    # Layers with full attention may use their keys as values.
     blocks = []
-    for layer_type, (head_dim, kv_heads) in zip(layer_types, sizes, strict=True):
+    for layer_type, (head_dim, kv_heads) in zip(layer_types, layer_sizes, strict=True):
         shares_keys = reader.flag("attention_k_eq_v") and layer_type == "full_attention"
         attention = Attention(head_dim, kv_heads, keys_are_values=shares_keys, value_norm=True)
         blocks.append(Block(attention, Mlp()))
@@ -64,15 +66,13 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 
 def _layer_types(reader: ConfigReader) -> list[str]:
-    """Return the kind of attention of each layer, by default full attention in every sixth layer."""
+    """Return the attention type of each layer, by default full attention in every sixth layer."""
     layers = reader.size("num_hidden_layers")
     layer_types = reader.get("layer_types")
     if layer_types is None:
         layer_types = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)]
     if len(layer_types) != layers:
-        reader.refuse(
-            f"the model has {layers} layers and another number of types", "layer_types", f"{layers} entries"
-        )
+        reader.refuse("layer_types does not have one type for each layer", "layer_types", f"{layers} entries")
         layer_types = ["full_attention"] * layers
     # transformers and vLLM change the last layer to full attention.
     return [*layer_types[: layers - 1], "full_attention"]
@@ -81,8 +81,8 @@ def _layer_types(reader: ConfigReader) -> list[str]:
 def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int, int]]:
     """Return the head size and the number of key-value heads of each layer.
 
-    transformers 5.19 writes the layers that differ as ``per_layer_config``; published checkpoints have
-    ``global_head_dim`` and ``num_global_key_value_heads``, for layers with full attention.
+    transformers 5.19 writes ``per_layer_config`` for the layers with other sizes. Published checkpoints have
+    ``global_head_dim`` and ``num_global_key_value_heads`` for all layers with full attention.
     """
     head_dim = reader.size("head_dim")
     kv_heads = reader.size("num_key_value_heads")
@@ -103,8 +103,8 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
             f"only {' and '.join(sorted(_LAYER_KEYS))}",
         )
 
-    # JSON has numbers of layers as text.
-    overrides_by_layer = {int(layer): values for layer, values in layer_configs.items()}
+    # The keys of a JSON object are text: convert them to layer numbers.
+    overrides_by_layer = {int(layer): overrides for layer, overrides in layer_configs.items()}
     sizes_by_layer = []
     for layer in range(len(layer_types)):
         layer_config = {"head_dim": head_dim, "num_key_value_heads": kv_heads}
@@ -112,7 +112,7 @@ def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int
         layer_reader = ConfigReader(layer_config, f"{reader.file}: per_layer_config.{layer}", reader.errors)
         sizes_by_layer.append((layer_reader.size("head_dim"), layer_reader.size("num_key_value_heads")))
 
-    # One set of rotary angles is computed for each kind of attention.
+    # One set of rotary angles is computed for each attention type.
     head_dims = [layer_head_dim for layer_head_dim, _ in sizes_by_layer]
     types_with_head_dims = set(zip(layer_types, head_dims, strict=True))
     if len(types_with_head_dims) > len(set(layer_types)):

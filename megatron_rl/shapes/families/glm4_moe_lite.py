@@ -30,7 +30,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     """Return the keys of config.json that vLLM needs for GLM-4.7-Flash models."""
-    # Without the last two vLLM routes by softmax and leaves the router's bias out.
+    # Without the last two keys vLLM routes by softmax and omits the router's bias.
     return {
         "first_k_dense_replace": count_dense_layers(config, 1),
         "scoring_func": "sigmoid",

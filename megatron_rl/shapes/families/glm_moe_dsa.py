@@ -1,6 +1,6 @@
-"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention, on rows that attend to all keys.
+"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention, for rows that attend to all keys.
 
-Some layers use the choice of an earlier layer's indexer and have none themselves.
+Layers without an indexer reuse the keys that an earlier layer's indexer selected.
 """
 
 from megatron_rl.shapes.families import glm4_moe_lite

@@ -16,11 +16,11 @@ from megatron_rl.shapes.fused_experts import FusedExperts
 
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of gpt-oss models: fields of `ModelShape`."""
-    # Megatron's biases are those of all linear layers, and the experts always have them.
+    # Megatron has one switch for the biases of all linear layers, and the experts always have biases.
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
 
-    # quick_gelu has this factor, and vLLM reads none of these three constants from config.json.
+    # Megatron's quick_gelu has a fixed alpha, and vLLM reads none of these constants from config.json.
     reader.allow("swiglu_alpha", 1.702)
     reader.allow("swiglu_limit", 7.0)
     reader.allow("rms_norm_eps", 1e-5)
@@ -29,7 +29,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
     if rope.get("rope_type") != "yarn":
         reader.refuse("vLLM computes this model only with YaRN", "rope_parameters", '"rope_type": "yarn"')
 
-    # vLLM has the window in every other layer, the first one among them.
+    # In vLLM every other layer has a sliding window, beginning with the first layer.
     layers = reader.size("num_hidden_layers")
     reader_with_pattern = ConfigReader(
         {"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors
@@ -37,9 +37,9 @@ def _read_structure(reader: ConfigReader) -> Fields:
     windows = sliding_window_fields(reader_with_pattern, layers)
     if windows.get("sliding_layers") != tuple(range(0, layers, 2)):
         reader.refuse(
-            "the window of another pattern of layers is not supported",
+            "this pattern of layers with a sliding window is not supported",
             "layer_types",
-            "sliding_attention and full_attention in turn, and a sliding_window",
+            "sliding_attention and full_attention alternating, and a sliding_window",
         )
 
     return {
@@ -61,7 +61,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
         "activation_func": "quick_gelu",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": config["swiglu_limit"],
-        # Megatron's fusions do not take biases of experts.
+        # Megatron's fused kernels do not support the biases of experts.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
     }

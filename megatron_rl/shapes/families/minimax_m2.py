@@ -15,7 +15,7 @@ from megatron_rl.shapes.family import (
 
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of MiniMax-M2 models: fields of `ModelShape`."""
-    # config.json has switches for these, and transformers ignores them: accept only its fixed choices.
+    # transformers ignores these switches of config.json: accept only the values that it implements.
     reader.allow("use_qk_norm", True, None)
     reader.allow("qk_norm_type", "per_layer", None)
     reader.allow("use_routing_bias", True, None)
@@ -48,7 +48,7 @@ def _megatron_settings(config: Mapping[str, Any]) -> Fields:
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     """Return the keys of config.json that vLLM needs for MiniMax-M2 models."""
-    # Without these vLLM does not build the model, or leaves the router's bias out.
+    # Without these keys vLLM does not build the model, or omits the router's bias.
     rotary_dim = round(config["head_dim"] * rotary_fraction(config))
     return {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": rotary_dim}
 
@@ -62,7 +62,7 @@ FAMILY = Family(
     _megatron_settings,
     defaults={"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8},
     aliases={"num_experts": "num_local_experts", "num_mtp_modules": "num_nextn_predict_layers"},
-    # The router's bias is not below the router.
+    # The router's bias is stored outside the router's module.
     renamed=(
         ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),
         ("mlp.", "block_sparse_moe."),

@@ -5,18 +5,19 @@ from typing import Any
 
 from megatron_rl.shapes.family import ConfigReader, Family, Fields, rope_parameters
 
-_SCALES = ("llama_4_scaling_beta", "original_max_position_embeddings")
+_QUERY_SCALE_KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings")
+"""Rotary parameters that determine the factor of the queries."""
 
 
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of Ministral 3 models: fields of `ModelShape`."""
     parameters = rope_parameters(reader.config)
-    absent_keys = [name for name in _SCALES if not parameters.get(name)]
+    absent_keys = [name for name in _QUERY_SCALE_KEYS if not parameters.get(name)]
 
-    # Both are needed for the factor of the queries, see `Family.features`.
+    # The feature ``scaled_queries`` needs both values.
     if absent_keys:
         reader.refuse(
-            "the factor of the queries is not given",
+            "rope_parameters does not contain the factor of the queries",
             "rope_parameters",
             f"a value of {' and '.join(absent_keys)}",
         )
@@ -25,9 +26,13 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
     """Return the keys of config.json that vLLM needs for Ministral 3 models."""
-    # Without it vLLM leaves the factor out: it reads the names of Mistral's own checkpoints.
-    beta, positions = (rope_parameters(config)[name] for name in _SCALES)
-    return {"llama_4_scaling": {"beta": beta, "original_max_position_embeddings": positions}}
+    # vLLM reads the names of Mistral's own checkpoints: without this key it omits the factor of the queries.
+    parameters = rope_parameters(config)
+    scaling = {
+        "beta": parameters["llama_4_scaling_beta"],
+        "original_max_position_embeddings": parameters["original_max_position_embeddings"],
+    }
+    return {"llama_4_scaling": scaling}
 
 
 FAMILY = Family(

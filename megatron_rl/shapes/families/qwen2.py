@@ -5,7 +5,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields
 
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of Qwen2/2.5 models: fields of `ModelShape`."""
-    # Built into the model: Qwen2's config.json has no key for this bias.
+    # Qwen2's config.json has no key for this bias: every model has it.
     return {"qkv_bias": True}
 
 

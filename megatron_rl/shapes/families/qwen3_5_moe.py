@@ -25,7 +25,7 @@ FAMILY = Family(
     delta_net_megatron_settings,
     defaults={
         **DELTA_DEFAULTS,
-        "intermediate_size": 512,  # of no layer: every layer has experts
+        "intermediate_size": 512,  # unused: every layer has experts
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,

@@ -25,7 +25,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for Qwen3-MoE models."""
-    # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
+    # A softmax over the selected logits equals a softmax over all logits, renormalised over the selected.
     return {"moe_router_pre_softmax": not config["norm_topk_prob"]}
 
 
@@ -44,5 +44,5 @@ FAMILY = Family(
         "decoder_sparse_step": 1,
         "use_sliding_window": False,
     },
-    aliases={"num_local_experts": "num_experts"},  # transformers 5 writes the former
+    aliases={"num_local_experts": "num_experts"},  # transformers 5 writes num_local_experts
 )

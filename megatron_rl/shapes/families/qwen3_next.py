@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen team, September 2025): its checkpoints interleave the projections of a delta net."""
+"""Qwen3-Next (Qwen team, September 2025); checkpoints interleave the projections of a delta net."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for Qwen3-Next models."""
-    # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
+    # A softmax over the selected logits equals a softmax over all logits, renormalised over the selected.
     return {**delta_net_megatron_settings(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
 
 

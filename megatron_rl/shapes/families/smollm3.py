@@ -9,12 +9,13 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bi
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of SmolLM3 models: fields of `ModelShape`."""
     layers = reader.size("num_hidden_layers")
-    rotated = reader.get("no_rope_layers")
-    if rotated is None:
+    # Despite its name, the list has a 1 for each layer with rotary angles.
+    rope_flags = reader.get("no_rope_layers")
+    if rope_flags is None:
         reader.size("no_rope_layer_interval")
-    elif len(rotated) != layers:
+    elif len(rope_flags) != layers:
         reader.refuse(
-            f"the model has {layers} layers and another number of marks",
+            "no_rope_layers does not have one flag for each layer",
             "no_rope_layers",
             f"{layers} entries",
         )
@@ -23,13 +24,13 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for SmolLM3 models."""
-    # config.json marks the layers that have rotary angles; Megatron's list marks those that have none.
-    rotated = config.get("no_rope_layers")
-    if rotated is None:
+    # config.json marks the layers with rotary angles; Megatron's list marks the layers without.
+    rope_flags = config.get("no_rope_layers")
+    if rope_flags is None:
         interval = config["no_rope_layer_interval"]
-        rotated = [int((layer + 1) % interval != 0) for layer in range(config["num_hidden_layers"])]
+        rope_flags = [int((layer + 1) % interval != 0) for layer in range(config["num_hidden_layers"])]
 
-    return {"no_rope_freq": [1 - flag for flag in rotated]}
+    return {"no_rope_freq": [1 - flag for flag in rope_flags]}
 
 
 FAMILY = Family(
