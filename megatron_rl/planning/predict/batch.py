@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from math import exp, expm1
 
 _FIXED_ABOVE = 0.995
-"""Fraction of the limit above which lengths are assumed equal: no truncated exponential has such a mean."""
+"""Ratio of mean to limit from which all lengths are assumed equal: no truncated exponential has this mean."""
 _BISECTIONS = 80
 """Number of bisection steps for the scale, enough for the precision of a float."""
 
@@ -110,7 +110,7 @@ class StepBatch:
     """Number of passes over the rows of a step."""
     oversample: float | None = None
     """Extra rows in flight in the open order, in which rows are trained on as they finish, as a fraction of a
-    step's rows. None for the closed order, in which a step ends its sampling before it trains."""
+    step's rows. None for the closed order, in which a step completes its sampling before training."""
 
     @property
     def rows(self) -> int:

@@ -33,7 +33,7 @@ LISTED_METRICS = 10
 """Largest number of metrics that an error lists."""
 _DEFAULT_GPU = "h100"
 _REST = "rest"
-"""Key of the seconds of a step that belong to no phase."""
+"""Key for the seconds of a step outside of all phases."""
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -56,16 +56,16 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _require_file(path: Path, option: str) -> Path:
-    """Return ``path``, a file in a run folder; raise UserError about ``option`` if it does not exist."""
+    """Return ``path`` if the file exists; otherwise raise UserError with the command-line ``option``."""
     if path.is_file():
         return path
     raise missing_file_error(path, where=option, expected=str(path), fix="give a run folder")
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that are steps, without the first one, which includes warm-up.
+    """Read the metrics of a run's steps, without the first step, which includes warm-up.
 
-    Raises UserError for a run without steps.
+    A single step is returned nevertheless. Raises UserError for a run without steps.
     """
     path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)
@@ -83,50 +83,53 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
             fix="give the folder of a run of at least one step",
         )
 
-    return steps[1:] or steps
+    if len(steps) == 1:
+        return steps
+    return steps[1:]
 
 
 def estimate_run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
     """Estimate the mean lengths of a run's prompts and responses from the metrics of its steps."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
-    def median_of(name: str) -> float | None:
+    def median_metric(name: str) -> float | None:
+        """Return the median of a metric over all steps, or None if a step does not have it."""
         if not all(name in line for line in steps):
             return None
         return median(line[name] for line in steps)
 
-    response = median_of("response/length")
-    tokens_per_second = median_of("throughput/tokens_per_second")
-    seconds = median_of("time/step")
-    if response is None or tokens_per_second is None or seconds is None:
-        return RunStats(None, response)
+    response_length = median_metric("response/length")
+    tokens_per_second = median_metric("throughput/tokens_per_second")
+    step_seconds = median_metric("time/step")
+    if response_length is None or tokens_per_second is None or step_seconds is None:
+        return RunStats(None, response_length)
 
     # The measured throughput counts prompts and responses, so subtract the responses to get the prompts.
-    mean_row = tokens_per_second * seconds / rows
-    return RunStats(max(1.0, mean_row - response), response)
+    mean_row = tokens_per_second * step_seconds / rows
+    return RunStats(max(1.0, mean_row - response_length), response_length)
 
 
 def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase over steps, and of the rest of a step as ``rest``."""
+    """Return the median seconds of each phase over steps; ``rest`` has the seconds outside of all phases."""
     # Not every step has every phase.
-    values: dict[str, list[float]] = defaultdict(list)
-    remainders: list[float] = []
+    seconds_by_phase: dict[str, list[float]] = defaultdict(list)
+    rest_seconds: list[float] = []
     for line in steps:
-        seconds = phase_seconds(line)
-        for phase, value in seconds.items():
-            values[phase].append(value)
+        step_seconds = phase_seconds(line)
+        for phase, seconds in step_seconds.items():
+            seconds_by_phase[phase].append(seconds)
         if "time/step" in line:
-            remainders.append(line["time/step"] - sum(seconds.values()))
+            rest_seconds.append(line["time/step"] - sum(step_seconds.values()))
 
-    medians = {phase: median(values[phase]) for phase in PHASES if phase in values}
-    if remainders:
-        medians[_REST] = max(0.0, median(remainders))
+    medians = {phase: median(seconds_by_phase[phase]) for phase in PHASES if phase in seconds_by_phase}
+    if rest_seconds:
+        medians[_REST] = max(0.0, median(rest_seconds))
     return medians
 
 
-def _with_efficiency(constants: Constants, **values: float) -> Constants:
-    """Return a copy of the constants in which the named efficiencies have new values."""
-    efficiency = vars(constants.efficiency) | values
+def _with_efficiency(constants: Constants, **efficiencies: float) -> Constants:
+    """Return a copy of the constants with new values of the named efficiencies."""
+    efficiency = vars(constants.efficiency) | efficiencies
     return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
 
@@ -136,7 +139,7 @@ def _fit_train_factor(
     predicted: RunStep,
     measured_seconds: float,
 ) -> float:
-    """Return the value of rl_train for which the predicted learn phase takes ``measured_seconds``.
+    """Return the value of rl_train with which the predicted learn phase takes ``measured_seconds``.
 
     Only computation scales with rl_train; a second prediction with twice the factor separates it from the
     gradient exchange.
@@ -164,20 +167,21 @@ def _require_plausible_seconds(
     ``seconds_by_phase``: (predicted, measured) seconds by phase.
     """
     errors = []
-    for name, (predicted, measured) in seconds_by_phase.items():
-        # The remainder of a step is time of the host, which has no bounds.
+    for name, (predicted_seconds, measured_seconds) in seconds_by_phase.items():
+        # Seconds outside of the phases are time of the host, which has no bounds.
         if name == _REST:
             continue
-        lower_bound = predicted / MAX_SPEEDUP
-        upper_bound = predicted * MAX_SLOWDOWN
-        if lower_bound <= measured <= upper_bound:
+        lower_bound = predicted_seconds / MAX_SPEEDUP
+        upper_bound = predicted_seconds * MAX_SLOWDOWN
+        if lower_bound <= measured_seconds <= upper_bound:
             continue
 
         error = UserError(
-            f"the phase {name} of the run took {measured:.3g} s, where {predicted:.3g} s are predicted",
+            f"the phase {name} of the run took {measured_seconds:.3g} s, where "
+            f"{predicted_seconds:.3g} s are predicted",
             where=f"{run_dir}/metrics.jsonl: time/{name}",
             expected=f"{lower_bound:.3g} to {upper_bound:.3g} s with {gpu}",
-            got=f"{measured:.3g} s",
+            got=f"{measured_seconds:.3g} s",
             fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
         )
         errors.append(error)
@@ -186,7 +190,7 @@ def _require_plausible_seconds(
 
 
 def _load_run_shape(model_path: str, run_dir: str) -> ModelShape:
-    """Return the shape of the model of a run; raise UserError if the model's path does not exist."""
+    """Return the shape of a run's model; raise UserError if the model's path does not exist."""
     try:
         return load_shape(model_path)
     except UserError as error:
@@ -214,8 +218,8 @@ def calibrate_constants(
 
     Returns (override of the constants, {phase: (predicted, measured) seconds}).
 
-    ``gpu`` defaults to the configuration's GPU, or to h100 if it names none. ``model`` replaces a model.path
-    that no longer exists. Raises UserError if the folder has no configuration or no phase times.
+    ``gpu`` defaults to the configuration's GPU, then to h100. ``model`` replaces a model.path that no longer
+    exists. Raises UserError if the folder has no configuration or no phase times.
     """
     steps = read_steps(run_dir)
     config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
@@ -224,6 +228,7 @@ def calibrate_constants(
     measured_seconds = median_phase_seconds(steps)
 
     def shape_of(path: str) -> ModelShape:
+        """Return the shape of the model at ``path``, or of ``model`` if it is set."""
         if model:
             return load_shape(model)
         return _load_run_shape(path, run_dir)
@@ -231,23 +236,24 @@ def calibrate_constants(
     shapes = role_shapes(config, shape_of)
 
     def predict_with(new_constants: Constants) -> RunStep:
+        """Predict a step of the run with other constants."""
         return predict_run(config, new_constants, gpu_name, shapes, stats)
 
     # Compare the phases that were both predicted and measured.
-    predicted = predict_with(constants)
+    predicted_step = predict_with(constants)
     seconds_by_phase: dict[str, tuple[float, float]] = {}
     for name in PHASES:
-        if measured_seconds.get(name) and predicted.seconds[name]:
-            seconds_by_phase[name] = (predicted.seconds[name], measured_seconds[name])
+        if measured_seconds.get(name) and predicted_step.seconds[name]:
+            seconds_by_phase[name] = (predicted_step.seconds[name], measured_seconds[name])
     if _REST in measured_seconds:
-        seconds_by_phase[_REST] = (predicted.step.fixed, measured_seconds[_REST])
+        seconds_by_phase[_REST] = (predicted_step.step.fixed, measured_seconds[_REST])
     _require_plausible_seconds(seconds_by_phase, run_dir, gpu_name)
 
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
     efficiency: dict[str, float] = {}
     if "learn" in seconds_by_phase:
         efficiency["rl_train"] = _fit_train_factor(
-            predict_with, constants, predicted, measured_seconds["learn"]
+            predict_with, constants, predicted_step, measured_seconds["learn"]
         )
     # Score and reward have a common efficiency, since both are forward passes.
     slowdown = _slowdown(seconds_by_phase, "score", "reward")
@@ -279,18 +285,18 @@ def calibrate_constants(
 
 
 def _slowdown(seconds_by_phase: Mapping[str, tuple[float, float]], *names: str) -> float | None:
-    """Return the ratio of measured to predicted seconds of the named phases together.
+    """Return the ratio of measured to predicted seconds, summed over the named phases.
 
     ``seconds_by_phase``: name -> (predicted, measured) seconds. Returns None if no named phase was measured.
     """
-    predicted_seconds = 0.0
-    measured_seconds = 0.0
+    total_predicted = 0.0
+    total_measured = 0.0
     for name in names:
         if name in seconds_by_phase:
-            predicted, measured = seconds_by_phase[name]
-            predicted_seconds += predicted
-            measured_seconds += measured
+            predicted_seconds, measured_seconds = seconds_by_phase[name]
+            total_predicted += predicted_seconds
+            total_measured += measured_seconds
 
-    if not predicted_seconds:
+    if not total_predicted:
         return None
-    return measured_seconds / predicted_seconds
+    return total_measured / total_predicted

@@ -1,7 +1,7 @@
-"""Predict the layout of a run's own configuration, and compare it with the layouts that the search finds.
+"""Predict the layout of a user's configuration, and compare it with the layouts that the search finds.
 
-The idea: each layout of the search is a list of overrides of the configuration. So `check` predicts these
-layouts in the same way as the given one, with all other settings of the user: lengths, mini-batches,
+The idea: each layout of the search is a list of overrides of the configuration. `check` predicts these
+layouts in the same way as the configured layout, with all other settings of the user: lengths, mini-batches,
 optimizer, engine.
 """
 
@@ -53,15 +53,15 @@ _OVERRIDE_WIDTH = 84
 
 @dataclass(frozen=True)
 class ConfiguredPlan:
-    """Layout of a configured run with its predictions: the given one, or one that the search has found.
+    """Layout of a configured run with its predictions: the configured layout, or a layout of the search.
 
     Example: ``ConfiguredPlan("the given layout", (), report, step, network, ())``.
     """
 
     name: str
-    """Name: "the given layout", or the kind of placement."""
+    """Name: "the given layout", or the name of the placement."""
     overrides: tuple[str, ...]
-    """Overrides of the configuration that select the layout; empty for the given one."""
+    """Overrides of the configuration that select the layout; empty for the configured layout."""
     report: CheckReport
     """Check of the configuration with these overrides."""
     step: RunStep
@@ -74,7 +74,7 @@ class ConfiguredPlan:
 
 @dataclass(frozen=True)
 class ConfiguredPlans:
-    """The configuration's layout and the layouts of the search, the latter fastest first.
+    """The configuration's layout, and the layouts of the search, fastest first.
 
     Example: ``ConfiguredPlans(given, found=(best, second, third), rejected=())``.
     """
@@ -86,13 +86,13 @@ class ConfiguredPlans:
     rejected: tuple[str, ...]
     """Placements whose configuration does not pass, each with its first error."""
     is_gpu_assumed: bool = False
-    """Whether the GPU is `ASSUMED_GPU` because neither the configuration nor the command names one."""
+    """Whether the GPU is `ASSUMED_GPU`, because neither the configuration nor the command has a GPU."""
 
 
 def plan_configuration(
     path: Path, overrides: Sequence[str], world_size: int | None, gpu: str | None, constants: Constants
 ) -> ConfiguredPlans:
-    """Predict the layout of a configuration and the best plan of each placement on the same number of GPUs.
+    """Predict the layout of a configuration, and the best plan of each placement on the same number of GPUs.
 
     ``gpu`` replaces the configuration's GPU; if both are None, the GPU is `ASSUMED_GPU`. Raises UserErrors
     for a configuration with errors other than missing files, and for roles that the search does not place.
@@ -108,20 +108,22 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    given = _predict_layout("the given layout", (), report, constants, ())
+    configured_plan = _predict_layout("the given layout", (), report, constants, ())
 
     # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
     candidates: list[ConfiguredPlan] = []
-    rejected: list[str] = []
+    rejections: list[str] = []
     for plan in search_simplest_placements(problem, _sampling_schedule(config)).plans:
-        changes = layout_overrides(problem, plan, report)
-        candidate_report = _check_for_other_machines(path, [*machine_overrides, *changes], plan.gpus)
+        plan_overrides = layout_overrides(problem, plan, report)
+        candidate_report = _check_for_other_machines(path, [*machine_overrides, *plan_overrides], plan.gpus)
         if candidate_report.errors:
-            rejected.append(f"{plan.name}: {candidate_report.errors[0].message}")
+            rejections.append(f"{plan.name}: {candidate_report.errors[0].message}")
             continue
-        candidates.append(_predict_layout(plan.name, changes, candidate_report, constants, plan.reasons))
-    candidates.sort(key=lambda entry: entry.step.total)
-    return ConfiguredPlans(given, tuple(candidates), tuple(rejected), is_gpu_assumed)
+        candidates.append(
+            _predict_layout(plan.name, plan_overrides, candidate_report, constants, plan.reasons)
+        )
+    candidates.sort(key=lambda candidate: candidate.step.total)
+    return ConfiguredPlans(configured_plan, tuple(candidates), tuple(rejections), is_gpu_assumed)
 
 
 def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
@@ -130,7 +132,7 @@ def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: 
 
 
 def _sampling_schedule(config: RunConfig) -> str:
-    """Return the sampling schedule, one of `SPLITS`, from the configuration's order and asynchrony."""
+    """Return the sampling schedule of a configuration, one of `SPLITS`."""
     if config.rollout.order == OPEN:
         return OPEN_ORDER
     if config.asynchrony.steps_ahead:
@@ -139,7 +141,8 @@ def _sampling_schedule(config: RunConfig) -> str:
 
 
 def configured_problem(report: CheckReport, constants: Constants) -> PlacementProblem:
-    """Return the search problem of a checked configuration; raise UserError for roles it cannot place."""
+    """Build the placement problem of a checked configuration; raise UserError for roles it cannot place."""
+    # Refuse jobs that the planner's constants do not describe.
     config = report.valid()
     layouts = report.layouts or {}
     dtype = config.model.dtype
@@ -160,8 +163,8 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
     algorithm = "grpo"
     if "critic" in models:
         algorithm = "ppo"
-    unplaced = [role for role in models if role not in ROLES[algorithm]]
-    if unplaced or len(config.reward.models) > 1:
+    unplaced_roles = [role for role in models if role not in ROLES[algorithm]]
+    if unplaced_roles or len(config.reward.models) > 1:
         raise UserError(
             "the search does not place these roles",
             where="CONFIG",
@@ -170,6 +173,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
             fix="plan the run without them, and place them by hand: check predicts every layout",
         )
 
+    # The search varies the token budget of a micro-batch in units of the longest row.
     assumed_batch = build_step_batch(config, layouts, RunStats())
     row_limit = config.data.max_prompt_tokens + config.rollout.response_limit
     batch = StepBatch(
@@ -182,6 +186,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
         epochs=assumed_batch.epochs,
         oversample=assumed_batch.oversample,
     )
+
     cluster = constants.cluster(
         config.gpu or ASSUMED_GPU,
         report.world_size,
@@ -195,10 +200,10 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
 
 
 def layout_overrides(problem: PlacementProblem, plan: PlacementPlan, report: CheckReport) -> tuple[str, ...]:
-    """Return the overrides that give a checked configuration the layout of a plan."""
+    """Return the overrides with which a checked configuration has the layout of a plan."""
     config = report.config
     settings = plan_settings(problem, plan, Paths(config.model.path))
-    values: dict[str, Any] = {
+    layout_values: dict[str, Any] = {
         "world_size": plan.gpus,
         "placement": settings["placement"],
         "batch.tokens_per_microbatch": settings["batch"]["tokens_per_microbatch"],
@@ -210,33 +215,35 @@ def layout_overrides(problem: PlacementProblem, plan: PlacementPlan, report: Che
         section = settings.get(role, {})
         section_path = role
         if role == REWARD_MODELS.name:
-            # A configuration with one reward model has a name for it.
+            # The single reward model has different names in the configuration and in the plan.
             (name,) = config.reward.models
             section_path = f"{REWARD_MODELS.section}.{name}"
             (section,) = settings["reward"]["models"].values()
-        values[f"{section_path}.layout"] = section.get("layout")
+        layout_values[f"{section_path}.layout"] = section.get("layout")
         if not spec_of(role).trains:
             continue
 
-        values[f"{section_path}.recompute"] = section["recompute"]
-        values[f"{section_path}.offload"] = section["offload"]
-        values[f"{section_path}.optimizer.offload"] = section.get("optimizer", {}).get("offload", False)
+        layout_values[f"{section_path}.recompute"] = section["recompute"]
+        layout_values[f"{section_path}.offload"] = section["offload"]
+        optimizer_section = section.get("optimizer", {})
+        layout_values[f"{section_path}.optimizer.offload"] = optimizer_section.get("offload", False)
         for name, value in section.get("megatron", {}).items():
-            values[f"{section_path}.megatron.{name}"] = value
+            layout_values[f"{section_path}.megatron.{name}"] = value
 
-    # Leave out values that the configuration already has, and values that it would derive.
+    # Omit values that the configuration already has, and values that it would derive.
     config_values = flatten(config)
     overrides: list[str] = []
-    for key, value in values.items():
+    for key, value in layout_values.items():
         is_derived = key in report.origins and report.origins[key].kind in ("default", "derived")
-        if (key in config_values and config_values[key] == value) or (value is None and is_derived):
+        is_unchanged = key in config_values and config_values[key] == value
+        if is_unchanged or (value is None and is_derived):
             continue
         overrides.append(f"{key}={_override_text(value)}")
     return tuple(overrides)
 
 
 def _override_text(value: Any) -> str:
-    """Format a value as it is written in an override."""
+    """Format a value as YAML on one line, for an override."""
     if value is None:
         return "null"
     return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
@@ -249,7 +256,7 @@ def _predict_layout(
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Predict a checked configuration: its step, and its bytes across nodes by cause.
+    """Predict a checked configuration: the seconds of its step, and its bytes across nodes by cause.
 
     ``name``, ``overrides``, ``reasons``: fields of the result.
     """
@@ -275,11 +282,13 @@ def _predict_layout(
     return ConfiguredPlan(name, tuple(overrides), report, step, network_bytes_by_cause, tuple(reasons))
 
 
-def difference_text(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
-    """Describe how much faster or slower than the given layout a plan is, and the phase that changes most."""
-    seconds_more = plan.step.total - given.step.total
-    seconds_more_by_phase = {phase: plan.step.seconds[phase] - given.step.seconds[phase] for phase in PHASES}
-    relative_difference = abs(seconds_more) / given.step.total
+def difference_text(plan: ConfiguredPlan, configured_plan: ConfiguredPlan) -> str:
+    """Describe the difference in step time between a plan and the configured layout, and its main phase."""
+    seconds_more = plan.step.total - configured_plan.step.total
+    seconds_more_by_phase: dict[str, float] = {}
+    for phase in PHASES:
+        seconds_more_by_phase[phase] = plan.step.seconds[phase] - configured_plan.step.seconds[phase]
+    relative_difference = abs(seconds_more) / configured_plan.step.total
 
     # A difference below 1% is far smaller than the error of the predictions.
     if relative_difference < 0.01:
@@ -295,11 +304,12 @@ def difference_text(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
 
 
 def configured_plans_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
-    """Format the given layout and the best layouts of the search as text."""
-    given = plans.given
-    config = given.report.config
-    batch = build_step_batch(config, given.report.layouts or {}, RunStats())
-    shape = given.report.shape
+    """Format the configured layout and the best layouts of the search as text."""
+    configured_plan = plans.given
+    report = configured_plan.report
+    config = report.config
+    batch = build_step_batch(config, report.layouts or {}, RunStats())
+    shape = report.shape
     assert shape is not None
 
     model = Path(model_source(config.model.path)).name
@@ -309,32 +319,31 @@ def configured_plans_text(name: str, plans: ConfiguredPlans, best: Sequence[Conf
     optimizer_steps = _count_text(batch.optimizer_steps, "optimizer step")
     lines = [
         f"{name}: {model}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
-        f"{given.report.world_size} x {gpu}",
+        f"{report.world_size} x {gpu}",
         f"{batch.prompts} prompts x {batch.samples} samples, {optimizer_steps}, "
         f"prompt {batch.prompt_length:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
         f"{batch.lengths.limit:.0f} at most",
         "",
-        f"given: {given.step.total:.1f} s a step",
-        *_plan_lines(given),
+        f"given: {configured_plan.step.total:.1f} s a step",
+        *_plan_lines(configured_plan),
     ]
     for number, plan in enumerate(best, start=1):
-        lines += [
-            "",
-            f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference_text(plan, given)}",
-        ]
+        difference = difference_text(plan, configured_plan)
+        lines += ["", f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference}"]
         lines += _plan_lines(plan)
         lines += [f"     why         {reason}" for reason in plan.reasons]
         lines += _override_lines(plan.overrides)
 
     # A placement that fits by the search's estimate of memory may not fit by the estimate of `check`.
-    lines += ["", *(f"not shown: {text}" for text in plans.rejected)]
+    lines.append("")
+    lines += [f"not shown: {rejection}" for rejection in plans.rejected]
     if not best:
         lines.append("no other layout passes check")
     return "\n".join(lines).rstrip()
 
 
 def _plan_lines(plan: ConfiguredPlan) -> list[str]:
-    """Format a layout's predicted phases, memory and network, and its roles, as lines."""
+    """Format a layout's predicted seconds, memory, network bytes and roles as lines."""
     seconds = "   ".join(f"{phase} {plan.step.seconds[phase]:.1f}" for phase in PHASES)
     peak = max(memory.peak for memory in plan.report.memory) / 2**30
     network = ", ".join(f"{cause} {byte_text(count)}" for cause, count in plan.network.items())
@@ -345,16 +354,15 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
         f"     network     {network or 'nothing'} across nodes, from or to the busiest rank in a step",
     ]
     for role, layout in (plan.report.layouts or {}).items():
-        text = layout.short_text()
+        sizes_text = layout.short_text()
         if role == ROLLOUT.name:
-            text = f"TP{layout.tensor} x {_count_text(layout.data, 'replica')}"
-        text = f"{_count_text(len(layout.ranks), 'GPU')}, {text}"
-        lines.append(f"     {role:<11} {text}")
+            sizes_text = f"TP{layout.tensor} x {_count_text(layout.data, 'replica')}"
+        lines.append(f"     {role:<11} {_count_text(len(layout.ranks), 'GPU')}, {sizes_text}")
     return lines
 
 
 def _count_text(number: int, noun: str) -> str:
-    """Format a number with its noun, which gets an s unless the number is 1."""
+    """Format a number with its noun, with a plural s unless the number is 1."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"
@@ -364,10 +372,11 @@ def _override_lines(overrides: Sequence[str]) -> list[str]:
     """Format the overrides of a layout as lines that can be pasted after a command."""
     # Break between overrides only: a quoted value may contain spaces.
     lines = [""]
-    for text in map(shlex.quote, overrides):
-        if lines[-1] and len(lines[-1]) + len(text) >= _OVERRIDE_WIDTH:
+    for override in overrides:
+        quoted_override = shlex.quote(override)
+        if lines[-1] and len(lines[-1]) + len(quoted_override) >= _OVERRIDE_WIDTH:
             lines.append("")
-        lines[-1] += f" {text}"
+        lines[-1] += f" {quoted_override}"
     labels = ["overrides", *[""] * (len(lines) - 1)]
     return [f"     {label:<11}{line}" for label, line in zip(labels, lines, strict=True)]
 

@@ -1,10 +1,9 @@
 """Seconds and bytes of generation: decode steps, prefill, and a batch that runs to its longest response.
 
 A decode step reads the weights and the cache once and computes two FLOPs per active parameter and sequence
-(Pope et al. 2022, arXiv 2211.05102); it adds two all-reduces per layer, a fixed cost per layer, and the
-engine's host loop. A batch lasts until its longest response ends, so the time of a decode step is integrated
-over the response length, with the number of unfinished sequences at each length, instead of taken at the mean
-length.
+(Pope et al. 2022, arXiv 2211.05102). Its time also includes two all-reduces per layer, a fixed cost per
+layer, and the engine's host loop. A batch lasts until its longest response ends. The time of a decode step is
+therefore integrated over the response length, with the number of unfinished sequences at each length.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from megatron_rl.shapes.model import ModelShape
 POINTS = 32
 """Number of response lengths at which a decode step is evaluated to integrate over lengths."""
 _CACHE_BYTES = 2
-"""Largest size of an element of the key-value cache in bytes; if weights have fewer, so has the cache."""
+"""Largest size of a key-value cache element, in bytes; smaller if weights have fewer bytes."""
 _PREFILL_TOKENS = 8192
-"""Number of tokens of a prefill batch, for whose activations the engine must reserve memory."""
+"""Number of tokens of a prefill batch, for which the engine must reserve memory for activations."""
 _ENGINE_SHARE = 0.25
 """Fraction of the engine's fixed memory that counts towards its `memory_fraction`."""
 
@@ -58,7 +57,7 @@ class RolloutLayout:
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Cost of one decode step, as coefficients.
+    """Coefficients of the seconds of one decode step.
 
     The seconds of B sequences at mean context c are
     ``fixed + per_sequence B + per_cached_token B c + max(weights(B), compute_per_sequence B)``.
@@ -100,31 +99,31 @@ class DecodeCost:
     def seconds(self, batch: float, context: float) -> float:
         """Return the seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
         batch = batch / self.pipeline
-        weights = self.dense_weights
+        weight_seconds = self.dense_weights
         if self.expert_weights:
             hits = max(1.0, batch) * self.hit_probability
-            weights += self.expert_weights * fraction_of_experts_read(hits, self.load_spread)
+            weight_seconds += self.expert_weights * fraction_of_experts_read(hits, self.load_spread)
         # Matrix products overlap with reading the weights, so the slower of the two counts.
-        read_or_compute = max(weights, self.compute_per_sequence * batch)
-        cache = self.per_cached_token * batch * context
-        return self.fixed + self.per_sequence * batch + cache + read_or_compute
+        read_or_compute = max(weight_seconds, self.compute_per_sequence * batch)
+        cache_seconds = self.per_cached_token * batch * context
+        return self.fixed + self.per_sequence * batch + cache_seconds + read_or_compute
 
 
 def fraction_of_experts_read(hits: float, spread: float) -> float:
     """Return the fraction of experts that a step reads if ``hits`` sequences use an expert on average.
 
     Expert loads are gamma-distributed with ``spread`` as standard deviation over mean, and the hits of an
-    expert are Poisson: popular experts are hit many times while others are not read at all. Even loads give
-    1 - exp(-hits).
+    expert are Poisson-distributed: popular experts have many hits, and other experts are not read. Without
+    spread the fraction is 1 - exp(-hits).
     """
     if not spread:
         return 1.0 - exp(-hits)
-    shape = 1.0 / spread**2
-    return 1.0 - (1.0 + hits / shape) ** -shape
+    gamma_shape = 1.0 / spread**2
+    return 1.0 - (1.0 + hits / gamma_shape) ** -gamma_shape
 
 
 def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> DecodeCost:
-    """Compute the coefficients of the cost of a decode step of a model on one replica."""
+    """Compute the coefficients of the seconds of a decode step on one replica."""
     constants = machine.constants
     gpu = machine.gpu
     tensor = rollout.tensor
@@ -160,7 +159,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
             network_rate = local_gpus * machine.cluster.network * constants.efficiency.network
             allreduce_rate = min(allreduce_rate, network_rate)
 
-        # Two all-reduces per layer, each of which moves the bfloat16 activations of a token twice.
+        # Two all-reduces per layer; each moves the bfloat16 activations of a token twice.
         activation_bytes = 2.0 * model.hidden
         reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
         per_sequence += reduced_bytes / allreduce_rate
@@ -222,7 +221,7 @@ def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Mac
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
     """Return the bytes of activations in a prefill of ``tokens`` tokens on one GPU."""
     # Most layers of a mixture of experts have routed experts.
-    feed_forward = max(model.feed_forwards, key=lambda kind: kind.routed)
+    feed_forward = max(model.feed_forwards, key=lambda candidate: candidate.routed)
     inner_width = feed_forward.inner_width(model)
 
     # In bfloat16, 2 bytes each: three tensors of the hidden size (such as the residual stream and a norm),
@@ -233,8 +232,8 @@ def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: f
 def cache_capacity_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
     """Return the capacity of one replica's key-value cache in tokens; negative if the weights do not fit.
 
-    An element of the cache has as many bytes as one of the weights, at most two. For a model that caches no
-    keys and values, returns the free bytes, whose sign shows whether the weights fit.
+    An element of the cache has as many bytes as a weight, but at most two. For a model that caches no keys
+    and values, returns the free bytes, whose sign shows whether the weights fit.
     """
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
@@ -273,8 +272,8 @@ def replica_seconds(
     """Return the seconds until the last of ``rows`` responses on one replica is complete.
 
     Prompts have ``prompt_length`` tokens, and ``samples_per_prompt`` rows share a prompt. Decode steps
-    continue to the end of the longest response. If more sequences are unfinished than fit into the engine or
-    its cache, the others wait. The result is infinite if the cache has no room for one sequence.
+    continue to the end of the longest response. Unfinished sequences that do not fit into the engine or its
+    cache wait. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     cache_capacity = cache_capacity_tokens(model, rollout, machine)
@@ -301,7 +300,7 @@ def replica_seconds(
         rows_that_fit = max(1.0, cache_capacity / cached_tokens)
         running_rows = min(unfinished_rows, sequence_limit, rows_that_fit)
 
-        # Rows that do not fit wait for others to end, which multiplies the number of steps.
+        # Rows that do not fit wait until running rows end, which multiplies the number of steps.
         step_seconds = cost.seconds(running_rows, prompt_length + length)
         total_seconds += interval * step_seconds * unfinished_rows / running_rows
     return total_seconds
@@ -329,8 +328,8 @@ def open_order_seconds(
     if cache_capacity < prompt_length + lengths.limit + state_tokens:
         return inf
 
-    # Mean number of tokens that a response in flight has so far. Long responses are in flight for longer,
-    # hence E[l^2].
+    # Mean number of generated tokens of a response in flight. Long responses are in flight for longer, hence
+    # E[l^2].
     mean_generated = lengths.mean_square() / (2.0 * lengths.mean)
     context = prompt_length + mean_generated
     sequence_limit = rollout.max_sequences or engine.max_sequences
@@ -338,7 +337,8 @@ def open_order_seconds(
     rows_that_fit = cache_capacity / (context + state_tokens)
     running_rows = max(1.0, min(rows_in_flight, sequence_limit, rows_that_fit))
 
-    # Prefill new rows, whose samples may share that of a prompt, and recompute running rows after the update.
+    # Prefill new rows, with one prefill for all samples of a prompt if the engine caches prefixes. Recompute
+    # running rows after the weight update.
     prefix_copies = 1
     if engine.prefix_caching:
         prefix_copies = batch.samples

@@ -1,17 +1,17 @@
 """Seconds and bytes of a role's two phases: the forward pass over a step's rows, and training on them.
 
-The idea: the time of a layer is a sum of a few terms, each of which is work divided by an achieved rate. The
+The idea: the time of a layer is a sum of a few terms, and each term is work divided by an achieved rate. The
 times of stages and steps are computed from the time of an average layer:
 
 Layer: matrix products at the GPU's achieved rate, attention at a separate rate, memory-bound tensors (norms,
-activations, permutations) at HBM rate, and the communication that is not overlapped; but at least the time to
-launch its kernels. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
+activations, permutations) at HBM rate, and communication without overlap. The lower bound is the time to
+launch the layer's kernels. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
 2104.04473) section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two
 reduce-scatters per layer and direction).
 
 Collectives: all-gather and reduce-scatter of V bytes over n ranks move V (n-1)/n per rank (Thakur et al.
-2005). A ring across nodes uses the network cards of all its members in a node, so a group with g members per
-node gets min(NVLink, g x card).
+2005). A ring across nodes uses the network cards of all its ranks in a node, so a group with g ranks per node
+has a bandwidth of min(NVLink, g x card).
 
 Pipeline: t_mb (m + (p - 1) / v) with the slowest stage's t_mb (Narayanan et al. 2021, section 2.2). Data
 parallelism: reduce-scatter of gradients and all-gather of 2-byte parameters, partly overlapped.
@@ -40,13 +40,12 @@ from megatron_rl.shapes.memory import (
 from megatron_rl.shapes.model import ModelShape
 
 _BACKWARD_LAUNCHES = 1.5
-"""Assumed ratio of kernel launches and waits for the host in a layer's backward pass to its forward pass."""
+"""Assumed ratio of backward to forward pass, in kernel launches and in waits for the host."""
 _ATTENTION_BACKWARD_FLOPS = 2.5
-"""FLOPs of flash attention's backward pass over those of its forward pass.
+"""Ratio of FLOPs in flash attention's backward pass to its forward pass.
 
 The forward pass has two matrix products, QK and PV. The backward pass has five: it computes QK again, then
-the gradients of P, V, Q and K (Dao 2023, arXiv 2307.08691, algorithm 2).
-"""
+the gradients of P, V, Q and K (Dao 2023, arXiv 2307.08691, algorithm 2)."""
 _LOGITS_BYTES = 20.0
 """Bytes that the output layer moves through HBM per logit."""
 _PARAMETER_BYTES = 2.0
@@ -57,7 +56,10 @@ _PARAMETER_BYTES = 2.0
 
 
 def local_members(cluster: Cluster, size: int, stride: int) -> int:
-    """Return how many members of a rank group are in one NVLink domain, at least one."""
+    """Return the number of a group's ranks inside one NVLink domain, at least 1.
+
+    The group has ``size`` ranks, and ``stride`` is the distance between two neighbours.
+    """
     return max(1, min(size, cluster.domain // max(1, stride)))
 
 
@@ -65,12 +67,12 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
     """Return the achieved bytes/s per rank of a ring over ``size`` ranks that are ``stride`` apart."""
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
-    local = local_members(cluster, size, stride)
-    # A ring is as fast as its slowest hop: NVLink within a node, the members' network cards between nodes.
+    local_ranks = local_members(cluster, size, stride)
+    # A ring is as fast as its slowest hop: NVLink within a node, the ranks' network cards between nodes.
     nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
-    if local >= size:
+    if local_ranks >= size:
         return nvlink_rate
-    return min(nvlink_rate, local * cluster.network * efficiency.network)
+    return min(nvlink_rate, local_ranks * cluster.network * efficiency.network)
 
 
 def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
@@ -86,27 +88,27 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 
 
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
-    """Return the seconds of a token exchange over ``size`` consecutive ranks, in one direction.
+    """Return the seconds of a token exchange (all-to-all) over ``size`` consecutive ranks, in one direction.
 
-    ``sent_bytes`` is the total of a rank, which sends each token to each of its ``copies`` experts. Across
-    nodes a token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437
-    section 3.2.2).
+    ``sent_bytes`` is the total of a rank, which sends each token to its ``copies`` experts. Across nodes a
+    token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437 section
+    3.2.2).
     """
     if size <= 1:
         return 0.0
 
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
-    local = local_members(cluster, size, 1)
+    local_ranks = local_members(cluster, size, 1)
     nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
     nvlink_seconds = sent_bytes * (size - 1) / size / nvlink_rate
-    if local >= size:
+    if local_ranks >= size:
         return nvlink_seconds
 
-    # Expected number of distinct remote nodes among k uniform choices of a node.
-    nodes = size / local
-    distinct_nodes = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
-    remote_nodes = distinct_nodes * (nodes - 1) / nodes
+    # Expected number of distinct remote nodes among ``copies`` uniform choices of a node.
+    num_nodes = size / local_ranks
+    distinct_nodes = num_nodes * (1.0 - (1.0 - 1.0 / num_nodes) ** copies)
+    remote_nodes = distinct_nodes * (num_nodes - 1) / num_nodes
 
     # The slower link determines the time: tokens are forwarded over NVLink while others arrive.
     network_bytes = sent_bytes / max(1, copies) * remote_nodes
@@ -129,7 +131,7 @@ class LayerSeconds:
     backward: float
     """Seconds of the layer's backward pass."""
     attention: float
-    """Part of ``forward`` that selective recompute repeats."""
+    """Seconds of ``forward`` that selective recompute repeats."""
     head_forward: float
     """Seconds of the output layer's forward pass."""
     head_backward: float
@@ -137,7 +139,7 @@ class LayerSeconds:
 
 
 def gemm_rate(machine: Machine, precision: str, width: float) -> float:
-    """Return the achieved FLOP/s of dense products whose sharded dimension is ``width``."""
+    """Return the achieved FLOP/s of dense matrix products whose sharded dimension is ``width``."""
     gpu = machine.gpu
     efficiency_constants = machine.constants.efficiency
     # Narrow products do not fill the GPU; gemm_width is the width at which the efficiency is halved.
@@ -150,7 +152,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
     """Return the achieved FLOP/s of grouped expert products for a micro-batch of ``tokens`` tokens.
 
-    Few rows per expert and narrow experts reduce it.
+    The efficiency is lower for few rows per expert and for narrow experts.
     """
     gpu = machine.gpu
     efficiency_constants = machine.constants.efficiency
@@ -173,27 +175,27 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
     """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
-    They are counted by kernel: norms and residuals, rotary angles and heads, the activation, permutations.
+    Bytes are counted by kernel: norms and residuals, rotary angles and heads, the activation, permutations.
     ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of ranks over which the tokens of
     norms are sharded (sequence parallelism).
     """
     # An average layer is the mean of all layers.
-    moe_share = model.moe_layers / model.layers
+    moe_fraction = model.moe_layers / model.layers
     inner_widths = sum(
         count * feed_forward.inner_width(model) for feed_forward, count in model.feed_forwards.items()
     )
     inner_width = inner_widths / model.layers
-    # Activation, 2 bytes each: its input and output are moved; a gated one has two inputs.
+    # The activation reads its input and writes its output, 2 bytes each; a gated one has two inputs.
     bytes_per_inner = 4.0
     if model.gated:
         bytes_per_inner = 6.0
 
-    # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism the norms.
-    # Rotary angles and copies of heads: four tensors of the queries' size.
+    # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism shards norms.
+    # Rotary angles and copies of heads move four tensors of the queries' size.
     sharded_bytes = 8.0 * model.query_width
     sharded_bytes += bytes_per_inner * inner_width
     # Permutations of routed tokens before and after the exchange, both ways: six hidden states per copy.
-    sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_share
+    sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_fraction
 
     # Norms and residual additions: twelve hidden states.
     return 24.0 * model.hidden / token_shards + sharded_bytes / tensor
@@ -207,37 +209,39 @@ def _exposed_communication(
     fused: bool,
     exchanges_heads: bool,
 ) -> float:
-    """Return the forward seconds of a layer's communication that is not overlapped with computation.
+    """Return the forward seconds of a layer's communication without overlap, for ``tokens`` tokens of a rank.
 
-    This is communication of tensor, expert and context parallelism, for ``tokens`` tokens of a rank.
+    Tensor, expert and context parallelism are included.
 
     ``fused``: whether the layer is Transformer Engine's. ``exchanges_heads``: whether context-parallel ranks
     exchange heads for complete rows before and after attention (all-to-all), as this package does; otherwise
     they gather keys and values, overlapped with attention.
     """
     efficiency = machine.constants.efficiency
-    moe_share = model.moe_layers / model.layers
+    moe_fraction = model.moe_layers / model.layers
 
     # Hidden states in bfloat16.
     hidden_bytes = 2.0 * model.hidden * tokens
 
     # Tensor parallelism. Overlap with matrix products needs sequence parallelism (Transformer Engine's user
     # buffers). Experts without expert-tensor parallelism need no tensor-parallel communication.
-    exposed_share = efficiency.tensor_exposed
+    exposed_fraction = efficiency.tensor_exposed
     if layout.sequence_parallel and fused:
-        exposed_share = efficiency.tensor_exposed_overlapped
-    # Two all-gathers and two reduce-scatters per layer, of which a routed feed-forward needs none.
+        exposed_fraction = efficiency.tensor_exposed_overlapped
+    # Two all-gathers and two reduce-scatters per layer; a routed feed-forward saves one of each.
     num_collectives = 4.0
     if layout.expert_tensor == 1 and model.experts:
-        num_collectives = 4.0 - 2.0 * moe_share
-    total_seconds = exposed_share * num_collectives * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
+        num_collectives = 4.0 - 2.0 * moe_fraction
+    total_seconds = (
+        exposed_fraction * num_collectives * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
+    )
 
     # Expert parallelism: tokens are dispatched to their experts and combined.
     if layout.expert > 1:
         experts_per_token = model.experts_per_token
         dispatched_bytes = experts_per_token * hidden_bytes / layout.tensor
         exchange_seconds = all_to_all_seconds(machine, layout.expert, dispatched_bytes, experts_per_token)
-        total_seconds += 2.0 * moe_share * exchange_seconds
+        total_seconds += 2.0 * moe_fraction * exchange_seconds
 
     # Context parallelism, by heads or by keys and values.
     if layout.context > 1 and exchanges_heads:
@@ -287,8 +291,8 @@ def layer_seconds(
         inner_width = model.mlp_width
 
     # Assume the rate of the narrowest product for all products of the layer.
-    width = min(model.query_width, inner_width)
-    dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
+    narrowest_width = min(model.query_width, inner_width)
+    dense_rate = gemm_rate(machine, machine.precision, narrowest_width / layout.tensor)
     dense_seconds = rank_tokens * dense_flops / model.layers / layout.tensor / dense_rate
 
     # Products of routed experts.
@@ -307,7 +311,7 @@ def layer_seconds(
     bytes_per_token = elementwise_bytes(model, layout.tensor, layout.token_shards)
     memory_bound_seconds = rank_tokens * bytes_per_token / hbm_rate
     if not fused:
-        # A layer with attention, and with routed experts if there are any.
+        # Use a layer with attention, and with routed experts if the model has them.
         block = max(
             model.count_blocks(range(model.layers)),
             key=lambda block: (block.feed_forward.routed, block.mixer.flops_per_key(model)),
@@ -323,31 +327,31 @@ def layer_seconds(
 
     # Kernels run one after another; a layer with little work is bound by launch overhead.
     forward_work = dense_seconds + expert_seconds + attention_seconds + memory_bound_seconds + exposed_seconds
-    forward = max(forward_work, launch_seconds) + routing_wait_seconds
+    forward_seconds = max(forward_work, launch_seconds) + routing_wait_seconds
 
-    # The backward pass has one product for the gradient of the inputs, and one for that of the weights.
+    # The backward pass has one product for the gradient of the inputs, and one for the weights' gradient.
     num_products = 2
     if frozen:
         num_products = 1
     backward_attention = attention_seconds * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
 
-    # Memory-bound kernels are assumed to move twice the bytes: those of activations and of gradients.
+    # Memory-bound kernels are assumed to move twice the bytes: activations and their gradients.
     backward_work = (
         num_products * (dense_seconds + expert_seconds)
         + backward_attention
         + 2 * memory_bound_seconds
         + exposed_seconds
     )
-    backward = max(backward_work, _BACKWARD_LAUNCHES * launch_seconds)
-    backward += _BACKWARD_LAUNCHES * routing_wait_seconds
+    backward_seconds = max(backward_work, _BACKWARD_LAUNCHES * launch_seconds)
+    backward_seconds += _BACKWARD_LAUNCHES * routing_wait_seconds
 
     # The output layer is computed in bfloat16 even if the layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
     head_seconds = rank_tokens * model.head_flops / layout.tensor / head_rate
     head_memory_seconds = rank_tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
     return LayerSeconds(
-        forward=forward,
-        backward=backward,
+        forward=forward_seconds,
+        backward=backward_seconds,
         attention=attention_seconds,
         head_forward=head_seconds + head_memory_seconds,
         head_backward=num_products * head_seconds + head_memory_seconds,
@@ -375,11 +379,11 @@ class TrainChoice:
     micro_batch: int = 1
     """Rows of a micro-batch; with packing, its token budget in units of the longest row."""
     transformer_engine: bool = True
-    """Whether layers are Transformer Engine's."""
+    """Whether the layers are Transformer Engine's."""
     lora: Lora | None = None
     """Adapters that are trained instead of the weights, or None if the weights are trained."""
     exchanges_heads: bool = True
-    """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
+    """Whether context-parallel ranks exchange heads around attention, or else gather keys and values."""
 
     @property
     def layers(self) -> LayerImplementation:
@@ -399,9 +403,9 @@ class RoleMemory:
     """
 
     fullest: TrainingMemory
-    """Parts of the memory on the GPU with the highest peak, while the role works."""
+    """Memory of the GPU with the highest peak, while the role works."""
     states: float
-    """Largest weights, gradients and optimizer states of any GPU, in bytes, also while the role is idle."""
+    """Largest bytes of weights, gradients and optimizer states of any GPU, also while the role is idle."""
 
     @property
     def total(self) -> float:
@@ -434,9 +438,9 @@ class OptimizerStep:
     compute: float
     """Seconds of the forward and backward passes."""
     exchange: float
-    """Seconds of the gradient exchange that are not overlapped."""
+    """Seconds of the gradient exchange without overlap."""
     update: float
-    """Seconds of the parameters' update."""
+    """Seconds of the parameter update."""
 
     @property
     def total(self) -> float:
@@ -448,7 +452,7 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaW
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
     With packing a micro-batch has up to ``micro_batch * row_limit`` tokens, and at least one row. Without
-    packing it has ``micro_batch`` rows, padded to the longest of them. A replica gets at least one row.
+    packing it has ``micro_batch`` rows, padded to its longest row. A replica gets at least one row.
     """
     mean_row = batch.mean_row
     row_limit = batch.row_limit
@@ -464,7 +468,7 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaW
         tokens = microbatch_rows * mean_row
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
-        # With more rows in a micro-batch, the longest of them is closer to the limit.
+        # The more rows a micro-batch has, the closer is its longest row to the limit.
         padded_row = mean_row
         if microbatch_rows > 1:
             padded_row = mean_row + (row_limit - mean_row) * (1 - 1 / microbatch_rows)
@@ -475,10 +479,11 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> ReplicaW
 def _stage_seconds(
     model: ModelShape, layout: ParallelLayout, seconds_per_layer: float, head_seconds: float
 ) -> tuple[float, float]:
-    """Return the seconds of the slowest stage and the mean over stages; the last stage has the output layer.
+    """Return (seconds of the slowest pipeline stage, mean seconds of all stages) for one micro-batch.
 
-    Layers are split so that the slowest stage is as fast as possible: the last stage may have fewer layers.
-    ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head is the output layer.
+    Layers are split so that the slowest stage is as fast as possible: the last stage, which has the output
+    layer, may have fewer layers. ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head
+    is the output layer.
     """
     layers = model.layers
     pipeline = layout.pipeline
@@ -495,10 +500,10 @@ def _stage_seconds(
             slowest_seconds = min(slowest_seconds, split_seconds)
         return slowest_seconds, mean_seconds
 
-    # For interleaved stages assume the mean rounded up to whole layers, but at most the mean plus half an
-    # output layer.
-    rounded = max(mean_seconds, ceil(mean_seconds / seconds_per_layer) * seconds_per_layer)
-    return min(rounded, mean_seconds + head_seconds * 0.5), mean_seconds
+    # For interleaved stages assume the mean, rounded up to complete layers, but at most the mean plus half
+    # an output layer.
+    rounded_seconds = max(mean_seconds, ceil(mean_seconds / seconds_per_layer) * seconds_per_layer)
+    return min(rounded_seconds, mean_seconds + head_seconds * 0.5), mean_seconds
 
 
 def _pipeline_seconds(
@@ -508,7 +513,7 @@ def _pipeline_seconds(
     seconds_per_layer: float,
     head_seconds: float,
 ) -> float:
-    """Return the seconds in which all micro-batches pass the pipeline.
+    """Return the seconds for all micro-batches to pass the pipeline.
 
     ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head is the output layer.
     """
@@ -571,8 +576,8 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     """Return the bytes per step that a rank of a trained role sends out of its NVLink domain, by cause.
 
     Causes are gradients (with the gathered parameters), pipeline activations, and tokens that are exchanged
-    between expert-parallel ranks. A cause whose group is inside one domain is left out. Tensor and context
-    parallelism are planned inside a node.
+    between expert-parallel ranks. Communication inside one domain is omitted. Tensor and context parallelism
+    are planned inside a node.
     """
     layout = choice.layout
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
@@ -580,7 +585,7 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     replica_tokens = batch.tokens * batch.epochs / layout.data / layout.context
     bytes_by_cause: dict[str, float] = {}
 
-    # A ring over data-parallel ranks crosses nodes unless all its members are in one.
+    # A ring over data-parallel ranks crosses nodes unless all its ranks are in one domain.
     dense_parameters, expert_parameters = _trainable_parameters(choice)
     group_size = layout.data * layout.context
     if local_members(cluster, group_size, layout.tensor) < group_size:
@@ -590,8 +595,8 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     # Experts have a separate data-parallel group, whose bytes are added.
     stride = layout.expert * layout.expert_tensor
     if expert_parameters and local_members(cluster, layout.expert_data, stride) < layout.expert_data:
-        sent_share = (layout.expert_data - 1) / layout.expert_data
-        expert_gradients = num_steps * expert_parameters * bytes_per_parameter * sent_share
+        sent_fraction = (layout.expert_data - 1) / layout.expert_data
+        expert_gradients = num_steps * expert_parameters * bytes_per_parameter * sent_fraction
         bytes_by_cause["gradients"] = bytes_by_cause.get("gradients", 0.0) + expert_gradients
 
     # Neighbouring stages are one stride of ranks apart; activations go forward, gradients back.
@@ -603,21 +608,21 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     # Tokens are sent to their experts and back, in the forward pass and in the backward pass.
     local_ranks = local_members(cluster, layout.expert, 1)
     if layout.expert > 1 and local_ranks < layout.expert:
-        remote_share = 1.0 - local_ranks / layout.expert
+        remote_fraction = 1.0 - local_ranks / layout.expert
         stage_moe_layers = choice.model.moe_layers / layout.pipeline
         dispatched_bytes = stage_moe_layers * choice.model.experts_per_token * hidden_bytes
-        bytes_by_cause["tokens of experts"] = 4.0 * dispatched_bytes * remote_share
+        bytes_by_cause["tokens of experts"] = 4.0 * dispatched_bytes * remote_fraction
     return bytes_by_cause
 
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
-    """Return the seconds in which the optimizer updates the parameters of a rank."""
+    """Return the seconds of the optimizer's update of a rank's parameters."""
     layout = choice.layout
     optimizer = choice.optimizer
     efficiency = machine.constants.efficiency
     dense_parameters, expert_parameters = _trainable_parameters(choice)
 
-    # A distributed optimizer updates a share of the parameters on each data-parallel rank.
+    # A distributed optimizer updates a shard of the parameters on each data-parallel rank.
     updated_parameters = dense_parameters + expert_parameters
     if optimizer.distributed:
         dense_ranks = layout.data * layout.context
@@ -648,16 +653,16 @@ def _average_layer_seconds(choice: TrainChoice, machine: Machine, work: ReplicaW
 
 
 def predict_optimizer_step(
-    choice: TrainChoice, machine: Machine, work: ReplicaWork, share: float = 1.0
+    choice: TrainChoice, machine: Machine, work: ReplicaWork, loop_efficiency: float = 1.0
 ) -> OptimizerStep:
     """Predict the seconds of one optimizer step: forward, backward, gradient exchange, update.
 
-    ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
-    computation, not to the gradient exchange.
+    ``loop_efficiency`` is the fraction of pretraining speed that a reinforcement-learning loop reaches. It
+    applies to computation, not to the gradient exchange.
     """
     layer = _average_layer_seconds(choice, machine, work)
     seconds_per_layer = layer.forward + layer.backward
-    head = layer.head_forward + layer.head_backward
+    head_seconds = layer.head_forward + layer.head_backward
 
     # The backward pass repeats the forward pass, or its attention.
     if choice.recompute == "full":
@@ -666,7 +671,7 @@ def predict_optimizer_step(
         seconds_per_layer += layer.attention
 
     return OptimizerStep(
-        compute=_pipeline_seconds(choice, machine, work, seconds_per_layer, head) / share,
+        compute=_pipeline_seconds(choice, machine, work, seconds_per_layer, head_seconds) / loop_efficiency,
         exchange=machine.constants.efficiency.data_exposed * _gradient_exchange_seconds(choice, machine),
         update=_update_seconds(choice, machine),
     )
@@ -675,9 +680,9 @@ def predict_optimizer_step(
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
     """Return the factor by which uneven routing slows every layer: the largest load of a rank over the mean.
 
-    Pretraining benchmarks force an even load; reinforcement learning does not. If ``spread`` is the standard
-    deviation of an expert's load over its mean, that of an expert-parallel rank with E / ep experts is
-    spread / sqrt(E / ep), and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean
+    Pretraining benchmarks force an even load; reinforcement learning does not. ``spread`` is the standard
+    deviation of an expert's load over its mean. For an expert-parallel rank with E / ep experts the deviation
+    is spread / sqrt(E / ep), and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean
     (expected maximum of normal variables).
     """
     if not model.experts or layout.expert == 1:
@@ -686,24 +691,25 @@ def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) 
     return 1.0 + deviation * sqrt(2.0 * log(layout.expert))
 
 
-def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
+def _loop_efficiency(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
     """Return the fraction of pretraining speed that a reinforcement-learning loop reaches.
 
     Uneven rows unbalance replicas and leave packed micro-batches partly empty, and routing is uneven. The
     remaining loss of speed is attributed to float32 logits, loading and offloading.
     """
-    share = constants.efficiency.rl_loop
+    loop_efficiency = constants.efficiency.rl_loop
     # Unpacked rows of equal length do not unbalance replicas.
     if batch.lengths.scale is not None or batch.packing:
-        share *= constants.efficiency.rl_uneven_rows
-    return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
+        loop_efficiency *= constants.efficiency.rl_uneven_rows
+    imbalance = routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
+    return loop_efficiency / imbalance
 
 
 def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return the seconds of all optimizer steps of one role, in every epoch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
-    share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
-    step = predict_optimizer_step(choice, machine, work, share)
+    efficiency = machine.constants.efficiency.rl_train * _loop_efficiency(choice, batch, machine.constants)
+    step = predict_optimizer_step(choice, machine, work, efficiency)
     return batch.epochs * batch.optimizer_steps * step.total
 
 
@@ -712,8 +718,8 @@ def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
     work = replica_work(choice, batch, batch.rows)
     layer = _average_layer_seconds(choice, machine, work)
     seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
-    share = machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants)
-    return seconds / share
+    loop_efficiency = _loop_efficiency(choice, batch, machine.constants)
+    return seconds / (machine.constants.efficiency.rl_log_probs * loop_efficiency)
 
 
 # ---------------------------------------------------------------- memory of one role
@@ -725,7 +731,7 @@ def peak_training_memory(
     micro_batches: int,
     logits_bytes_per_element: float | None = None,
 ) -> RoleMemory:
-    """Return the bytes on the fullest GPU while it trains on ``micro_batches`` of ``tokens`` tokens each.
+    """Return the memory of the fullest GPU that trains ``micro_batches`` micro-batches of ``tokens`` tokens.
 
     ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch;
     None is for logits that are computed in chunks.
@@ -733,7 +739,7 @@ def peak_training_memory(
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # With settings for the first and last stage, many stages between them are equal: a few suffice.
+    # If end stages can be set, the middle stages are equal: evaluate only the distinct stages.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
@@ -748,25 +754,25 @@ def peak_training_memory(
             model, layout, stages, stage, choice.optimizer, choice.layers, tokens, micro_batches, adapters
         )
         if logits_bytes_per_element is not None and memory.logits:
-            logits = tokens / layout.context * model.vocab / layout.tensor
-            memory = replace(memory, logits=logits * logits_bytes_per_element)
+            num_logits = tokens / layout.context * model.vocab / layout.tensor
+            memory = replace(memory, logits=num_logits * logits_bytes_per_element)
         memories.append(memory)
 
-    # Other models need a custom pipeline layout, which is assumed to balance the states of the stages.
+    # Other splits need a custom pipeline layout, which is assumed to balance the states of the stages.
     if not has_end_settings:
         mean_states = {}
         for name in ("weights", "gradients", "optimizer"):
-            total = sum(getattr(memory, name) for memory in memories)
-            mean_states[name] = total / len(memories)
+            total_bytes = sum(getattr(memory, name) for memory in memories)
+            mean_states[name] = total_bytes / len(memories)
         memories = [replace(memory, **mean_states) for memory in memories]
     return _role_memory(memories)
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Return a role's memory: that of its fullest pipeline stage, and the largest states of any stage."""
-    fullest = max(memories, key=lambda memory: memory.total)
+    """Combine the memories of a role's pipeline stages: the fullest stage, and the largest states."""
+    fullest_memory = max(memories, key=lambda memory: memory.total)
     most_states = max(memory.states for memory in memories)
-    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)
+    return RoleMemory(replace(fullest_memory, overhead=RUNTIME_BYTES), most_states)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
@@ -785,7 +791,7 @@ def merged_bytes(choice: TrainChoice) -> float:
     model = choice.model
     layout = choice.layout
     lora = choice.lora
-    # Without adapters the weights are sent as they are.
+    # Without adapters nothing is merged.
     if lora is None:
         return 0.0
 
@@ -795,7 +801,7 @@ def merged_bytes(choice: TrainChoice) -> float:
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes on the fullest GPUs of a role that only runs forward passes."""
+    """Return the memory of the fullest GPUs of a role that only runs forward passes."""
     model = choice.model
     layout = choice.layout
     tokens = choice.micro_batch * batch.row_limit

@@ -1,8 +1,8 @@
 """Place roles on GPUs: predict the step of a placement, and search all placements for the shortest step.
 
-A placement is a set of groups of roles, each on separate GPUs. Within a group roles take turns, and
-generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
-and algorithm 1). `compose_step` combines the times of a placement and of a configuration in the same way.
+A placement is a set of groups of roles, each on separate GPUs. Roles of a group take turns, and generation
+uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6 and
+algorithm 1). `compose_step` combines the seconds of roles for placements and for configurations.
 
 `Planner` plans one group: a parallel layout for each of its roles. `search_placements` tries the groupings.
 """
@@ -50,7 +50,7 @@ ONE_STEP_OFF = "split, one step off"
 OPEN_ORDER = "split, open order"
 """Separate GPUs generate without interruption while the other GPUs train."""
 SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
-"""Kinds of placements with separate GPUs for generation."""
+"""Names of the placements with separate GPUs for generation: their sampling schedules."""
 OVERSAMPLE = 0.25
 """Extra groups in flight in a planned open order (responses are trained on as they finish), as a fraction
 of the groups of a step."""
@@ -70,18 +70,18 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
         [[_ACTOR], [_CRITIC], [_REFERENCE], [_REWARD]],
     ],
 }
-"""Groups of roles that share GPUs, by algorithm; for PPO the groups of HybridFlow's figure 12 and others."""
+"""Groupings of roles that share GPUs, by algorithm; for PPO they include HybridFlow's figure 12."""
 
 _STATE_FACTORS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on the states of an idle role, as multiples of its smallest states; the last one means no limit."""
+"""Limits on the states of an idle role, as multiples of its smallest states; the last value is no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05
-"""Fraction of a GPU's memory below which no engine starts."""
+"""Smallest fraction of a GPU's memory with which an engine starts."""
 _MAX_ENGINE_FRACTION = 0.9
-"""Largest fraction of a GPU's memory for the engine, unless the problem has another one."""
+"""Largest fraction of a GPU's memory for the engine, unless the problem sets another."""
 _SLOWDOWN = 1.5
-"""Ratio to the fastest step at which the search with fewer and fewer GPUs stops."""
+"""Slowdown, relative to the fastest step, at which the search for jobs with fewer GPUs ends."""
 
 SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
 """Function that returns the seconds of a weight sync from an actor's layout into an engine on some ranks."""
@@ -89,10 +89,10 @@ SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int]
 
 @dataclass(frozen=True)
 class PlacementProblem:
-    """Models, batch and machines for which a placement is searched.
+    """Models, batch and machines of a placement search.
 
     The fields from ``roles_swap`` to ``shared_stage_split`` describe the trainer. Their defaults describe
-    this package; published measurements of other systems are predicted with the values of these systems.
+    this package; to predict published measurements of another system, set them to that system's values.
 
     Example: ``PlacementProblem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
     """
@@ -124,9 +124,9 @@ class PlacementProblem:
     context_parallel: bool = False
     """Whether rows may be sharded over context-parallel ranks."""
     exchanges_heads: bool = True
-    """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
+    """Whether context-parallel ranks exchange heads around attention, or else gather keys and values."""
     shared_stage_split: bool = True
-    """Whether all roles have one split into uneven pipeline stages, since a configuration has only one."""
+    """Whether all roles have the same split into uneven pipeline stages: a configuration has only one."""
     max_pipeline: int = MAX_PIPELINE
     """Largest pipeline size to try."""
     whole_nodes: bool = False
@@ -148,7 +148,7 @@ class GroupPlan:
     gpus: int
     """Number of GPUs of the group."""
     plans: Mapping[str, TrainPlan]
-    """Plan of each role; the first role is the lead, whose plan limits the memory of the others."""
+    """Plan of each role; the first role is the lead, whose plan limits the memory of the other roles."""
     swap_seconds: float = 0.0
     """Seconds per step to move the states of idle roles between GPU and host memory."""
     rollout: RolloutPlan | None = None
@@ -158,28 +158,27 @@ class GroupPlan:
     offloaded: bool = False
     """Whether training states are moved to the host during generation."""
     reload_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by role to load its states from host memory and to store them there, for each of its phases."""
+    """Seconds to load a role's states from host memory and to store them again, in each phase of the role."""
 
     @property
     def busy_seconds(self) -> float:
-        """Return the seconds of a step during which this group's GPUs work."""
-        total = 0.0
+        """Return the seconds of a step in which this group's GPUs work."""
+        total_seconds = 0.0
         if self.rollout is not None:
-            total = self.rollout.seconds
-        for work in self.role_seconds(0):
-            total += work.forward + work.reload_seconds
-            if work.learn:
-                total += work.learn + work.reload_seconds
-        return total
+            total_seconds = self.rollout.seconds
+        for seconds in self.role_seconds(0):
+            total_seconds += seconds.forward + seconds.reload_seconds
+            if seconds.learn:
+                total_seconds += seconds.learn + seconds.reload_seconds
+        return total_seconds
 
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
         """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
-        lead = next(iter(self.plans))
-        result = []
-        for role, plan in self.plans.items():
-            # The swap happens once per step, so add it to one role.
+        all_seconds = []
+        for index, (role, plan) in enumerate(self.plans.items()):
+            # The swap happens once per step, so add it to the first role.
             learn = plan.learn
-            if role == lead:
+            if index == 0:
                 learn += self.swap_seconds
 
             seconds = RoleSeconds(
@@ -189,8 +188,8 @@ class GroupPlan:
                 learn=learn,
                 reload_seconds=self.reload_seconds.get(role, 0.0),
             )
-            result.append(seconds)
-        return result
+            all_seconds.append(seconds)
+        return all_seconds
 
 
 @dataclass(frozen=True)
@@ -201,7 +200,7 @@ class PlacementPlan:
     """
 
     name: str
-    """Kind of placement, as printed."""
+    """Name of the placement, as printed."""
     groups: tuple[GroupPlan, ...]
     """Groups of roles, each on separate GPUs."""
     step: StepSeconds
@@ -216,7 +215,9 @@ class PlacementPlan:
     @property
     def largest_pipeline(self) -> int:
         """Return the largest number of pipeline stages of any role."""
-        plans = [plan for group in self.groups for plan in group.plans.values()]
+        plans: list[TrainPlan] = []
+        for group in self.groups:
+            plans += group.plans.values()
         return max(plan.choice.layout.pipeline for plan in plans)
 
     @property
@@ -230,7 +231,7 @@ class PlacementPlan:
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan, or None if the placement does not have the role."""
+        """Return a role's plan, or None if the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
@@ -238,7 +239,7 @@ class PlacementPlan:
 
 
 class Planner:
-    """Planner of groups of roles for one problem, which caches its searches by model and number of GPUs."""
+    """Planner of groups of roles for one problem, with caches by model and number of GPUs."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
@@ -253,14 +254,14 @@ class Planner:
         """
         problem = self.problem
         model = problem.models[role]
-        trained = spec_of(role).trains
+        is_trained = spec_of(role).trains
         # The critic and frozen roles have no adapters in a plan.
         lora = None
         if role == _ACTOR:
             lora = problem.lora
 
         # Cache by model, since roles with equal models have the same front.
-        key = (model, trained, lora, gpus, needs_even_stages)
+        key = (model, is_trained, lora, gpus, needs_even_stages)
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 model,
@@ -268,7 +269,7 @@ class Planner:
                 problem.machine,
                 problem.batch,
                 problem.optimizer,
-                trained=trained,
+                trained=is_trained,
                 context_allowed=problem.context_parallel,
                 exchanges_heads=problem.exchanges_heads,
                 even_stages=needs_even_stages,
@@ -287,20 +288,19 @@ class Planner:
     ) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs, or None if the group does not fit.
 
-        A role may use the memory that the other roles' states leave free. If that is too little and the
-        problem allows it, idle roles are moved to host memory, and every step includes the transfers.
-        ``generates``: whether the group also generates. ``is_alone``: whether it is the only group with
-        models.
+        Each role may use the memory that the states of the other roles leave free. If that is too little and
+        the problem allows it, idle roles are moved to host memory, and every step includes these transfers.
+        ``generates``: whether the group also generates. ``is_alone``: whether no other group has models.
         """
         # Trained roles come first, the actor before the critic: the lead's memory limits the other roles.
         ordered_roles = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
         state_factors = _STATE_FACTORS
         if len(ordered_roles) == 1:
             state_factors = _STATE_FACTORS[:1]
-        # Several groups cannot share an uneven split of stages, so only even splits are tried for them.
+        # Several groups cannot share a split into uneven stages, so try only even splits for them.
         needs_even_stages = self.problem.shared_stage_split and not is_alone
 
-        best: GroupPlan | None = None
+        fastest_group: GroupPlan | None = None
         shortest_seconds = inf
         for lead in self.plans_of_role(ordered_roles[0], gpus, needs_even_stages):
             for max_state_factor in state_factors:
@@ -308,9 +308,9 @@ class Planner:
                     ordered_roles, lead, gpus, generates, max_state_factor, shortest_seconds
                 )
                 if group is not None and group.busy_seconds < shortest_seconds:
-                    best = group
+                    fastest_group = group
                     shortest_seconds = group.busy_seconds
-        return best
+        return fastest_group
 
     def _plan_group_with_lead(
         self,
@@ -321,11 +321,11 @@ class Planner:
         max_state_factor: float,
         max_seconds: float,
     ) -> GroupPlan | None:
-        """Return the plan of a group with a given plan of its first role, the lead.
+        """Return the plan of a group whose first role, the lead, has a given plan.
 
         Each other role gets its fastest layout whose states are at most ``max_state_factor`` times its
         smallest states, so that the set of combinations does not depend on the memory limit. Returns None if
-        the group does not fit, or if it takes at least ``max_seconds`` seconds even without generation.
+        the group does not fit, or if it takes at least ``max_seconds`` seconds without generation.
         """
         problem = self.problem
         plans = {ordered_roles[0]: lead}
@@ -340,7 +340,7 @@ class Planner:
         work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
         resident_bytes = sum(state_bytes)
         swap_seconds = 0.0
-        # If they do not fit together, idle states are moved to the host while another role works.
+        # If the states do not fit together, idle states are moved to the host while another role works.
         if work_bytes + resident_bytes > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
@@ -361,11 +361,11 @@ class Planner:
         gpus: int,
         max_state_factor: float,
     ) -> TrainPlan | None:
-        """Return the plan of ``role`` in a group whose first role has the plan ``lead``; None if none fits.
+        """Return a role's plan in a group whose first role has the plan ``lead``, or None if no plan fits.
 
         It is the fastest plan whose states are at most ``max_state_factor`` times the role's smallest states.
         """
-        # Roles that share the split into uneven stages, or the base of adapters, need the lead's layout.
+        # Roles with the lead's split into uneven stages, or with its weights as base, need the lead's layout.
         choice = lead.choice
         has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
         shares_split = self.problem.shared_stage_split and has_uneven_stages
@@ -381,7 +381,7 @@ class Planner:
         return next(plan for plan in front if plan.memory.states <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan in its lead's layout, or None if the models differ.
+        """Return a role's plan in the layout of the lead, or None if their models differ.
 
         A frozen copy of a policy with adapters needs no weights, since it is the base of the adapters.
         """
@@ -408,7 +408,7 @@ class Planner:
         return TrainPlan(choice, learn=0.0, forward=forward, memory=memory)
 
     def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
-        """Return the faster of two plans: with and without states on the GPUs during generation.
+        """Add generation to a group, with training states on the GPUs or on the host, whichever is faster.
 
         ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
         roles swap. Returns None if neither plan fits.
@@ -443,8 +443,8 @@ class Planner:
             merged_weight_bytes = merged_bytes(actor.choice)
 
         # The trainer's CUDA context and communicators remain on the GPU during generation, and so do the
-        # weight sync's connections across nodes. Its staging buffers exist during a sync. Connections within
-        # the node are not reserved, since they depend on the layouts, which are not yet selected.
+        # weight sync's connections across nodes. Staging buffers exist during a sync. Connections within the
+        # node depend on the layouts, which are not selected yet: no memory is reserved for them.
         sync_bytes = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
         other_bytes = merged_weight_bytes + RUNTIME_BYTES + sync_bytes
 
@@ -456,14 +456,14 @@ class Planner:
         return min(plans, key=lambda plan: plan.busy_seconds, default=None)
 
     def plan_rollout(self, gpus: int, reserved_bytes: float = 0.0) -> RolloutPlan | None:
-        """Return the fastest rollout that leaves ``reserved_bytes`` of each GPU free, or None."""
+        """Return the fastest rollout that leaves ``reserved_bytes`` of each GPU free; None if none fits."""
         machine = self.problem.machine
         free_fraction = (machine.usable_memory - reserved_bytes) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
         free_fraction = int(100 * free_fraction) / 100
 
-        largest_fraction = self.problem.memory_fraction or _MAX_ENGINE_FRACTION
-        fraction = min(largest_fraction, free_fraction)
+        max_fraction = self.problem.memory_fraction or _MAX_ENGINE_FRACTION
+        fraction = min(max_fraction, free_fraction)
         if fraction <= _MIN_ENGINE_FRACTION:
             return None
         return self._plan_rollout_within(gpus, fraction)
@@ -486,7 +486,12 @@ class Planner:
             # Skip other tensor-parallel sizes if the problem sets one.
             if problem.rollout_tensor:
                 plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
-            self._rollouts[key] = next(iter(plans), None)
+
+            # Plans are sorted, fastest first.
+            fastest = None
+            if plans:
+                fastest = plans[0]
+            self._rollouts[key] = fastest
         return self._rollouts[key]
 
 
@@ -506,8 +511,9 @@ def _build_placement(
     ``rollout_gpus``: number of GPUs that only generate. ``samples_ahead``: whether they sample the next
     step's rows.
     """
-    layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
-    # The engine is on the actor's ranks, or on separate ranks after them.
+    actor_group = next(group for group in groups if _ACTOR in group.plans)
+    layout = actor_group.plans[_ACTOR].choice.layout
+    # The engine is on the actor's ranks, or on the ranks after them.
     ranks = layout.ranks
     if rollout_gpus:
         ranks = range(layout.size, layout.size + rollout_gpus)
@@ -529,7 +535,7 @@ def _build_placement(
 
 
 def place_groups(name: str, problem: PlacementProblem, groups: Sequence[GroupPlan]) -> PlacementPlan:
-    """Return the placement of planned groups; one of the groups also generates."""
+    """Build the placement of planned groups; one of the groups also generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
     return _build_placement(name, problem, groups, rollout)
 
@@ -544,8 +550,8 @@ def place_split(
 ) -> PlacementPlan | None:
     """Return the placement of training and generation on disjoint GPUs, or None if it does not fit.
 
-    ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
-    generation runs during training, so the longer of both counts.
+    ``rollout_planner`` plans the generation. Unless ``split`` (one of `SPLITS`) is `SYNCHRONOUS`, the next
+    step is generated during training, so the longer of both determines the time.
     """
     group = planner.plan_group(roles, train_gpus, False)
     if group is None:
@@ -578,7 +584,7 @@ def plan_grouping(
 ) -> PlacementPlan | None:
     """Return the fastest placement of these groups of roles over all group sizes, or None if no sizes fit.
 
-    Sizes are multiples of 1/``num_units`` of the GPUs.
+    Group sizes are multiples of 1/``num_units`` of the GPUs.
     """
     gpus = planner.problem.gpus
     if len(groups) > gpus:
@@ -587,26 +593,41 @@ def plan_grouping(
     if len(groups) > 1:
         gpus_per_unit = max(1, gpus // num_units)
 
-    # Cache the plan of a group by its size, and combine the plans for every division of the GPUs.
-    plans: dict[tuple[int, int], GroupPlan | None] = {}
+    # Try every division of the GPUs. A group's plan is cached by its index and its size.
+    cached_plans: dict[tuple[int, int], GroupPlan | None] = {}
     fastest: PlacementPlan | None = None
-    for sizes in compositions(gpus // gpus_per_unit, len(groups)):
-        if not all(_is_allowed_size(planner.problem, size * gpus_per_unit) for size in sizes):
+    for num_units_by_group in compositions(gpus // gpus_per_unit, len(groups)):
+        sizes = [units * gpus_per_unit for units in num_units_by_group]
+        if not all(_is_allowed_size(planner.problem, size) for size in sizes):
             continue
-        planned_groups: list[GroupPlan] = []
-        for index, size in enumerate(sizes):
-            key = (index, size * gpus_per_unit)
-            if key not in plans:
-                generates = _ACTOR in groups[index]
-                is_alone = len(groups) == 1
-                plans[key] = planner.plan_group(groups[index], size * gpus_per_unit, generates, is_alone)
-            group = plans[key]
-            if group is None:
-                break
-            planned_groups.append(group)
-        else:
+        planned_groups = _plan_groups(planner, groups, sizes, cached_plans)
+        if planned_groups is not None:
             fastest = _faster_placement(fastest, place_groups(name, planner.problem, planned_groups))
     return fastest
+
+
+def _plan_groups(
+    planner: Planner,
+    groups: Sequence[Sequence[str]],
+    sizes: Sequence[int],
+    cached_plans: dict[tuple[int, int], GroupPlan | None],
+) -> list[GroupPlan] | None:
+    """Plan each group of roles on its number of GPUs, or return None if a group does not fit.
+
+    ``cached_plans`` maps (index of a group, GPUs) to its plan; new plans are added.
+    """
+    planned_groups: list[GroupPlan] = []
+    for index, (roles, size) in enumerate(zip(groups, sizes, strict=True)):
+        key = (index, size)
+        if key not in cached_plans:
+            generates = _ACTOR in roles
+            is_alone = len(groups) == 1
+            cached_plans[key] = planner.plan_group(roles, size, generates, is_alone)
+        group = cached_plans[key]
+        if group is None:
+            return None
+        planned_groups.append(group)
+    return planned_groups
 
 
 @dataclass(frozen=True)
@@ -637,7 +658,7 @@ def job_sizes(gpus: int) -> Iterator[int]:
 
 def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     """Return the fastest placement of all roles and generation on the same GPUs."""
-    best: PlacementPlan | None = None
+    fastest: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
         if not _is_allowed_size(planner.problem, size):
             continue
@@ -648,12 +669,12 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
                 break
             continue
 
-        # Stop at a much slower job: the remaining sizes are smaller, so they are even slower.
+        # Stop at a much slower step: the remaining sizes are smaller and even slower.
         placement = place_groups("colocated", planner.problem, [group])
-        if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
+        if fastest is not None and placement.step.total > _SLOWDOWN * fastest.step.total:
             break
-        best = _faster_placement(best, placement)
-    return best
+        fastest = _faster_placement(fastest, placement)
+    return fastest
 
 
 def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
@@ -668,43 +689,43 @@ def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> Placement
         batch = replace(problem.batch, oversample=OVERSAMPLE)
         rollout_planner = Planner(replace(problem, batch=batch))
 
-    # Try every division of the GPUs in eighths.
-    unit = max(1, gpus // _MIXED_UNITS)
-    best: PlacementPlan | None = None
-    for rollout_gpus in range(unit, gpus, unit):
+    # Divide the GPUs in units of an eighth.
+    gpus_per_unit = max(1, gpus // _MIXED_UNITS)
+    fastest: PlacementPlan | None = None
+    for rollout_gpus in range(gpus_per_unit, gpus, gpus_per_unit):
         if not _is_allowed_size(problem, rollout_gpus) or not _is_allowed_size(problem, gpus - rollout_gpus):
             continue
         placement = place_split(planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, split)
-        best = _faster_placement(best, placement)
-    return best
+        fastest = _faster_placement(fastest, placement)
+    return fastest
 
 
 def _is_allowed_size(problem: PlacementProblem, size: int) -> bool:
     """Return whether a group may have ``size`` GPUs: any number, unless the problem requires whole nodes."""
-    node = problem.machine.cluster.gpus_per_node
+    gpus_per_node = problem.machine.cluster.gpus_per_node
     if not problem.whole_nodes:
         return True
-    return size % node == 0 or (size < node and node % size == 0)
+    return size % gpus_per_node == 0 or (size < gpus_per_node and gpus_per_node % size == 0)
 
 
 def _faster_placement(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
-    """Return the placement with the shorter step, the first of equal ones; None is no placement."""
-    if best is None or candidate is None:
-        return best or candidate
-    if candidate.step.total < best.step.total:
+    """Return the placement with the shorter step, the first if both are equal; None means no placement."""
+    if candidate is None:
+        return best
+    if best is None or candidate.step.total < best.step.total:
         return candidate
     return best
 
 
 def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
-    """Return the name of a mixed placement: the roles that do not share the actor's GPUs."""
+    """Return the name of a mixed placement, with the roles that are not on the actor's GPUs."""
     if len(groups) > 2:
         return "mixed: every role on its own GPUs"
     return f"mixed: {' and '.join(groups[-1])} on other GPUs"
 
 
 def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
-    """Yield the best plan of every placement, or None for a placement in which no plan fits.
+    """Yield the best plan of every placement; None for a placement that does not fit.
 
     ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
@@ -712,7 +733,7 @@ def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iter
     yield _plan_split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
-        # A grouping with an empty group is the same as one with fewer groups.
+        # A grouping with an empty group equals a grouping with fewer groups.
         if all(groups):
             yield plan_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
@@ -734,7 +755,7 @@ def search_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> Se
 
 
 def _search_fitting_placements(problem: PlacementProblem, split: str) -> SearchResult:
-    """Return the best plan of every placement that fits; the result has no plans if none fits."""
+    """Return the best plan of every placement that fits; the result is empty if no placement fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.row_limit)) >= 4:
         problem = replace(problem, context_parallel=True)
@@ -747,66 +768,71 @@ def _search_fitting_placements(problem: PlacementProblem, split: str) -> SearchR
 
 
 SIMPLER = 0.05
-"""Predicted gain, as a fraction of a step, below which more pipeline stages or shared nodes do not pay.
+"""Smallest predicted gain, as a fraction of a step, that justifies more pipeline stages or shared nodes.
 
-Published measurements differ from predictions by 15 % and more, and the phase model does not include a cause
-of slow deep pipelines: micro-batches of packed rows do not take equally long, so stages wait for one another.
-"""
+Published measurements differ from predictions by 15 % and more, and the phase model omits one cause of slow
+deep pipelines: micro-batches of packed rows take different times, so stages wait for one another."""
 
 _RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
-"""(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both)."""
+"""(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both limits)."""
 
 
 def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return for every placement the simplest of the plans that are nearly as fast as the fastest one.
+    """Return for every placement the simplest plan that is nearly as fast as the fastest plan.
 
-    A plan is simpler if its groups have whole nodes and, second, if it has fewer pipeline stages. A plan that
-    is not the simplest has reasons: by how much simpler plans are slower, or that none of them fits. Raises
-    UserError if no plan fits.
+    Plans whose groups have whole nodes are simpler; among these, plans with fewer pipeline stages. Other
+    plans have reasons: the slowdown of simpler plans, or that no simpler plan fits. Raises UserError if no
+    plan fits.
     """
-    fastest = search_placements(problem, split)
-    layouts = fastest.layouts
-    evaluated = fastest.evaluated
+    fastest_result = search_placements(problem, split)
+    num_layouts = fastest_result.layouts
+    num_evaluated = fastest_result.evaluated
 
-    # Order the searches from the simplest to the most general one. A job of one node has only whole nodes.
-    deepest = max(plan.largest_pipeline for plan in fastest.plans)
-    pipeline_limits = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < deepest]
+    # Order the searches from the simplest to the most general. A job of one node needs no search with whole
+    # nodes.
+    max_stages = max(plan.largest_pipeline for plan in fastest_result.plans)
+    pipeline_limits = [1 << power for power in range(MAX_PIPELINE.bit_length()) if 1 << power < max_stages]
     pipeline_limits.append(MAX_PIPELINE)
     spans_nodes = problem.gpus > problem.machine.cluster.gpus_per_node
     restrictions = [(spans_nodes, pipeline_limit) for pipeline_limit in pipeline_limits]
     if spans_nodes:
         restrictions += [(False, pipeline_limit) for pipeline_limit in pipeline_limits[:-1]]
 
-    # Stop as soon as every placement has a plan that is nearly as fast as its fastest.
+    # Stop as soon as every placement has a plan that is nearly as fast as its fastest plan.
     searches: list[_RestrictedSearch] = []
-    simplest: dict[str, PlacementPlan] = {}
+    simplest_by_name: dict[str, PlacementPlan] = {}
     for whole_nodes, pipeline_limit in restrictions:
         restricted_problem = replace(problem, whole_nodes=whole_nodes, max_pipeline=pipeline_limit)
-        restricted = _search_fitting_placements(restricted_problem, split)
-        plans = {plan.name: plan for plan in restricted.plans}
-        searches.append((whole_nodes, pipeline_limit, plans))
-        layouts += restricted.layouts
-        evaluated += restricted.evaluated
+        restricted_result = _search_fitting_placements(restricted_problem, split)
+        plans_by_name = {plan.name: plan for plan in restricted_result.plans}
+        searches.append((whole_nodes, pipeline_limit, plans_by_name))
+        num_layouts += restricted_result.layouts
+        num_evaluated += restricted_result.evaluated
 
-        for plan in fastest.plans:
-            simpler_plan = plans.get(plan.name)
-            if simpler_plan is None or plan.name in simplest:
+        for plan in fastest_result.plans:
+            simpler_plan = plans_by_name.get(plan.name)
+            if simpler_plan is None or plan.name in simplest_by_name:
                 continue
             if simpler_plan.step.total <= (1.0 + SIMPLER) * plan.step.total:
-                simplest[plan.name] = _add_reasons(simpler_plan, whole_nodes, searches)
-        if len(simplest) == len(fastest.plans):
+                simplest_by_name[plan.name] = _add_reasons(simpler_plan, whole_nodes, searches)
+        if len(simplest_by_name) == len(fastest_result.plans):
             break
 
-    # A placement without a simpler plan keeps its fastest one.
-    selected = [simplest.get(plan.name) or _add_reasons(plan, False, searches) for plan in fastest.plans]
-    selected.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(selected), layouts, evaluated)
+    # A placement without a simpler plan keeps its fastest plan.
+    selected_plans: list[PlacementPlan] = []
+    for plan in fastest_result.plans:
+        if plan.name in simplest_by_name:
+            selected_plans.append(simplest_by_name[plan.name])
+        else:
+            selected_plans.append(_add_reasons(plan, False, searches))
+    selected_plans.sort(key=lambda plan: plan.step.total)
+    return SearchResult(tuple(selected_plans), num_layouts, num_evaluated)
 
 
 def _add_reasons(
     plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_RestrictedSearch]
 ) -> PlacementPlan:
-    """Return a plan with reasons for its complexity: the cost of the simpler plans of earlier searches.
+    """Return a plan with reasons for its complexity: the slowdown of simpler plans in earlier searches.
 
     ``whole_nodes``: whether the plan's groups have whole nodes.
     """
@@ -815,38 +841,42 @@ def _add_reasons(
 
     # Plans of the same placement with fewer pipeline stages.
     if plan.largest_pipeline > 1:
-        shallower = [
+        shallower_plans = [
             plans[name]
             for has_whole_nodes, pipeline_limit, plans in searches
             if has_whole_nodes == whole_nodes and pipeline_limit < plan.largest_pipeline and name in plans
         ]
-        reasons.append(f"{plan.largest_pipeline} pipeline stages: {_cost_text(plan, shallower, 'fewer')}")
+        reasons.append(
+            f"{plan.largest_pipeline} pipeline stages: {_cost_text(plan, shallower_plans, 'fewer')}"
+        )
 
     # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(has_whole_nodes for has_whole_nodes, _, _ in searches):
-        aligned = [plans[name] for has_whole_nodes, _, plans in searches if has_whole_nodes and name in plans]
-        reasons.append(f"groups that share nodes: {_cost_text(plan, aligned, 'whole nodes')}")
+        aligned_plans = [
+            plans[name] for has_whole_nodes, _, plans in searches if has_whole_nodes and name in plans
+        ]
+        reasons.append(f"groups that share nodes: {_cost_text(plan, aligned_plans, 'whole nodes')}")
     return replace(plan, reasons=tuple(reasons))
 
 
-def _cost_text(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
-    """Describe as text by how much the fastest of the ``simpler`` plans is slower than ``plan``.
+def _cost_text(plan: PlacementPlan, simpler_plans: Sequence[PlacementPlan], subject: str) -> str:
+    """Describe the slowdown of the fastest of ``simpler_plans``, compared with ``plan``.
 
     ``subject``: property of the simpler plans, as the plural subject of the sentence, such as "whole nodes".
     """
-    if not simpler:
+    if not simpler_plans:
         return f"{subject} do not fit"
-    best = min(simpler, key=lambda candidate: candidate.step.total)
-    return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
+    fastest_plan = min(simpler_plans, key=lambda candidate: candidate.step.total)
+    return f"{subject} take {fastest_plan.step.total / plan.step.total - 1.0:.0%} longer"
 
 
 def _does_not_fit_error(problem: PlacementProblem) -> UserError:
-    """Return the error for a job that fits in no placement; its fix has a number of GPUs on which it fits."""
+    """Return the error for a job that fits in no placement; the fix names a sufficient number of GPUs."""
     machine = problem.machine
     fix = "use more or larger GPUs"
-    smallest = _smallest_job_size(problem)
-    if smallest:
-        fix = f"use at least {smallest} GPUs"
+    smallest_size = _smallest_job_size(problem)
+    if smallest_size:
+        fix = f"use at least {smallest_size} GPUs"
     return UserError(
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",
@@ -863,12 +893,12 @@ def _memory_need_text(problem: PlacementProblem) -> str:
     bytes_per_parameter = 2
     if problem.lora is None:
         bytes_per_parameter += problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
-    need = bytes_per_parameter * model.parameters / problem.gpus / GB
-    return f"{need:.0f} GB a GPU of weights, gradients and optimizer states, if they are split evenly"
+    gigabytes = bytes_per_parameter * model.parameters / problem.gpus / GB
+    return f"{gigabytes:.0f} GB a GPU of weights, gradients and optimizer states, if they are split evenly"
 
 
 def _smallest_job_size(problem: PlacementProblem) -> int | None:
-    """Return the smallest number of GPUs, a power of 2, on which all roles fit colocated.
+    """Return the smallest power of 2 of GPUs on which all roles fit colocated.
 
     Up to 64 times the problem's GPUs are tried. Returns None if these are not enough.
     """
@@ -880,8 +910,8 @@ def _smallest_job_size(problem: PlacementProblem) -> int | None:
     # Six doublings are a factor of 64.
     for _ in range(6):
         cluster = replace(problem.machine.cluster, num_gpus=size)
-        larger = replace(problem, machine=replace(problem.machine, cluster=cluster))
-        if Planner(larger).plan_group(roles, size, True) is not None:
+        larger_problem = replace(problem, machine=replace(problem.machine, cluster=cluster))
+        if Planner(larger_problem).plan_group(roles, size, True) is not None:
             return size
         size *= 2
     return None

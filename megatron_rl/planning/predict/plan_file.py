@@ -1,7 +1,7 @@
 """Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
 
-The idea: a plan is only as good as the configuration written for it. So the printed numbers are predicted
-from the written configuration, by the functions that `check` uses, and are not taken from the search.
+The idea: a plan is only as good as its configuration. So the printed numbers are predicted from the written
+configuration, by the same functions as in `check`, instead of being copied from the search.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from megatron_rl.shapes.pretrained import download_command
 from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 
 _GIB = 2**30
+# Placeholders for paths that the user does not name.
 _TRAIN_DATA = "hf://datasets/openai/gsm8k/main/train-00000-of-00001.parquet"
 _REWARD_FUNCTION = "megatron_rl.rewards.math_answer:marked_number"
 _REWARD_MODEL = "models/reward-model"
 _REWARD_MODEL_NAME = "preference"
+"""Name of the reward model in the configuration."""
 _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+"""Sizes of a layout section that plans set."""
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Paths that a plan does not determine.
+    """Paths of models, data and rewards, which a plan does not determine.
 
-    Without data or a reward, the configuration contains grade-school mathematics as a placeholder.
+    Without data or a reward, the configuration has grade-school mathematics (GSM8K) as a placeholder.
 
     Example: ``Paths("models/Qwen3-8B", data="data/train.jsonl", reward="my_rewards:score")``.
     """
@@ -61,7 +64,7 @@ class Paths:
 
 
 RankRange = tuple[int, int]
-"""Type of a range of ranks: the first rank, and the number of ranks."""
+"""Range of ranks: the first rank, and the number of ranks."""
 
 
 def _rank_text(first: int, count: int) -> str:
@@ -72,21 +75,21 @@ def _rank_text(first: int, count: int) -> str:
 
 
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
-    """Return the layout section of a configuration, with the sizes that are not 1."""
-    values: dict[str, Any] = {}
+    """Return the layout section of a configuration, with all sizes except 1."""
+    section: dict[str, Any] = {}
     for name in _LAYOUT_SIZES:
         size = getattr(layout, name)
         if size > 1:
-            values[name] = size
+            section[name] = size
 
     # Plans do not use expert-tensor parallelism.
     if layout.expert > 1:
-        values["expert_tensor"] = 1
-    return values
+        section["expert_tensor"] = 1
+    return section
 
 
 def ranks_by_role(plan: PlacementPlan) -> dict[str, RankRange]:
-    """Return the ranks of every role and of the rollout; the actor's group has the lowest."""
+    """Return the ranks of every role and of the rollout; the actor's group has the lowest ranks."""
     groups = sorted(plan.groups, key=lambda group: ACTOR.name not in group.plans)
     ranges: dict[str, RankRange] = {}
     first = 0
@@ -102,7 +105,7 @@ def ranks_by_role(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role these ranks, or None if no preset does.
+    """Return the placement preset in which every role has these ranks, or None without such a preset.
 
     ``ranges`` has the ranks of each role, and ``world`` is the number of ranks of the job.
     """
@@ -122,15 +125,15 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 
 def _download_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that download the models that this machine lacks, by path."""
+    """Return the download commands of the models that this machine does not have, by path."""
     models = [paths.model, paths.critic]
     reward_models = config["reward"].get("models", {})
     models += [model["path"] for model in reward_models.values()]
 
     commands: dict[str, str] = {}
     for path in models:
-        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded; a run
-        # downloads a model that is named on the Hub itself.
+        # Absolute paths and paths that start with a dot are the user's files. A model with a name on the Hub
+        # is downloaded by the run.
         if not path or path.startswith(("/", ".", PREFIX)):
             continue
         if not Path(path).exists():
@@ -162,7 +165,7 @@ class _ConfigWriter:
         return {"ranks": _rank_text(*self.ranges[role])} | _layout_section(layout)
 
     def trained_section(self, role: str) -> dict[str, Any]:
-        """Return the section of a role that is trained: layout, optimizer and memory settings."""
+        """Return the section of a trained role: layout, optimizer and memory settings."""
         choice = self._plan_of(role).choice
         group = next(group for group in self.plan.groups if role in group.plans)
         section = {
@@ -175,7 +178,7 @@ class _ConfigWriter:
         if choice.lora is not None:
             section["lora"] = {"rank": choice.lora.rank}
 
-        # Uneven stages are Megatron settings of the actor; other roles inherit them with its layout.
+        # Uneven stages are Megatron settings of the actor; other roles inherit them with the actor's layout.
         stages = end_settings(choice.model.layers, choice.layout.pipeline)
         if role != ACTOR.name and stages:
             del section["layout"]
@@ -184,7 +187,7 @@ class _ConfigWriter:
         return section
 
     def frozen_section(self, role: str) -> dict[str, Any]:
-        """Return the section of a frozen role, empty if the role is the base of the actor's adapters."""
+        """Return the section of a frozen role; empty for the base of the actor's adapters."""
         choice = self._plan_of(role).choice
         has_actor_ranks = self.ranges[role] == self.ranges[ACTOR.name]
         shares_base = spec_of(role).shares == INITIAL and self.actor.choice.lora is not None
@@ -197,7 +200,7 @@ class _ConfigWriter:
         return {"layout": self.layout_section(role, choice.layout)}
 
     def batch_section(self) -> dict[str, Any]:
-        """Return the configuration's section ``batch``."""
+        """Return the section ``batch`` of the configuration."""
         batch = self.problem.batch
         micro_batches: list[int] = []
         for group in self.plan.groups:
@@ -205,7 +208,7 @@ class _ConfigWriter:
                 if spec_of(role).trains:
                     micro_batches.append(plan.choice.micro_batch)
 
-        # The configuration has one token budget for all roles, so take the smallest.
+        # The configuration has one token budget for all roles: use the smallest.
         micro_batch = min(micro_batches)
         return {
             "prompts_per_step": batch.prompts,
@@ -215,7 +218,7 @@ class _ConfigWriter:
         }
 
     def reward_section(self) -> dict[str, Any]:
-        """Return the reward section: a reward model if the plan has one, else a function."""
+        """Return the section ``reward``: a reward model if the plan has one, otherwise a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
 
@@ -307,7 +310,7 @@ def plan_settings(problem: PlacementProblem, plan: PlacementPlan, paths: Paths) 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan with its configuration, and the predictions that `check` would make for that configuration."""
+    """Plan with its configuration, and the predictions of `check` for that configuration."""
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
@@ -324,14 +327,15 @@ class PlannedRun:
 
 
 def make_planned_run(problem: PlacementProblem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
-    """Make the configuration of a plan, and return the plan with the predictions for it."""
+    """Write the configuration of a plan, and predict its step, memory and weight traffic."""
     written_config = plan_settings(problem, plan, paths)
-    if commands := _download_commands(paths, written_config):
-        written_config["prepare"] = commands
+    download_commands = _download_commands(paths, written_config)
+    if download_commands:
+        written_config["prepare"] = download_commands
 
-    # Predict from the resolved configuration, as `check` does, rather than from the plan's own estimates.
+    # Predict from the resolved configuration, as `check` does, instead of copying the plan's estimates.
     actor = problem.models[ACTOR.name]
-    # No file is needed for that: with a path in place of each name on the Hub nothing is downloaded.
+    # Replace names on the Hub by paths, so that loading the configuration downloads nothing.
     config_text = yaml.safe_dump(written_config).replace(PREFIX, "hub/")
     loaded_config = load_text(config_text, name=plan.name).valid()
     config = resolve(loaded_config, plan.gpus, shape=actor).config
@@ -360,12 +364,12 @@ def make_planned_run(problem: PlacementProblem, plan: PlacementPlan, paths: Path
 
 
 def peak_bytes(run: PlannedRun, phase: str) -> int:
-    """Return the bytes on the fullest rank in a phase; the fullest rank may differ between phases."""
+    """Return the bytes on the fullest rank in a phase; another phase may have another fullest rank."""
     return max(memory.phase_peak(phase) for memory in run.memory)
 
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:
-    """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank in each phase."""
+    """Convert a planned run to plain JSON values: seconds, and gigabytes on the fullest rank by phase."""
     # Layout and settings of each role with a Megatron model.
     plan = run.plan
     seconds = run.prediction.seconds
@@ -382,6 +386,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
                 "optimizer_offload": choice.optimizer.offload,
             }
 
+    # The names of these keys are part of the command's output.
     rollout = plan.rollout.layout
     return {
         "placement": plan.name,
@@ -410,7 +415,7 @@ def plan_record(run: PlannedRun) -> dict[str, Any]:
 
 
 def _seconds_text(run: PlannedRun) -> str:
-    """Format the seconds of a planned run's phases as one line."""
+    """Format the seconds of a planned run's phases as one line of text."""
     seconds = plan_record(run)["seconds"]
     return (
         f"generate {seconds['generate']:.1f}   log-probs {seconds['log_probs']:.1f}   "
@@ -419,7 +424,7 @@ def _seconds_text(run: PlannedRun) -> str:
 
 
 def _memory_text(run: PlannedRun) -> str:
-    """Format the memory of the fullest rank in each phase as one line, in GiB as `check` does."""
+    """Format the memory of the fullest rank in each phase as one line of text, in GiB."""
     phases = "   ".join(f"{phase} {peak_bytes(run, phase) / _GIB:,.1f}" for phase in PHASES)
     return f"{phases}   (of {run.config.gpu_memory_gib:g})"
 
@@ -429,14 +434,14 @@ def _role_line(problem: PlacementProblem, role: str, gpus: int, plan: TrainPlan)
     choice = plan.choice
     line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
 
-    trains = spec_of(role).trains
-    if trains:
+    is_trained = spec_of(role).trains
+    if is_trained:
         line += f", recompute {choice.recompute}"
     if choice.optimizer.offload:
         line += ", optimizer on the host"
     if choice.lora:
         line += f", adapters of rank {choice.lora.rank}"
-    if trains:
+    if is_trained:
         line += f", micro-batch {choice.micro_batch} x {problem.batch.row_limit:.0f} tokens"
     return line
 
@@ -444,10 +449,10 @@ def _role_line(problem: PlacementProblem, role: str, gpus: int, plan: TrainPlan)
 def _plan_lines(problem: PlacementProblem, number: int, run: PlannedRun) -> list[str]:
     """Format one plan as lines of text; ``number`` is its position in the list of plans."""
     plan = run.plan
-    total = run.prediction.total
-    rate = run.prediction.tokens / total / plan.gpus
+    total_seconds = run.prediction.total
+    rate = run.prediction.tokens / total_seconds / plan.gpus
     lines = [
-        f"{number}. {plan.name}: {total:.1f} s a step, {rate:.0f} tokens/s/GPU on {plan.gpus} GPUs",
+        f"{number}. {plan.name}: {total_seconds:.1f} s a step, {rate:.0f} tokens/s/GPU on {plan.gpus} GPUs",
         f"     seconds     {_seconds_text(run)}",
         f"     GiB per GPU {_memory_text(run)}",
         f"     weight sync {byte_text(run.traffic.received_most)} received by the busiest rank",
@@ -460,18 +465,18 @@ def _plan_lines(problem: PlacementProblem, number: int, run: PlannedRun) -> list
     for reason in plan.reasons:
         lines.append(f"     why         {reason}")
     rollout = plan.rollout.layout
-    state = ""
+    offload_text = ""
     if any(group.offloaded for group in plan.groups):
-        state = ", training state waits on the host"
+        offload_text = ", training state waits on the host"
     lines.append(
         f"     {ROLLOUT.name:10} {rollout.replicas * rollout.gpus:5} GPUs  TP{rollout.tensor} x "
-        f"{rollout.replicas} replicas, memory fraction {rollout.memory_fraction:.2f}{state}"
+        f"{rollout.replicas} replicas, memory fraction {rollout.memory_fraction:.2f}{offload_text}"
     )
     return lines
 
 
 def plans_text(problem: PlacementProblem, runs: Sequence[PlannedRun], layouts: int, evaluated: int) -> str:
-    """Format the best plans of a search as text, with the numbers of layouts and settings that it tried."""
+    """Format the best plans of a search as text, with the numbers of tried layouts and settings."""
     model = problem.models[ACTOR.name]
     batch = problem.batch
     optimizer_steps = f"{batch.optimizer_steps} optimizer steps"

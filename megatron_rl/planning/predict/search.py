@@ -1,7 +1,7 @@
-"""Choose layouts: the fastest training layout and the fastest rollout layout that fit in memory.
+"""Search for the fastest training layout and the fastest rollout layout that fit in memory.
 
-The search is HybridFlow's auto-mapping (arXiv 2409.19256, algorithm 1 and 2): every placement, and for each
-the best parallel sizes per model, by the predicted seconds of its phases.
+The search is HybridFlow's auto-mapping (arXiv 2409.19256, algorithms 1 and 2): it tries every placement, and
+selects the parallel sizes of each model by the predicted seconds of its phases.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice, max_stage_parameters
 from megatron_rl.shapes.model import ModelShape
 
-RECOMPUTE = ("none", "full")  # with flash attention, "selective" saves no memory
+RECOMPUTE = ("none", "full")
+"""Recomputation settings to try; with flash attention, "selective" saves no memory."""
 _MICRO_BATCHES = (1, 2, 4)
+"""Micro-batch sizes to try, see `TrainChoice.micro_batch`."""
 _POWERS = (1, 2, 4, 8, 16, 32)
 """Sizes to try for tensor and context parallelism."""
 _MAX_TENSOR = 8
@@ -43,13 +45,13 @@ _MIN_CONTEXT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Settings to train a model on its GPUs, or to run its forward passes, with the predicted cost.
+    """Layout and settings of a role on its GPUs, with the predicted seconds and memory.
 
     Example: ``TrainPlan(choice, learn=65.1, forward=20.8, memory=memory)``.
     """
 
     choice: TrainChoice
-    """Parallel layout and settings that the plan trains with."""
+    """Parallel layout and settings of the role."""
     learn: float
     """Seconds of a step's optimizer steps; 0 for a frozen model."""
     forward: float
@@ -73,7 +75,7 @@ class RolloutPlan:
 
 @dataclass
 class SearchCount:
-    """Numbers of layouts and settings that a search has tried, for its report."""
+    """Counters of the layouts and settings that a search has tried, for its report."""
 
     layouts: int = 0
     """Number of layouts that were tried."""
@@ -87,8 +89,8 @@ def divisors(number: int) -> list[int]:
 
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
-    """Return the tensor-parallel sizes, up to a limit, that divide the GPUs and the model's heads."""
-    # The heads of every mixer must be divisible. A mixer without heads has 0, which every size divides.
+    """Return the tensor-parallel sizes up to ``limit`` that divide the GPUs and the model's heads."""
+    # Every mixer's heads must be divisible. Mixers without heads have 0, which every size divides.
     heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
 
     sizes = [size for size in _POWERS if size <= limit]
@@ -96,14 +98,14 @@ def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
 
 
 def _pipeline_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
-    """Return the pipeline sizes, up to a limit, over which Megatron can split the model's layers."""
+    """Return the pipeline sizes up to ``limit`` over which Megatron can split the model's layers."""
     limit = min(model.layers, limit)
     sizes = [size for size in divisors(gpus) if size <= limit]
     return [size for size in sizes if end_settings(model.layers, size) is not None]
 
 
 def interleaving_choices(model: ModelShape, pipeline: int) -> list[int]:
-    """Return the interleaving degrees to try, which split every stage into equal chunks."""
+    """Return the virtual pipeline sizes to try: numbers of equal model chunks per stage."""
     if pipeline == 1 or model.layers % pipeline:
         return [1]
     layers_per_stage = model.layers // pipeline
@@ -123,7 +125,7 @@ def training_layouts(
     rows: int | None = None,
     max_pipeline: int = MAX_PIPELINE,
 ) -> Iterator[ParallelLayout]:
-    """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside a node.
+    """Yield the training layouts to try on ``gpus`` GPUs; tensor-parallel groups stay inside a node.
 
     ``row_limit`` is the largest length of a row in tokens, which bounds context parallelism. ``rows``, the
     number of sequences of an optimizer step, bounds data parallelism: a replica without a row would idle.
@@ -160,7 +162,7 @@ def rollout_layouts(
     engine: str,
     max_sequences: int | None = None,
 ) -> Iterator[RolloutLayout]:
-    """Yield the rollout layouts that use all GPUs, by tensor size; key-value heads may be replicated."""
+    """Yield the rollout layouts on all GPUs by tensor-parallel size; key-value heads may be replicated."""
     for tensor in _POWERS:
         if tensor > gpus or gpus % tensor or model.heads % tensor:
             continue
@@ -184,18 +186,18 @@ def _train_choices(
     exchanges_heads: bool,
     lora: Lora | None,
 ) -> Iterator[TrainChoice]:
-    """Yield all settings for training in a layout: interleaving, micro-batch, offload and recompute."""
+    """Yield all training settings of a layout: interleaving, micro-batch, optimizer offload and recompute."""
     optimizers = [optimizer]
-    # Optimizer offload is slower but needs less memory, so both variants can be on the Pareto front.
+    # Optimizer offload is slower but needs less memory, so plans with and without it can be on the front.
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
 
-    for interleaving in interleaving_choices(model, layout.pipeline):
-        interleaved = replace(layout, virtual_pipeline=interleaving)
+    for virtual_pipeline in interleaving_choices(model, layout.pipeline):
+        interleaved_layout = replace(layout, virtual_pipeline=virtual_pipeline)
         for micro_batch, optimizer_choice, recompute in product(micro_batches, optimizers, recomputes):
             yield TrainChoice(
                 model,
-                interleaved,
+                interleaved_layout,
                 recompute,
                 optimizer_choice,
                 micro_batch,
@@ -224,9 +226,9 @@ def training_front(
 ) -> list[TrainPlan]:
     """Return the Pareto front, by time and memory, of the plans for a model on ``gpus`` GPUs.
 
-    Plans are sorted by the time of a step's training plus a forward pass, or of the forward pass alone for a
-    frozen model. A plan is on the front if its peak memory, or its resident state between steps, is smaller
-    than that of every faster plan. The list is empty if no plan fits.
+    Plans are sorted by the seconds of a step's training plus a forward pass; a frozen model has only the
+    forward pass. A plan is on the front if it has less peak memory, or smaller states between steps, than
+    every faster plan. The list is empty if no plan fits.
 
     ``trained``: whether the model trains, or only runs forward passes. ``even_stages``: whether every
     pipeline stage must have the same number of layers. ``counter``: counts the layouts that are tried.
@@ -244,7 +246,7 @@ def training_front(
     for layout in training_layouts(
         model, gpus, gpus_per_node, int(batch.row_limit), max(1, rows), max_pipeline
     ):
-        # Skip layouts that the trainer does not support, or that other roles could not share.
+        # Skip layouts that the trainer does not support, or that other roles cannot share.
         has_uneven_stages = model.layers % layout.pipeline > 0
         if has_uneven_stages and even_stages:
             continue
@@ -255,7 +257,7 @@ def training_front(
             continue
         counter.layouts += 1
 
-        # Skip early by the weights in bfloat16, a cheap lower bound of the memory.
+        # The weights in bfloat16 are a cheap lower bound of the memory.
         if 2.0 * sum(max_stage_parameters(model, layout)) > memory_limit:
             continue
 
@@ -318,7 +320,7 @@ def rollout_plans(
     max_sequences: int | None = None,
     counter: SearchCount | None = None,
 ) -> list[RolloutPlan]:
-    """Return the rollout layouts of ``gpus`` GPUs with room for the model and a row, fastest first."""
+    """Return the rollout layouts of ``gpus`` GPUs in which the model and a row fit, fastest first."""
     plans = []
     for layout in rollout_layouts(model, gpus, memory_fraction, engine, max_sequences):
         # A replica without a row would idle.

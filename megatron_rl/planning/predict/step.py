@@ -1,8 +1,8 @@
-"""Seconds of a step: the work of each role in each phase, combined in one place.
+"""Seconds of a step, combined from the seconds of each role in each phase.
 
 Phase names are the trainer's: generate (without the weight sync), reshard, reward (reward models), score
 (log-probs and values), learn. As in the trainer, roles on shared ranks take turns, and roles on separate
-ranks work at the same time. So a phase lasts as long as its busiest rank works.
+ranks work at the same time. So a phase takes as many seconds as its busiest rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ASSUMED_GPU = "h100"
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """Predicted seconds that a role works in one step, and the ranks on which it does.
+    """Predicted seconds of a role's work in one step, and its ranks.
 
     Example: ``RoleSeconds("actor", range(8), forward=2.1, learn=6.4)``.
     """
@@ -54,7 +54,7 @@ class RoleSeconds:
     role: str
     """Name of the role."""
     ranks: Iterable[int]
-    """Ranks on which the role works: roles with a rank in common take turns."""
+    """Ranks of the role; roles with a rank in common take turns."""
     forward: float
     """Seconds of the forward pass over the step's rows; 0 if no phase needs its outputs."""
     learn: float = 0.0
@@ -75,20 +75,20 @@ class StepSeconds:
     seconds: Mapping[str, float]
     """Seconds of each of `PHASES`."""
     fixed: float
-    """Seconds that belong to no phase."""
+    """Seconds outside of all phases."""
     samples_ahead: bool = False
     """Whether the rollout samples the next step's rows while the other roles work."""
 
     @property
     def total(self) -> float:
         """Return the seconds of the complete step, in which generation may overlap with other phases."""
-        generate = self.seconds["generate"]
+        generation_seconds = self.seconds["generate"]
         # The phases after generation run one after another.
-        train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
+        training_seconds = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
         if self.samples_ahead:
-            sampling_and_training = max(generate, train)
+            sampling_and_training = max(generation_seconds, training_seconds)
         else:
-            sampling_and_training = generate + train
+            sampling_and_training = generation_seconds + training_seconds
         return sampling_and_training + self.seconds["reshard"] + self.fixed
 
 
@@ -99,10 +99,10 @@ def compose_step(
     fixed: float,
     samples_ahead: bool = False,
 ) -> StepSeconds:
-    """Combine the roles' times into a step: each phase takes as long as on its busiest rank.
+    """Combine the seconds of all roles into a step: a phase takes as long as on its busiest rank.
 
-    ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` those outside of all phases;
-    ``samples_ahead`` as in `StepSeconds`.
+    ``generate`` and ``reshard`` are the seconds of these phases, ``fixed`` the seconds outside of all phases;
+    ``samples_ahead`` is a field of `StepSeconds`.
     """
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
     rank_seconds: dict[str, dict[int, float]] = {
@@ -110,14 +110,14 @@ def compose_step(
         "score": defaultdict(float),
         "learn": defaultdict(float),
     }
-    for work in roles:
-        forward_phase = spec_of(work.role).phase
-        for rank in work.ranks:
+    for role_seconds in roles:
+        forward_phase = spec_of(role_seconds.role).phase
+        for rank in role_seconds.ranks:
             # A role's offloaded states are loaded and stored again in each phase in which it works.
-            if work.forward:
-                rank_seconds[forward_phase][rank] += work.forward + work.reload_seconds
-            if work.learn:
-                rank_seconds["learn"][rank] += work.learn + work.reload_seconds
+            if role_seconds.forward:
+                rank_seconds[forward_phase][rank] += role_seconds.forward + role_seconds.reload_seconds
+            if role_seconds.learn:
+                rank_seconds["learn"][rank] += role_seconds.learn + role_seconds.reload_seconds
 
     seconds = {"generate": generate, "reshard": reshard}
     for phase, seconds_by_rank in rank_seconds.items():
@@ -126,10 +126,10 @@ def compose_step(
 
 
 def weight_transfer_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
-    """Return the seconds of a planned weight transfer for the GPU that sends or receives most.
+    """Return the seconds of a planned weight transfer on the GPU that sends or receives the most bytes.
 
-    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not. The fixed time and the
-    share of the network's rate are fitted to published refit times (constants.json).
+    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` do not. The fixed seconds and the
+    fraction of the network's rate are fitted to published refit times (constants.json).
     """
     cluster = machine.cluster
     weight_sync = machine.constants.weight_sync
@@ -144,10 +144,10 @@ def weight_transfer_seconds(machine: Machine, remote_bytes: float, domain_bytes:
 def sync_seconds(traffic: WeightTraffic, num_senders: int, machine: Machine) -> float:
     """Return the seconds of one weight sync from ``num_senders`` ranks.
 
-    Each byte is sent by the trainer once, and replicas relay it to one another. Unless all ranks are in one
-    NVLink domain, all bytes are assumed to be received over the network.
+    The trainer sends each byte once, and replicas relay it to one another. Unless all ranks are in one NVLink
+    domain, all bytes are assumed to be received over the network.
     """
-    # Relayed copies are sent by the receivers, so the trainer sends at most one copy of the model.
+    # Receivers send the relayed copies, so the trainer sends at most one copy of the model.
     sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
     busiest_bytes = max(traffic.received_most, sent_bytes / num_senders)
     if machine.cluster.num_gpus <= machine.cluster.domain:
@@ -157,7 +157,7 @@ def sync_seconds(traffic: WeightTraffic, num_senders: int, machine: Machine) -> 
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return the bytes that actor and engine ranks share, cached, since a search repeats layouts."""
+    """Count the bytes on both actor and engine ranks; cached, since a search repeats layouts."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -169,14 +169,14 @@ def planned_sync_seconds(
     ranks: Sequence[int],
     machine: Machine,
 ) -> float:
-    """Return the seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
-    shared = _shared_bytes(model, layout, rollout.tensor, machine.bytes_per_weight)
-    return sync_seconds(shared.traffic(ranks), layout.size, machine)
+    """Return the seconds of one weight sync into an engine whose replicas are consecutive ``ranks``."""
+    rank_bytes = _shared_bytes(model, layout, rollout.tensor, machine.bytes_per_weight)
+    return sync_seconds(rank_bytes.traffic(ranks), layout.size, machine)
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Measured mean lengths of a run, in tokens, from which `build_step_batch` builds the rows of a step.
+    """Measured mean lengths of a run's rows, in tokens; see `build_step_batch`.
 
     Example: ``RunStats(prompt_length=310.0, response_length=1250.0)``.
     """
@@ -215,9 +215,9 @@ class RunStep:
         return self.step.total
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return the throughput of each phase in tokens/s per GPU, from its ``seconds``.
+        """Return the throughput of each phase in tokens/s per GPU; ``seconds`` are by phase.
 
-        Generation counts the tokens of responses, the other phases also the tokens of prompts.
+        Generation counts the tokens of responses; the other phases also count the tokens of prompts.
         """
         rates = {}
         for phase in ("generate", "reward", "score", "learn"):
@@ -231,7 +231,7 @@ class RunStep:
         return rates
 
     def utilization(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return the model FLOPs utilization of each phase, from its ``seconds``; attention is causal."""
+        """Return the model FLOPs utilization (causal attention) of each phase; ``seconds`` are by phase."""
         job_peak = self.world * self.peak_flops
         utilization = {}
         for phase, flops in self.flops.items():
@@ -249,21 +249,21 @@ class CheckedStep:
     """
 
     gpu: str | None = None
-    """Name of the GPU in constants.json, or None if there is no prediction."""
+    """Name of the GPU in constants.json; None without a prediction."""
     is_gpu_assumed: bool = False
-    """Whether the GPU is `ASSUMED_GPU` because the configuration names none."""
+    """Whether the GPU is `ASSUMED_GPU`, because the configuration has none."""
     response_tokens: float = 0.0
-    """Mean tokens of a response that the prediction assumes."""
+    """Assumed mean length of a response, in tokens."""
     step: RunStep | None = None
-    """Seconds and FLOPs of the step, or None if there is no prediction."""
+    """Seconds and FLOPs of the step; None without a prediction."""
     reason: str = ""
-    """Reason why there is no prediction, or an empty string."""
+    """Reason for a missing prediction; otherwise empty."""
 
 
 def build_step_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
-    """Return the rows of a step of a configuration: their number, and the distribution of their lengths.
+    """Return the rows of a configuration's step: their number, and the distribution of their lengths.
 
-    Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
+    Without measured lengths, prompts have the largest length, and responses `TYPICAL_SHARE` of the largest.
     """
     response_limit = float(config.rollout.response_limit)
     mean_response = min(stats.response_length or TYPICAL_SHARE * response_limit, response_limit)
@@ -295,11 +295,11 @@ def train_choice(
     layout: ParallelLayout,
     model: ModelShape,
 ) -> TrainChoice:
-    """Return the settings with which a role's model runs.
+    """Return the layout and training settings of a role's model.
 
     For a frozen role only the layout has an effect.
     """
-    # A frozen role has no section for training: read the actor's, since only the layout has an effect.
+    # A frozen role has no training settings: read the actor's, which have no effect.
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
@@ -328,7 +328,7 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     shapes = {"actor": actor, "rollout": actor}
     for section, model_path in explicit_model_paths(config).items():
         path = model_path or config.model.path
-        # A model that a stage of the run makes has the shape of the model that the stage starts from.
+        # A stage of the run trains this model from the actor's, so both have the same shape.
         if path.startswith(config.run_dir):
             shapes[role_of(section)] = actor
         else:
@@ -343,7 +343,7 @@ def _reload_seconds(
     batch: StepBatch,
     machine: Machine,
 ) -> float:
-    """Return the seconds to load a role's states from the host and to store them there, 0 without offload."""
+    """Return the seconds to load a role's states from the host and to store them there; 0 without offload."""
     section = role_sections(config).get(section_of(role))
     if section is None or not section.offload:
         return 0.0
@@ -357,7 +357,7 @@ def _reload_seconds(
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
-    """Convert the configured layout of the rollout engine to the form in which generation is predicted."""
+    """Convert the configured layout of the rollout engine to a `RolloutLayout`."""
     # vLLM distributes experts over the tensor-parallel ranks of a replica.
     expert = 1
     if config.rollout.vllm.get("enable_expert_parallel"):
@@ -381,12 +381,12 @@ def predict_run(
 ) -> RunStep:
     """Predict one step of a configuration whose ``world_size`` is set.
 
-    ``shapes`` are the shapes of the models by role, ``stats`` the measured lengths of a run. Raises UserError
-    for an unknown GPU.
+    ``shapes`` are the models' shapes by role, ``stats`` the measured lengths of a run. Raises UserError for
+    an unknown GPU.
     """
-    world = config.world_size or 1
-    layouts = role_layouts(config, world)
-    cluster = constants.cluster(gpu, world, config.gpus_per_node, config.network_gigabits_per_gpu)
+    world_size = config.world_size or 1
+    layouts = role_layouts(config, world_size)
+    cluster = constants.cluster(gpu, world_size, config.gpus_per_node, config.network_gigabits_per_gpu)
     machine = Machine(cluster, constants, precision)
     batch = build_step_batch(config, layouts, stats or RunStats())
 
@@ -404,29 +404,31 @@ def predict_run(
 
         # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
         needs_forward = role != ACTOR.name or scoring_pass_reason(config, algorithm_of(config)) is not None
-        forward = 0.0
+        forward_seconds = 0.0
         if needs_forward:
-            forward = score_seconds(choice, batch, machine)
+            forward_seconds = score_seconds(choice, batch, machine)
             flops[spec.phase] += forward_flops
 
-        learn = 0.0
+        optimizer_seconds = 0.0
         if spec.trains:
-            learn = learn_seconds(choice, batch, machine)
-            # A backward pass computes gradients of the inputs, and of the weights unless adapters train.
+            optimizer_seconds = learn_seconds(choice, batch, machine)
+            # Forward pass, gradients of the inputs, and gradients of the weights unless only adapters train.
             num_passes = 2
             if choice.lora is None:
                 num_passes = 3
             flops["learn"] += num_passes * batch.epochs * forward_flops
 
         reload_seconds = _reload_seconds(config, role, choice, batch, machine)
-        role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, reload_seconds))
+        role_seconds.append(
+            RoleSeconds(role, layout.ranks, forward_seconds, optimizer_seconds, reload_seconds)
+        )
 
     # Generation and the weight sync.
     actor = shapes["actor"]
     rollout = _rollout_layout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
-    overlap = shared_weights(with_ranks(config, world), actor)
-    traffic = overlap.traffic(layouts["rollout"].ranks)
+    rank_bytes = shared_weights(with_ranks(config, world_size), actor)
+    traffic = rank_bytes.traffic(layouts["rollout"].ranks)
 
     step = compose_step(
         role_seconds,
@@ -440,13 +442,13 @@ def predict_run(
         flops=flops,
         tokens=batch.tokens,
         response_tokens=batch.rows * batch.lengths.mean,
-        world=world,
+        world=world_size,
         peak_flops=cluster.gpu.bf16_flops,
     )
 
 
 def predict_checked_step(report: CheckReport) -> CheckedStep:
-    """Predict a step of a checked configuration on its GPU, or on `ASSUMED_GPU` if it names none."""
+    """Predict a step of a checked configuration on its GPU, which defaults to `ASSUMED_GPU`."""
     config = report.config
     if report.errors or report.layouts is None:
         return CheckedStep(reason="the configuration has errors")

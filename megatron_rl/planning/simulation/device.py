@@ -1,8 +1,8 @@
 """Count the bytes, kernels, device reads and messages of a rank on a device without storage.
 
-After `device.become_simulated_rank`, tensors on the device have shapes but no values, and there are no other
-ranks. Inside a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts
-get equal numbers of tokens, and every value that is read from the device is 1.
+After `device.become_simulated_rank`, tensors on the device have shapes but no values, and other ranks do not
+exist. Inside a `Simulation` the trainer's real code runs. Two assumptions replace unknown values: all experts
+get equally many tokens, and every value that is read from the device is 1.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _aten = torch.ops.aten
 _NO_KERNEL = frozenset(
     {"empty", "empty_strided", "empty_like", "new_empty", "detach", "_unsafe_view", "set_"}
 )
-"""Operators that allocate or rename without launching a kernel."""
+"""Operators that allocate or alias memory without launching a kernel."""
 _ATTENTION = "scaled_dot_product_attention"
 _INDEXING = frozenset({"index", "index_put", "index_put_"})
-"""Operators that take indices: with a boolean index the size of the result depends on the index's values."""
+"""Operators with indices; with a boolean index the size of the result depends on the index's values."""
 _SELECTIONS = frozenset(
     {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "bincount"}
 )
-"""Operators whose result has a size that depends on values."""
+"""Operators whose output size depends on values."""
 _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
-"""Operators of c10d (torch's collectives) that are point to point."""
+"""Point-to-point operators of c10d, torch's namespace of collectives."""
 
 
 class Simulation(TorchDispatchMode):
     """Dispatch mode that counts a rank's bytes, kernels, device reads and messages by phase.
 
-    On a device with storage it counts the bytes of a real run, which tests compare with simulated ones.
+    On a device with storage it counts the bytes of a real run, which tests compare with a simulation.
     """
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ class Simulation(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
         self._group_names: dict[tuple[int, ...], str] = {}
-        # Address of a storage -> values that are returned if it is read.
+        # Address of a storage -> values that a read of the storage returns.
         self._values: dict[int, Tensor] = {}
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Count the work of the block, with the accelerator's code paths and evenly loaded experts."""
+        """Count the work inside the block, with an accelerator's code paths and evenly loaded experts."""
         with ExitStack() as stack:
             stack.enter_context(_patch_accelerator_functions())
             stack.enter_context(_route_evenly(self))
@@ -74,7 +74,7 @@ class Simulation(TorchDispatchMode):
     def name_groups(self, groups: Mapping[str, Any]) -> None:
         """Set the names under which the traffic of process groups is counted.
 
-        Of several groups with the same ranks the first name is used.
+        The first name applies if several groups have the same ranks.
         """
         for name, group in groups.items():
             if group is not None:
@@ -86,7 +86,7 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the work of the block as phase ``name``; the counts of blocks with the same name add up."""
+        """Count the work inside the block as phase ``name``; blocks with the same name add up."""
         usage = self.phases.setdefault(name, Usage())
         outer_usage = self._usage
         self._usage = usage
@@ -108,17 +108,18 @@ class Simulation(TorchDispatchMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        """Count one operator call and execute it; return assumed values if it reads the device."""
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._count_communication(func, args, kwargs)
 
         # Values on the device do not exist, so return assumed values for a read.
-        read = _READS.get(func)
-        if read is not None and _reads_device(func, args, kwargs):
+        read_assumed_values = _READS.get(func)
+        if read_assumed_values is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
-            return read(self, *args, **kwargs)
+            return read_assumed_values(self, *args, **kwargs)
 
-        # Count pageable copies and selections, which make the host wait for the device like reads.
+        # Count pageable copies and selections: like reads, they make the host wait for the device.
         if self._is_pageable_copy(func, args, kwargs):
             self._usage.copies += 1
         if self._has_data_dependent_size(func, args, kwargs):
@@ -127,8 +128,8 @@ class Simulation(TorchDispatchMode):
         if func is _aten.masked_select.default and args[0].is_meta:
             # The size of the result depends on values that do not exist: assume `true_share`.
             values, mask = args
-            count = round(mask.numel() * self.true_share)
-            result = values.new_empty(count)
+            num_selected = round(mask.numel() * self.true_share)
+            result = values.new_empty(num_selected)
         else:
             result = func(*args, **kwargs)
         self._count_result(func, result)
@@ -145,7 +146,7 @@ class Simulation(TorchDispatchMode):
             self._usage.kernels += 1
 
     def _is_pageable_copy(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return whether an operator copies host memory to the device while the host waits.
+        """Return whether an operator copies host memory to the device and makes the host wait.
 
         Only `device.upload_tensors` copies without waiting, from pinned memory.
         """
@@ -172,7 +173,7 @@ class Simulation(TorchDispatchMode):
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if name in _INDEXING:
-            # One value at a boolean index is a masked fill, whose size does not depend on the mask.
+            # Writing a single value at a boolean index is a masked fill, which needs no output size.
             if name != "index" and args[2].numel() == 1:
                 return False
             return any(index.dtype == torch.bool for index in _iterate_tensors(args[1]))
@@ -212,7 +213,7 @@ class Simulation(TorchDispatchMode):
         self._bytes = sum(size for _, size in self._alive.values())
 
     def count_traffic(self, group: Any, num_bytes: int, is_message: bool = False) -> None:
-        """Count a collective or a message of a process group, which moves ``num_bytes`` bytes."""
+        """Count a collective or a message of a process group, which transfers ``num_bytes`` bytes."""
         ranks = tuple(dist.get_process_group_ranks(group))
         name = self.group_name(ranks)
         # Messages between pipeline stages are counted separately from the group's collectives.
@@ -222,11 +223,11 @@ class Simulation(TorchDispatchMode):
         self._usage.bytes[name] += num_bytes
 
     def _count_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator of c10d, and return its result although the other ranks do not exist."""
+        """Count an operator of c10d, and call it although the other ranks do not exist."""
         name = func.overloadpacket.__name__
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
 
-        # Traffic is the size of the largest argument: the output of a gather, the input of a scatter.
+        # The traffic is the size of the largest argument: the output of a gather, the input of a scatter.
         if any(value.is_meta for value in _iterate_tensors(args)):
             num_bytes = 0
             for argument in args:
@@ -252,23 +253,26 @@ class Simulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _assumed_values(self, tensor: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return a host copy of a device tensor: its assigned values if there are any, else ones."""
+        """Return a host copy of a device tensor: its assigned values, or ones without assigned values."""
         key = tensor.untyped_storage()._cdata
-        assigned = self._values.get(key)
-        if assigned is not None:
-            return assigned.clone()
+        assigned_values = self._values.get(key)
+        if assigned_values is not None:
+            return assigned_values.clone()
 
         dtype = options.get("dtype") or tensor.dtype
         return torch.ones(tensor.shape, dtype=dtype)
 
     def _assumed_scalar(self, tensor: Tensor) -> Any:
-        """Return an assumed value of a one-element tensor: 1, or False so that no check of the code fires."""
+        """Return the assumed value of a tensor with one element: 1, or False for a boolean.
+
+        The trainer reads booleans to raise errors, which False avoids.
+        """
         if tensor.dtype == torch.bool:
             return False
         return torch.ones((), dtype=tensor.dtype).item()
 
     def _skip_copy(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the target of a copy from the device to the host unchanged: it has no values to copy."""
+        """Return the target of a device-to-host copy unchanged, since the source has no values."""
         return target
 
 
@@ -295,7 +299,7 @@ def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument or a result, also inside lists."""
+    """Yield all tensors in an argument or a result, including nested lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -306,22 +310,23 @@ def _iterate_tensors(value: Any) -> Iterator[Tensor]:
 def _fill_gathered_tensor(name: str, args: Any) -> None:
     """Fill a gathered tensor on the host as if every rank had this rank's values."""
     if name == "allgather_":
-        for outputs, value in zip(args[0], args[1], strict=True):
+        for outputs, local_tensor in zip(args[0], args[1], strict=True):
             for output in outputs:
-                output.copy_(value)
+                output.copy_(local_tensor)
         return
 
     output = args[0].view(-1)
-    value = args[1].reshape(-1)
-    world_size = output.numel() // value.numel()
-    output.copy_(value.repeat(world_size))
+    local_tensor = args[1].reshape(-1)
+    world_size = output.numel() // local_tensor.numel()
+    output.copy_(local_tensor.repeat(world_size))
 
 
 @contextmanager
 def _patch_accelerator_functions() -> Iterator[None]:
-    """Patch attention to use an accelerator's fused kernel, and `torch.tensor` to count reads of the device.
+    """Patch attention to run an accelerator's fused kernel, and `torch.tensor` to count reads of the device.
 
-    The functions are patched globally, since a mode would not see the second forward pass of recompute.
+    The functions are patched globally, since a dispatch mode is not active in the second forward pass of
+    recomputation.
     """
     library: Any = torch
     torch_attention = functional.scaled_dot_product_attention
@@ -333,13 +338,14 @@ def _patch_accelerator_functions() -> Iterator[None]:
         value: Tensor,
         **options: Any,
     ) -> Tensor:
+        """Run the fused attention kernel that torch selects on an accelerator."""
         if not query.is_meta:
             return torch_attention(query, key, value, **options)
         mask = options["attn_mask"]
         causal = options["is_causal"]
         scale = options["scale"]
 
-        # Select the kernel as torch does on an accelerator: flash attention has no mask and one head size.
+        # Flash attention supports no mask, and only equal head sizes of queries and values.
         dropout = 0.0
         if mask is None and query.shape[-1] == value.shape[-1]:
             flash_attention = _aten._scaled_dot_product_flash_attention
@@ -361,6 +367,7 @@ def _patch_accelerator_functions() -> Iterator[None]:
         )[0]
 
     def tensor_of_values(data: Any, **options: Any) -> Tensor:
+        """Create a tensor from ``data``; scalars on the device are read first, which counts them."""
         return torch_tensor(_host_values(data), **options)
 
     setattr(functional, _ATTENTION, fused_attention)
@@ -373,7 +380,7 @@ def _patch_accelerator_functions() -> Iterator[None]:
 
 
 def _host_values(value: Any) -> Any:
-    """Return nested lists in which scalars on the device are replaced by their values."""
+    """Replace scalars on the device by their Python values, also inside nested lists."""
     if isinstance(value, list | tuple):
         return [_host_values(item) for item in value]
     is_device_scalar = isinstance(value, Tensor) and value.is_meta and not value.dim()
@@ -384,32 +391,34 @@ def _host_values(value: Any) -> Any:
 
 @contextmanager
 def _route_evenly(simulation: Simulation) -> Iterator[None]:
-    """Route tokens evenly to experts inside the block: the real counts would be read from the device."""
+    """Route tokens evenly to experts inside the block, since the real counts are values on the device."""
     dispatcher: Any = token_dispatcher
     dispatcher_class = dispatcher.MoEAlltoAllTokenDispatcher
-    preprocess = dispatcher_class.preprocess
-    move_to_cpu = dispatcher.maybe_move_tensor_to_cpu
-    gather = dispatcher.gather_from_sequence_parallel_region
+    original_preprocess = dispatcher_class.preprocess
+    original_move_to_cpu = dispatcher.maybe_move_tensor_to_cpu
+    original_gather = dispatcher.gather_from_sequence_parallel_region
 
     def preprocess_evenly(self: Any, routing: Tensor) -> Any:
-        tokens, experts = routing.shape
+        """Call Megatron's ``preprocess`` with an even routing mask on the host."""
+        num_tokens, num_experts = routing.shape
         experts_per_token = self.config.moe_router_topk
         simulation._usage.reads += 1
-        simulation.true_share = experts_per_token / experts
+        simulation.true_share = experts_per_token / num_experts
 
         # Route tokens to experts round robin, as a mask [tokens, experts] on the host.
-        slots = torch.arange(tokens * experts_per_token)
+        slots = torch.arange(num_tokens * experts_per_token)
         even_routing = torch.zeros(routing.shape, dtype=torch.bool)
-        even_routing[slots // experts_per_token, slots % experts] = True
+        even_routing[slots // experts_per_token, slots % num_experts] = True
 
-        # Patch the function only during this call: other callers gather tensors of the device.
+        # Patch the gather only during this call: other callers gather tensors on the device.
         dispatcher.gather_from_sequence_parallel_region = gather_copies
         try:
-            return preprocess(self, even_routing)
+            return original_preprocess(self, even_routing)
         finally:
-            dispatcher.gather_from_sequence_parallel_region = gather
+            dispatcher.gather_from_sequence_parallel_region = original_gather
 
     def gather_copies(counts: Tensor, group: Any) -> Tensor:
+        """Count the gather of ``counts``, and repeat them as if all ranks had the same counts."""
         simulation.count_traffic(group, counts.nbytes * group.size())
         return counts.repeat(group.size())
 
@@ -418,5 +427,5 @@ def _route_evenly(simulation: Simulation) -> Iterator[None]:
     try:
         yield
     finally:
-        dispatcher_class.preprocess = preprocess
-        dispatcher.maybe_move_tensor_to_cpu = move_to_cpu
+        dispatcher_class.preprocess = original_preprocess
+        dispatcher.maybe_move_tensor_to_cpu = original_move_to_cpu

@@ -1,7 +1,7 @@
 """Simulate ranks of a checked job in separate processes, and compare their bytes with the memory estimate.
 
-The idea: the ranks of a pipeline stage have equal work, and only a few stages of a pipeline differ in memory.
-So a few simulated ranks are enough for a job of any size.
+The idea: all ranks of a pipeline stage have equal work, and few stages of a pipeline differ in memory. So a
+few simulated ranks are enough for a job of any size.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SIMULATED_LAYERS = (
 _PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
 """Phase of the estimate -> name in the table; during generation the models are idle ("at rest")."""
 _PROCESSES = 2
-"""Number of ranks that are simulated at the same time: each imports torch and Megatron-Core."""
+"""Number of ranks to simulate at the same time: each process imports torch and Megatron-Core."""
 _MIN_BYTES = 2**20
 """Bytes below which a relative difference is meaningless."""
 _GIB = 2**30
 _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
-"""Modules whose kernels need tensors with storage; a simulated rank uses Megatron's own layers instead."""
+"""Modules whose kernels need tensors with storage; a simulated rank uses Megatron's plain layers instead."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,29 @@ class RankSimulation:
     """
 
     rank: SimulatedRank
-    """Memory, messages and micro-batches that the simulation has counted on the rank."""
+    """Simulated memory, messages and micro-batches of the rank."""
     estimate: RankMemory
-    """Memory that `check` estimates for the rank."""
+    """Estimate of the rank's memory by `check`."""
 
     def bytes(self, phase: str) -> int:
-        """Return the simulated bytes in a phase of the estimate; during generation all models are idle."""
+        """Return the simulated peak bytes in a phase of the estimate; the models are idle in ``generate``."""
         if phase == "generate":
             return self.rank.resting
         return self.rank.phases[phase].peak
 
     def relative_error(self, phase: str) -> float:
-        """Return the relative error of the estimate, estimated / simulated - 1; 0 for less than 1 MiB."""
+        """Return the relative error of the estimate, estimated / simulated - 1; 0 below 1 MiB."""
         simulated_bytes = self.bytes(phase)
         if simulated_bytes <= _MIN_BYTES:
             return 0.0
 
         ratio = self.estimate.phase_peak(phase) / simulated_bytes
-        # Adding 0.0 makes a negative zero positive, which would be printed with its sign.
+        # Adding 0.0 removes the sign of a negative zero, which would be printed.
         return round(ratio - 1, 4) + 0.0
 
 
 def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
-    """Simulate the ranks of every role's representative stages, which include the fullest one.
+    """Simulate one rank of every representative pipeline stage of every role, including the fullest stage.
 
     Raises UserError for a report without layouts, batch or model.
     """
@@ -78,14 +78,14 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
         if layouts is not None and batch is None:
             reason = "a job of one stage"
         raise UserError(
-            "there is nothing to simulate",
+            "this configuration has no training step to simulate",
             where="--simulate",
             expected="a training run without errors, with its model's config.json on this machine",
             got=reason,
             fix="correct the errors above, or omit --simulate",
         )
 
-    # Pipeline stages differ in memory; data-parallel copies of a stage do not.
+    # Pipeline stages differ in memory; data-parallel replicas of a stage do not.
     ranks = set()
     for role, layout in layouts.items():
         if role != ROLLOUT.name:
@@ -97,8 +97,8 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
 
     # Start a new process for each rank: a process can simulate only once, and torch's threads must not be
     # forked.
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1) as pool:
+    spawn_context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(_PROCESSES, spawn_context, max_tasks_per_child=1) as pool:
         models = dict(report.models)
         jobs = []
         for config, estimate in plans:
@@ -108,7 +108,7 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
 
 
 def plan_simulation(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
-    """Return the configuration to simulate a rank of a check, and the memory estimate of its models."""
+    """Return the configuration for simulating a rank of a check, and the memory estimate of its models."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
     layouts = dict(report.layouts)
@@ -121,8 +121,8 @@ def plan_simulation(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
 
 
 def _simulate_rank(*arguments: Any) -> SimulatedRank:
-    """Simulate one rank in this process, a child that does nothing else; see `simulate_step`."""
-    # None in sys.modules makes an import fail as if the package were not installed.
+    """Simulate one rank in this process, which must do nothing else; see `simulate_step`."""
+    # An entry None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
     modules.update(dict.fromkeys(_FOREIGN_LAYERS))
     from megatron_rl.planning.simulation.step import simulate_step
@@ -134,6 +134,7 @@ def _simulate_rank(*arguments: Any) -> SimulatedRank:
 
 def simulation_lines(simulations: list[RankSimulation]) -> list[str]:
     """Format simulated ranks as lines: a table of bytes, then each rank's kernels, reads and messages."""
+    # The table compares simulated and estimated bytes.
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
     for simulation in simulations:
         for phase, name in _PHASES.items():
@@ -144,9 +145,10 @@ def simulation_lines(simulations: list[RankSimulation]) -> list[str]:
                 f"{simulation.relative_error(phase):>+12.1%}"
             )
 
+    # Groups, messages and kernels of each rank.
     for simulation in simulations:
         rank = simulation.rank
-        groups = ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
+        groups = ", ".join(f"{num_ranks:,} ({group_name})" for group_name, num_ranks in rank.groups)
         lines.append(
             f"rank {rank.rank}: at most {rank.connections:,} connections of the host's backend, in "
             f"{len(rank.groups)} groups of {groups}"
@@ -164,8 +166,8 @@ def _usage_text(usage: Usage) -> str:
     """Format the kernels, device reads and messages of one phase as text."""
     # Bytes and calls by kind of group.
     terms = []
-    for kind, count in usage.calls.items():
-        terms.append(f"{kind} {byte_text(usage.bytes[kind])} in {count:,} calls")
+    for group_name, count in usage.calls.items():
+        terms.append(f"{group_name} {byte_text(usage.bytes[group_name])} in {count:,} calls")
     traffic = ", ".join(terms)
     return (
         f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "

@@ -1,7 +1,7 @@
-"""Simulate a step of training on one rank of a job, at its real size, without machines.
+"""Simulate a step of training on one rank of a job, at its real size, without GPUs.
 
-The idea: the trainer's own code builds the roles and runs their phases on tensors without storage, in a world
-of which only this process exists. `Simulation` counts bytes, kernels and messages.
+The idea: the trainer's code builds the roles and runs their phases on tensors without storage, in a process
+group whose other ranks do not exist. `Simulation` counts bytes, kernels and messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_rl.types import TrainBatch
 from megatron_rl.weights.plan import schedule_phases
 
 _SUPPORT_TOKENS = 16
-"""Assumed number of tokens at each position that remain after the filters of sampling."""
+"""Assumed number of tokens that the filters of sampling keep at each position."""
 
 
 def simulate_step(
@@ -49,12 +49,12 @@ def simulate_step(
     rank: int,
     world_size: int,
 ) -> SimulatedRank:
-    """Build a rank of the job in this process and run the phases of a step on full micro-batches.
+    """Build a rank of the job in this process, and run the phases of a step on full micro-batches.
 
-    ``config`` is resolved, ``config_files`` are the config.json files of the roles. No weights are read, and
-    the rollout engine is left out. A process can call this only once.
+    ``config`` is resolved, ``config_files`` are the config.json files of the roles. Weights are not read, and
+    the rollout engine is omitted. A process can call this function only once.
     """
-    # Initialise this process as a rank of the complete job, of which no other process exists.
+    # Initialise this process as a rank of the complete job, although no other process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     device.become_simulated_rank()
     device.initialize()
@@ -68,7 +68,7 @@ def simulate_step(
             scorers = build_scorers(config, algorithm, actor)
             reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
-        # Name the process groups, which now exist: traffic is counted by the kind of group.
+        # Name the process groups, which now exist: traffic is counted by the name of the group.
         roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
@@ -82,25 +82,25 @@ def simulate_step(
         rows = _make_full_rows(config, batch, [role.layout for role in roles])
         train_rows = _with_teacher_columns(rows, algorithm.distillation.top_tokens)
 
-        # The first optimizer step allocates the optimizer states; after it every role is at rest.
+        # The first optimizer step allocates the optimizer states; then offload every role.
         with simulation.phase("first step"):
             for role in objectives:
                 with role.resident():
                     role.step()
             for role in roles:
                 role.residency.offload_all()
-        resting = simulation.phases["first step"].end
+        resting_bytes = simulation.phases["first step"].end
 
         _run_phases(simulation, roles, objectives, rows, train_rows)
 
-    # The first group is that of the world.
+    # The first group is the world.
     world_ranks, *groups = groups_of_this_rank()
     group_sizes = [("the job", len(world_ranks))]
     group_sizes += [(simulation.group_name(ranks), len(ranks)) for ranks in groups]
     sync = None
     if config.rollout.capabilities.in_process:
         sync = _sync_messages(config, config_files[ACTOR.name], actor.layout, rank)
-    return SimulatedRank(rank, simulation.phases, resting, group_sizes, sync)
+    return SimulatedRank(rank, simulation.phases, resting_bytes, group_sizes, sync)
 
 
 def _run_phases(
@@ -112,7 +112,7 @@ def _run_phases(
 ) -> None:
     """Run the forward pass of every role, then a training step of each role with an objective.
 
-    ``train_rows`` are the ``rows`` with the columns that only a training step reads.
+    ``train_rows`` are ``rows`` with additional columns that only a training step reads.
     """
     for role in roles:
         with role.resident(Use.READ), simulation.phase("score"):
@@ -131,12 +131,12 @@ def _run_phases(
 
 
 def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank: int) -> SyncMessages:
-    """Return a rank's messages in a weight sync from an actor of this layout."""
+    """Count a rank's peers and messages in a weight sync from an actor with this layout."""
     hf_config = find_config(str(model))
     rollout_ranks = config.rollout.ranks
     assert rollout_ranks is not None
 
-    # If adapters are synchronised separately from the base, only they are sent.
+    # Adapters that are synchronised separately are sent without the base weights.
     adapters = None
     lora = separate_lora(config)
     if lora is not None:
@@ -156,8 +156,8 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
 
     num_sent = 0
     num_received = 0
-    transfers = schedule_phases(plan, config.hybrid_engine.staging_bytes)
-    for (sender, receiver), count in transfers.message_counts.items():
+    schedule = schedule_phases(plan, config.hybrid_engine.staging_bytes)
+    for (sender, receiver), count in schedule.message_counts.items():
         if sender == rank:
             num_sent += count
         if receiver == rank:
@@ -166,15 +166,16 @@ def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank:
 
 
 def _with_model_folders(config: RunConfig, config_files: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with every role's model at the folder of its config.json."""
+    """Return the configuration with every role's model path set to the folder of its config.json."""
 
     def folder(section_path: str) -> str:
-        """Return the folder of the config.json of a section's role, by default of the actor's."""
+        """Return the folder of a role's config.json; it defaults to the actor's."""
         config_file = config_files.get(role_of(section_path), config_files[ACTOR.name])
         return str(config_file.parent)
 
     def with_folder(section_path: str, section: Any) -> Any:
-        # The actor's model is model.path.
+        """Return a role's section with the folder of its config.json as path."""
+        # The actor's path is model.path, which is set below.
         if isinstance(section, ActorConfig):
             return section
         return replace(section, path=folder(section_path))
@@ -184,7 +185,7 @@ def _with_model_folders(config: RunConfig, config_files: Mapping[str, Path]) -> 
 
 
 def _with_teacher_columns(rows: TrainBatch, top_tokens: int) -> TrainBatch:
-    """Return rows with placeholders for a teacher's most likely tokens, ``top_tokens`` per position.
+    """Add placeholders for a teacher's most likely tokens, ``top_tokens`` per position, to rows.
 
     The simulation needs only their shapes. With 0 tokens the rows are returned unchanged.
     """
@@ -204,8 +205,11 @@ def _make_full_rows(
     batch: BatchPlan,
     layouts: list[ParallelLayout],
 ) -> TrainBatch:
-    """Return rows of the micro-batches that fill every role's pipeline, at most as many as a step has."""
-    # Fill a micro-batch with rows of equal length, as long as possible.
+    """Create the rows of enough full micro-batches to fill every role's pipeline.
+
+    There are at most as many micro-batches as in a step.
+    """
+    # Fill a micro-batch with rows of equal length, with as few and long rows as possible.
     token_limit = batch.tokens_per_microbatch
     rows_per_microbatch = -(-token_limit // batch.longest_row)
     length = token_limit // rows_per_microbatch
@@ -221,7 +225,7 @@ def _make_full_rows(
     num_rows = microbatches * rows_per_microbatch
     num_tokens = num_rows * length
 
-    # The lengths of prompt and response have the same ratio as their limits.
+    # The ratio of prompt to response length is the ratio of their limits.
     prompt_length = length * config.data.max_prompt_tokens // batch.longest_row
     row_mask = torch.arange(length) >= prompt_length
 
@@ -230,7 +234,7 @@ def _make_full_rows(
     tokens = torch.ones(1, dtype=torch.long).expand(num_tokens)
     row_ones = torch.ones(num_rows, dtype=torch.long)
 
-    # If sampling truncates distributions, every position has the ids of the remaining tokens.
+    # If sampling truncates distributions, every position also has the ids of the remaining tokens.
     support_sizes = None
     support = None
     if config.rollout.truncates:
@@ -261,19 +265,19 @@ def _make_full_rows(
 
 @contextmanager
 def _count_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
-    """Add the micro-batches of the block to the count of a phase."""
+    """Add the micro-batches that a role runs in the block to the count of a phase."""
     first_count = progress_count("micro-batches")
     yield
     if role.model is not None:
-        # Each virtual stage counts every micro-batch.
-        passes = progress_count("micro-batches") - first_count
-        simulation.phases[phase].microbatches += passes // len(role.model.wrapped)
+        # Every micro-batch counts once per virtual stage.
+        num_passes = progress_count("micro-batches") - first_count
+        simulation.phases[phase].microbatches += num_passes // len(role.model.wrapped)
 
 
 def _set_boundary_shape(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
     """Set the shape of the activations that pipeline stages exchange.
 
-    All rows have one length, so every micro-batch has as many tokens as fit into its limit.
+    All rows have the same length, so all micro-batches have the same number of tokens.
     """
     if role.model is None:
         return
@@ -291,7 +295,7 @@ def _set_boundary_shape(simulation: Simulation, role: ModelRole, rows: TrainBatc
 
 
 def _groups_by_name(groups: ParallelGroups) -> dict[str, object]:
-    """Return the process groups of a role by the names under which their traffic is counted."""
+    """Return the process groups of a role, by the names under which their traffic is counted."""
     return {
         "tensor": groups.tensor,
         "context": groups.context,
