@@ -1,4 +1,4 @@
-"""Advantage estimators: their interface, comparisons of the samples of a prompt, returns along a response.
+"""Advantage estimators: their interface, group-relative estimators, discounted returns and GAE.
 
 GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
 statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.
@@ -29,7 +29,7 @@ _EXPECTED = "Advantages(advantages, returns) of tensors with one value per token
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Rewards and values of one step, as an advantage estimator reads them.
+    """Rewards and values of one step: the input of an advantage estimator.
 
     B rows, N tokens; real numbers are float64. Optional fields are None if no role computed them.
 
@@ -54,7 +54,7 @@ class AdvantageInputs:
     values: Tensor | None
     """[N], the critic's values."""
     baseline_rewards: Tensor | None
-    """[B], reward of a greedy response to the row's prompt, shaped as ``rewards`` are."""
+    """[B], reward of a greedy response to the row's prompt, with the same shaping as ``rewards``."""
     components: Mapping[str, Tensor]
     """Name -> [B], the reward's components, without shaping."""
     log_probs: Tensor | None = None
@@ -229,10 +229,9 @@ class Grpo(GroupAdvantage):
 
     ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with
     one valid sample has mean 0 and standard deviation 1 by convention: ``A = R / (1 + epsilon)``. Equal
-    rewards give exactly 0. ``scale_by_std=False`` leaves the division out (Dr.GRPO, arXiv:2503.20783,
-    section 3.2). With ``scale_over="batch"`` the deviation is that of all valid rewards of the step, so that
-    a group of nearly equal rewards does not get advantages as large as another's (arXiv:2508.08221, section
-    4.2).
+    rewards give exactly 0. ``scale_by_std=False`` omits the division (Dr.GRPO, arXiv:2503.20783, section
+    3.2). ``scale_over="batch"`` divides by the standard deviation of all valid rewards of the step: a group
+    of nearly equal rewards then gets small advantages (arXiv:2508.08221, section 4.2).
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; singleton rule from verl.
 
@@ -264,14 +263,14 @@ class Grpo(GroupAdvantage):
             )
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's mean for each row: [B], scaled if set."""
+        """Compute each row's reward minus its group's mean: [B], scaled with ``scale_by_std``."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
-                # The standard deviation of all rows as one group is that of the step.
+                # With all rows in one group, the group's standard deviation is the step's.
                 one_group = torch.zeros_like(inputs.group)
                 count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
             scale = torch.where(count > 1, std, 1) + self.epsilon
@@ -301,7 +300,7 @@ class GrpoLeaveOneOut(GroupAdvantage):
     scale_by_std: bool = setting(True, SCALE_MEANING)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus the mean of the group's other samples for each row: [B], scaled if set."""
+        """Compute each row's reward minus the mean of its group's other samples: [B]."""
         other_count, other_mean, other_std = ragged.leave_one_out_statistics(
             inputs.rewards, inputs.group, inputs.valid
         )
@@ -319,7 +318,7 @@ class GrpoPassAtK(GroupAdvantage):
     """Lead of the group's best sample over the second best: the gradient of pass@k with k = n.
 
     The first sample with the largest reward gets ``(R_max - R_second) / (std_g + epsilon)``, all others 0.
-    A tie for the largest reward gives 0 to every sample, and so does a group with fewer than two valid ones.
+    Every sample gets 0 if two samples share the largest reward, or if fewer than two samples are valid.
 
     Source: arXiv:2503.19595, in verl's form.
 
@@ -332,9 +331,9 @@ class GrpoPassAtK(GroupAdvantage):
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]. It is 0 for all rows but the best of each group.
+        """Compute the advantage of each row: [B], 0 for all rows except the best of each group.
 
-        The advantage of the best row is its lead over the second best reward, over the standard deviation.
+        The best row gets its lead over the second largest reward, divided by the standard deviation.
         """
         rewards = inputs.rewards
         group = inputs.group
@@ -362,7 +361,7 @@ class Rloo(GroupAdvantage):
     """
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus the mean of the other samples of its group for each row: [B]."""
+        """Compute each row's reward minus the mean reward of its group's other samples: [B]."""
         # The mean of no other samples is 0, so a singleton keeps its reward.
         statistics = ragged.leave_one_out_statistics(inputs.rewards, inputs.group, inputs.valid)
         return torch.where(inputs.valid, inputs.rewards - statistics.mean, 0)
@@ -373,8 +372,8 @@ class Opo(GroupAdvantage):
     """Reward minus the group's length-weighted mean, the baseline with the least gradient variance.
 
     ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` with response lengths l [B] in tokens, under the assumption
-    that a gradient's squared norm grows with its length. A singleton has no baseline: ``A = R``; so does a
-    group whose valid responses are all empty.
+    that the squared norm of a response's gradient grows with its length. A group with one valid response, or
+    with only empty ones, has no baseline: ``A = R``.
 
     Source: OPO, arXiv:2505.23585; singleton rule from verl.
 
@@ -384,7 +383,7 @@ class Opo(GroupAdvantage):
     """
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's length-weighted mean for each row: [B]."""
+        """Compute each row's reward minus its group's length-weighted mean: [B]."""
         rewards = inputs.rewards
         group = inputs.group
         valid = inputs.valid
@@ -419,10 +418,7 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute the reward minus its group's mean for each row: [B].
-
-        All advantages are scaled up by the inverse of the fraction of rows with a reward other than 0.
-        """
+        """Compute each row's reward minus its group's mean, over the fraction of nonzero rewards: [B]."""
         rewards = inputs.rewards
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
@@ -440,10 +436,10 @@ class Gdpo(GroupAdvantage):
     """Weighted sum of the GRPO advantages of the reward's components.
 
     ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
-    instead maps different mixes of components to equal advantages. ``reward`` itself is a component of a
-    row only if it is the row's only one. A row with a NaN component is invalid for that component. Shaping
-    and penalties change the total reward, not its components, so they are rejected together with this
-    estimator: a penalty must be a component.
+    instead maps different mixes of components to equal advantages. The total reward is used only for rows
+    without components. A row with a NaN component is invalid for that component. Shaping and penalties change
+    the total reward, not its components, so they are errors together with this estimator: a penalty must be a
+    component.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
@@ -469,8 +465,9 @@ class Gdpo(GroupAdvantage):
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute the weighted sum of the GRPO advantages of all reward components for each row: [B]."""
-        # `reward` is the total of the components: with them it would count twice.
-        components = {name: value for name, value in inputs.components.items() if name != "reward"}
+        # `reward` is the total of the components: including it would count them twice.
+        components = dict(inputs.components)
+        components.pop("reward", None)
         if not components:
             components = {"reward": inputs.rewards}
 
@@ -497,7 +494,7 @@ class Gdpo(GroupAdvantage):
             component_inputs = replace(inputs, rewards=component, valid=component_valid)
             advantages = advantages + weight * component_grpo.row_advantages(component_inputs)
 
-        # Rows of a source whose reward is a plain number have no component besides it.
+        # A reward function may return a plain number without components: use the total reward of its rows.
         without_component = inputs.valid & ~has_component
         if without_component.any():
             plain_inputs = replace(inputs, valid=without_component)
@@ -532,8 +529,8 @@ class Reinforce(Advantage):
 class Remax(Advantage):
     """Discounted returns minus the reward of the greedy response to the same prompt.
 
-    ``A_t = G_t - b`` with the greedy response's reward b, shaped with the statistics of the samples' rewards;
-    a KL penalty in the reward applies to the samples only. The returns are G.
+    ``A_t = G_t - b``, where b is the greedy response's reward, shaped with the statistics of the samples'
+    rewards. A KL penalty in the reward applies to the samples only. The returns are G.
 
     Source: ReMax, arXiv:2310.10505.
 
@@ -565,13 +562,13 @@ class Remax(Advantage):
 
 @dataclass(frozen=True)
 class OptimalTokenBaseline(Advantage):
-    """Rewards to go minus, at each position, the baseline of least variance over the prompt's samples.
+    """Reward-to-go of each token minus a baseline per prompt and position that minimises gradient variance.
 
     ``A_t = G_t - B_t`` with ``B_t = sum_i W_t^i G_t^i / sum_i W_t^i`` over the valid samples of the prompt
-    that have a t-th response token. The energy ``W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)`` stands for
-    the squared norm of the gradient of the response so far: each term is the squared norm of the token's
-    gradient with respect to its logits, with its probability p_j. A sample alone with its prompt has no
-    baseline: ``A = G``. The returns are G.
+    that have a t-th response token. The energy ``W_t = sum_(j <= t) (1 - 2 p_j + sum_v p_j(v)^2)``
+    approximates the squared gradient norm of the response up to token t: each term is the squared norm of a
+    token's gradient with respect to its logits, where p_j is the token's probability. The only sample of a
+    prompt has no baseline: ``A = G``. The returns are G.
 
     Source: The Optimal Token Baseline, arXiv:2602.07078; singleton rule and ``lone_tail`` from verl.
 
@@ -616,7 +613,7 @@ class OptimalTokenBaseline(Advantage):
         prefix_sums = torch.cat([token_energy.new_zeros(1), token_energy.cumsum(0)])
         energy = prefix_sums[1:] - prefix_sums[token_starts]
 
-        # B_t, in one slot for each index t of each prompt.
+        # B_t: sums over the samples of a prompt, with one slot per prompt and index t.
         row_group, group_count = ragged.renumber_groups(inputs.group)
         token_group = ragged.broadcast_rows(row_group, lengths)
         max_length = int(lengths.max()) if len(lengths) else 0
@@ -624,10 +621,10 @@ class OptimalTokenBaseline(Advantage):
         zeros = energy.new_zeros(group_count * max_length)
         weights = zeros.index_add(0, slot, energy)
         weighted_returns = zeros.index_add(0, slot, energy * returns[mask])
-        # Without energy there is no gradient, and the baseline does not matter.
+        # The clamp only matters where the energy is 0: without a gradient, any baseline will do.
         baseline = (weighted_returns / weights.clamp(min=1e-8))[slot]
 
-        # A baseline takes two samples of the prompt; with `lone_tail: returns`, two with a token at index t.
+        # A baseline needs two samples of the prompt. With `lone_tail: returns` two must have a token at t.
         has_tokens = (lengths > 0).to(energy.dtype)
         sample_count = energy.new_zeros(group_count).index_add(0, row_group, has_tokens)
         has_baseline = sample_count[token_group] > 1
@@ -732,8 +729,8 @@ def gae(
     """Estimate advantages from rewards and values [N] with the trade-off lambda (a number or [B]).
 
     ``delta_t = r_t + gamma V_next - V_t`` and ``A_t = delta_t + gamma lam A_next``, where *next* is the next
-    response token of the row and both are 0 after the last: an episode ends with its row. The critic's
-    targets are ``A + V``. ``values[t]`` is the critic's estimate before token t is produced.
+    response token of the row. V_next and A_next are 0 at the last token: an episode ends with its row. The
+    critic's targets are ``A + V``. ``values[t]`` is the critic's estimate before token t is produced.
 
     Source: GAE, arXiv:1506.02438, equation 16; tokens outside the mask are skipped as in verl.
 

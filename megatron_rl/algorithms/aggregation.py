@@ -1,4 +1,4 @@
-"""Loss aggregation as one weight per token, so that a loss is the same weighted sum under any split.
+"""Loss aggregation as one weight per token: a mini-batch's loss is the same weighted sum for any split.
 
 `minibatches` splits a step's batch into mini-batches and computes the values that depend on a complete
 mini-batch: the loss weights with their global denominators, and the tokens that clip-cov and kl-cov select.
@@ -77,7 +77,7 @@ class Aggregation(Piece, ABC):
             row_counts = ragged.row_sums(mask, lengths)
         row_counts = row_counts.to(torch.float64)
 
-        # The floor of 1 only matters for an empty mask, whose weights are 0 / 1.
+        # The clamp only matters for an empty mask: its weights are then 0 / 1.
         denominators = Counts(
             per_row=row_counts,
             tokens=row_counts.sum().clamp(min=1),
@@ -153,7 +153,7 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return this aggregation, with the response limit in tokens as ``scale_factor`` if it is unset."""
+        """Set an unset ``scale_factor`` to the response limit in tokens; return the aggregation."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)
@@ -224,7 +224,7 @@ def minibatches(
             prompt_order = torch.randperm(len(prompt_rows), generator=generator).tolist()
 
         for step in range(optimizer_steps):
-            # Integer bounds of equal shares: the sizes differ by at most one prompt.
+            # Split the prompts as evenly as possible: mini-batches differ by at most one prompt.
             begin = step * len(prompt_rows) // optimizer_steps
             end = (step + 1) * len(prompt_rows) // optimizer_steps
             rows = [row for prompt in prompt_order[begin:end] for row in prompt_rows[prompt]]
@@ -244,7 +244,7 @@ def with_loss_weights(
     algorithm: Algorithm,
     generator: torch.Generator | None = None,
 ) -> TrainBatch:
-    """Return the mini-batch with its loss weights, and with the tokens that the policy loss selects, if any.
+    """Set the loss weights of a mini-batch, and the tokens that its policy loss selects; return a new batch.
 
     ``generator`` draws clip-cov's random tokens; None uses a new generator with seed 0.
     """
@@ -272,7 +272,7 @@ def with_loss_weights(
 
 
 def _group_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
-    """Return the given row numbers as one list per prompt, prompts in order of first appearance."""
+    """Group row numbers by prompt: one list per prompt, in order of first appearance."""
     if batch.group is None:
         return [[row] for row in rows]
 

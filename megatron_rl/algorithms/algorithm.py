@@ -123,7 +123,7 @@ class Algorithm:
     distillation: Distillation = NoDistillation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
     max_response_tokens: int | None = None
-    """Length limit in tokens of responses for which the rollouts give no limit; set by `within`."""
+    """Length limit in tokens of responses without a limit in `Rollouts`; set by `within`."""
 
     @property
     def needs_critic(self) -> bool:
@@ -162,12 +162,16 @@ class Algorithm:
 
     def pieces(self) -> dict[str, Piece]:
         """Return the pieces that make up the algorithm, such as its policy loss: field name -> piece."""
-        # The name, the summary and the length limit are fields, but not pieces.
-        field_values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in field_values.items() if isinstance(value, Piece)}
+        pieces: dict[str, Piece] = {}
+        for algorithm_field in fields(self):
+            field_value = getattr(self, algorithm_field.name)
+            # The name, the summary and the length limit are fields, but not pieces.
+            if isinstance(field_value, Piece):
+                pieces[algorithm_field.name] = field_value
+        return pieces
 
     def within(self, max_response_tokens: int) -> Algorithm:
-        """Return a copy whose pieces have filled in the settings that depend on the response limit."""
+        """Return a copy with ``max_response_tokens`` as the response limit, also in its pieces' settings."""
         pieces = {name: piece.within(max_response_tokens) for name, piece in self.pieces().items()}
         return replace(self, max_response_tokens=max_response_tokens, **pieces)
 
@@ -197,10 +201,10 @@ class Algorithm:
             )
 
     def _ignored_reward_errors(self) -> Iterator[UserError]:
-        """Yield an error for each piece that changes the total reward, which the estimator does not read."""
+        """Yield an error for each piece that changes a total reward which the estimator does not read."""
         estimator = type(self.advantage).__name__
 
-        # Each of these would silently do nothing, so it is an error and not a warning.
+        # Errors and not warnings: each of these pieces would silently do nothing.
         if self.kl.in_reward:
             yield UserError(
                 f"{estimator} does not read the reward that a KL penalty is subtracted from",

@@ -76,11 +76,11 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the actor's log-probs are needed before the loss: for weights and rejected tokens."""
+        """Whether weights and rejection are computed before the loss, which needs the actor's log-probs."""
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors in the weights' band and rejection measures, and settings that exclude each other."""
+        """Yield the errors for a bad band or rejection measure, and for settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -154,14 +154,14 @@ class Correction(Piece):
             if self.batch_normalize:
                 weights = normalize_over_batch(weights, mask, lengths, level=self.level)
 
-        # Rejection reads only log-probs, so it does not depend on the weights and combines with any level.
+        # Rejection reads only log-probs: it is independent of the weights and can be combined with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
             sums["rejected_fraction"] = (token_count - accepted.sum(), token_count)
 
-        metrics = Metrics.of_tensors({f"mismatch/{name}": pair for name, pair in sums.items()})
-        return weights, accepted, metrics
+        named_sums = {f"mismatch/{name}": sum_and_count for name, sum_and_count in sums.items()}
+        return weights, accepted, Metrics.of_tensors(named_sums)
 
     def importance_weights(
         self,
@@ -198,7 +198,7 @@ class Correction(Piece):
 
         weights = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
-        # A band takes the place of the truncation by threshold and floor.
+        # With a band, threshold and floor are not used.
         if self.band is not None:
             low, high = self.band
             weights = torch.where((weights >= low) & (weights <= high), weights, 0)
@@ -249,9 +249,9 @@ def rejection_mask(
         if measure not in REJECTION_MEASURES:
             raise ValueError(f"unknown measure {measure!r}; known: {', '.join(REJECTION_MEASURES)}")
         reduction, divergence = measure.rsplit("_", 1)
-        value = _reduce_divergence(divergences[divergence], mask, lengths, reduction)
+        reduced = _reduce_divergence(divergences[divergence], mask, lengths, reduction)
         low, high = rejection_limits(divergence, limit)
-        accepted &= (value >= low) & (value <= high)
+        accepted &= (reduced >= low) & (reduced <= high)
 
     return accepted
 
@@ -318,7 +318,10 @@ def _reduce_divergence(
     lengths: Tensor,
     reduction: str,
 ) -> Tensor:
-    """Reduce a divergence [N] over each row and repeat the result on the row's tokens: [N]."""
+    """Reduce a divergence [N] over each row and repeat the result on the row's tokens: [N].
+
+    ``reduction`` is ``seq_sum``, ``seq_mean`` or ``seq_max``; ``token`` returns the divergence unchanged.
+    """
     if reduction == "token":
         return divergence
 
@@ -333,7 +336,10 @@ def _reduce_divergence(
 
 
 def _rejection_measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
-    """Yield the error for an unknown rejection measure, or for its threshold."""
+    """Yield the error for an unknown rejection measure or an invalid threshold.
+
+    ``limit`` is the threshold or the pair [low, high]; ``path`` is the measure's key in the configuration.
+    """
     if measure not in REJECTION_MEASURES:
         suggestion = nearest(measure, REJECTION_MEASURES)
         fix = "name one of them"
@@ -349,10 +355,10 @@ def _rejection_measure_errors(measure: str, limit: object, path: str) -> Iterato
         return
 
     # Only k1 is signed, so only k1 has a lower limit.
-    two_sided = measure.endswith("k1")
-    if not _is_valid_limit(limit, two_sided):
+    is_two_sided = measure.endswith("k1")
+    if not _is_valid_limit(limit, is_two_sided):
         expected = "a number > 0"
-        if two_sided:
+        if is_two_sided:
             expected += ", or [low, high]"
         yield UserError(
             f"bad threshold of {measure}",
@@ -363,17 +369,17 @@ def _rejection_measure_errors(measure: str, limit: object, path: str) -> Iterato
         )
 
 
-def _is_valid_limit(limit: object, two_sided: bool) -> bool:
-    """Whether a value is a positive number or, for a two-sided measure, an increasing pair of them."""
+def _is_valid_limit(limit: object, is_two_sided: bool) -> bool:
+    """Return whether a limit is a positive number or, for a two-sided measure, an increasing pair."""
     if isinstance(limit, list | tuple):
-        if not two_sided or len(limit) != 2:
+        if not is_two_sided or len(limit) != 2:
             return False
         return all(_is_positive(bound) for bound in limit) and limit[0] < limit[1]
     return _is_positive(limit)
 
 
 def _is_positive(value: object) -> bool:
-    """Whether a value is a number > 0; bool is an int in Python, so it is excluded."""
+    """Return whether a value is a number > 0; bool is an int in Python, so it is excluded."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -436,16 +442,16 @@ def mismatch_metrics(
         "ppl_ratio": (torch.where(is_row_counted, ppl_ratio, 0).sum(), is_row_counted.sum()),
         "token_mult_prob_error": (torch.where(is_counted, prob_error, 0).sum(), token_count),
     }
-    named_sums = {f"mismatch/{name}": pair for name, pair in sums.items()}
+    named_sums = {f"mismatch/{name}": sum_and_count for name, sum_and_count in sums.items()}
     return Metrics.of_tensors(named_sums, {"mismatch/max_diff": d.abs().max()})
 
 
 def _select_counted_values(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values from which to compute a statistic, and a bool mask of those that count in it.
+    """Select the values inside ``mask`` for a statistic; return values and a bool mask of the valid ones.
 
-    On the host these are only the values inside ``mask``, and all of them count. On a device they are all
-    values, with ``mask`` itself: the result of a boolean index has an unknown size, for which the host would
-    wait.
+    On the host only the selected values are returned, and the mask is all true. On a device all values are
+    returned with ``mask`` unchanged: the result of a boolean index has an unknown size, and the host would
+    wait for it.
     """
     if mask.is_cpu:
         return values[mask], torch.ones_like(mask[mask])

@@ -1,4 +1,4 @@
-"""From rollouts and their scores to a training batch: rewards, advantages, corrections, metrics.
+"""Construction of a training batch from rollouts and their scores: rewards, advantages, corrections, metrics.
 
 A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The module
 also defines an algorithm's state between steps: the KL coefficient and the running reward moments.
@@ -132,10 +132,10 @@ def old_policy_log_probs(
     scores: Scores,
     algorithm: Algorithm,
 ) -> Tensor | None:
-    """Return the old policy's log-probs [N], for ratios and for the KL penalty, its metric and controller.
+    """Return the log-probs [N] of the old policy, for importance ratios and the KL to the reference.
 
-    With `Correction.bypass` these are the engine's log-probs, otherwise the trainer's, or None until a
-    forward pass of the trainer computes them.
+    With `Correction.bypass` these are the engine's log-probs, otherwise the trainer's. Returns None if the
+    trainer has not computed them yet.
     """
     if algorithm.correction.bypass:
         return rollouts.rollout_log_probs
@@ -151,13 +151,13 @@ def old_policy_metrics(
     """Compute the metrics of the old policy's distance from the engine, the reference and the teacher.
 
     ``mismatch/*`` compare `Scores.old_log_probs` with the rollout's log-probs. ``kl/ref`` and ``kl/teacher``
-    compare the old policy of `old_policy_log_probs` with the reference and with the teacher, if these have
-    log-probs.
+    compare the log-probs of `old_policy_log_probs` with the reference's and the teacher's, if these are in
+    ``scores``.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     mask = rollouts.response_mask & broadcast_rows(valid, rollouts.lengths)
-    count = int(mask.sum())
-    if scores.old_log_probs is None or not count:
+    token_count = int(mask.sum())
+    if scores.old_log_probs is None or not token_count:
         return Metrics()
 
     metrics = mismatch_metrics(scores.old_log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
@@ -167,13 +167,13 @@ def old_policy_metrics(
     if scores.ref_log_probs is not None:
         kl = algorithm.kl.estimate(log_probs, scores.ref_log_probs)
         # Sum in float64: a float32 sum over a long batch loses terms near 0.
-        metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), count)
+        metrics += Metrics.mean("kl/ref", float(kl[mask].double().sum()), token_count)
         metrics += Metrics.of({"kl/coef": state.kl_coef})
 
-    # k1 estimate of KL(actor || teacher), whatever the coefficient of the distillation.
+    # k1 estimate of KL(actor || teacher), without the coefficient of the distillation.
     if algorithm.needs_teacher and scores.teacher_log_probs is not None:
         difference = (log_probs.double() - scores.teacher_log_probs.double())[mask]
-        metrics += Metrics.mean("kl/teacher", float(difference.sum()), count)
+        metrics += Metrics.mean("kl/teacher", float(difference.sum()), token_count)
     return metrics
 
 
@@ -200,14 +200,14 @@ def _make_advantage_inputs(
         shaped = shaping.shape(values, scores.rewards, valid, moments)
         return algorithm.overlong.punish(shaped, valid, response_lengths, limits)
 
-    # The overlong penalty counts the same tokens as the length limit. Tool output is among them.
+    # The overlong penalty counts the same tokens as the length limit, tool output included.
     rewards = shape_and_punish(scores.rewards, limited_counts(rollouts))
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
     last_positions = last_masked_token(mask, lengths)
     has_tokens = last_positions >= 0
     token_rewards[last_positions[has_tokens]] = rewards[has_tokens]
 
-    # The KL penalty is subtracted after shaping, which is configured only for the reward.
+    # Subtract the KL penalty after shaping: scale, bounds and normalisation apply to the reward alone.
     if algorithm.kl.in_reward:
         if scores.ref_log_probs is None:
             raise ValueError("the KL penalty in the reward needs Scores.ref_log_probs, which is missing")
@@ -217,7 +217,7 @@ def _make_advantage_inputs(
         token_rewards = token_rewards - penalty
         rewards = rewards - row_sums(penalty, lengths)
 
-    # Greedy rewards are compared with the samples', so they are shaped by the same statistics.
+    # Greedy rewards are compared with the samples' rewards, so they are shaped with the same statistics.
     baseline_rewards = scores.baseline_rewards
     if baseline_rewards is not None:
         if scores.baseline_lengths is None:
@@ -228,12 +228,12 @@ def _make_advantage_inputs(
     if values is not None:
         values = values.double()
 
-    # The actor's own log-probs, also in bypass mode: the squared probabilities are of the same pass.
+    # Also in bypass mode use the actor's log-probs: the squared probabilities are of the same forward pass.
     log_probs = None
     squared_probs = None
     if algorithm.needs_squared_probs and scores.old_log_probs is not None:
         if scores.squared_probs is None:
-            raise ValueError("Scores.squared_probs is missing, which algorithm.advantage must know")
+            raise ValueError("Scores.squared_probs is missing, which algorithm.advantage needs")
         log_probs = scores.old_log_probs.double()
         squared_probs = scores.squared_probs.double()
     return AdvantageInputs(
@@ -258,16 +258,16 @@ def _select_top_entropy(
 ) -> tuple[Tensor | None, Metrics]:
     """Return the tokens [N] bool that `PolicyLoss.top_entropy` selects, and their lowest entropy as a metric.
 
-    The tokens are None if the policy loss covers all of them.
+    Returns None in place of the tokens if the policy loss covers all tokens of ``mask`` [N] bool.
     """
-    share = algorithm.policy_loss.top_entropy
-    if share is None or not mask.any():
+    top_fraction = algorithm.policy_loss.top_entropy
+    if top_fraction is None or not mask.any():
         return None, Metrics()
     if scores.entropy is None:
         raise ValueError("Scores.entropy is missing, which algorithm.policy_loss.top_entropy needs")
 
-    # Selected over the step: a quantile of each mini-batch would depend on the split.
-    selected = top_entropy_tokens(scores.entropy, mask, share)
+    # Select over the complete step: a quantile of each mini-batch would depend on the split.
+    selected = top_entropy_tokens(scores.entropy, mask, top_fraction)
     threshold = float(scores.entropy[selected].min())
     return selected, Metrics.of({"policy/entropy_threshold": threshold})
 
@@ -275,8 +275,8 @@ def _select_top_entropy(
 def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
     """Return the length limit of each row in tokens: [B] int64.
 
-    Generated rollouts have a limit per row, since a sampling profile may set one per task. Rollouts that a
-    caller constructed without limits get the algorithm's.
+    Generated rollouts have a limit per row, since a sampling profile may set one per task. For rollouts
+    without limits, the algorithm's limit applies to every row.
     """
     if rollouts.max_response_tokens is not None:
         return rollouts.max_response_tokens
@@ -299,7 +299,7 @@ def _compute_correction(
 ) -> tuple[Tensor | None, Tensor, Metrics]:
     """Compute correction weights [N], the mask without rejected tokens, and metrics.
 
-    In bypass mode the correction is part of the loss (`policy_objective`), so nothing is corrected here.
+    In bypass mode `policy_objective` applies the correction: the weights are None, and no token is rejected.
     """
     log_probs = scores.old_log_probs
     if log_probs is None or algorithm.correction.bypass or not algorithm.correction.is_active:
@@ -313,7 +313,7 @@ def _teacher_advantages(
     mask: Tensor,
     old_log_probs: Tensor | None,
 ) -> Tensor:
-    """Compute what distillation adds to the advantage of each token: [N], 0 outside the mask."""
+    """Compute the distillation term of each token's advantage: [N], 0 outside the mask."""
     if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
@@ -368,7 +368,8 @@ def next_state(
 
     if scores.ref_log_probs is None:
         raise ValueError("the adaptive KL coefficient needs ref_log_probs")
-    # Without a scoring pass the rollout's log-probs are the only ones of the old policy.
+
+    # Without a scoring pass, only the rollout has log-probs of the old policy.
     log_probs = old_policy_log_probs(rollouts, scores, algorithm)
     if log_probs is None:
         log_probs = rollouts.rollout_log_probs
@@ -410,13 +411,14 @@ def step_metrics(
 ) -> Metrics:
     """Compute a step's ``reward/*``, ``response/*``, ``group/*``, ``advantage/*`` and ``critic/*`` metrics.
 
-    ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and penalties. ``group/*`` are the
-    fraction of prompts with equal raw rewards, the mean standard deviation within a prompt's samples, and the
-    fraction of prompts with a failed sample. The result is the same on every rank.
+    ``reward/mean`` averages raw rewards, and ``reward/shaped_mean`` rewards after shaping and penalties.
+    ``group/*`` are the fraction of prompts with equal raw rewards, the mean standard deviation within a
+    prompt's samples, and the fraction of prompts with a failed sample. The result is the same on every rank.
     """
     valid = inputs.valid
     valid_count = int(valid.sum())
     metrics = Metrics.mean("reward/valid_fraction", valid_count, len(rollouts))
+
     # Without a valid row all other metrics would divide by zero.
     if not valid_count:
         return metrics
@@ -451,26 +453,26 @@ def _reward_metrics(scores: Scores, inputs: AdvantageInputs, valid_count: int) -
 
 
 def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
-    """Compute the metrics ``group/*``; a group has the samples of one prompt.
+    """Compute the metrics ``group/*``; a group is all samples of one prompt.
 
-    They are the share of groups with equal rewards, the mean standard deviation of a group's rewards, and the
-    share of groups with a failed sample.
+    They are the fraction of groups with equal rewards, the mean standard deviation of a group's rewards, and
+    the fraction of groups with a failed sample.
     """
     group_index, group_count = renumber_groups(inputs.group)
 
-    # First row of each group, to read the group's statistics from.
+    # First row of each group: every row of a group has the same statistics.
     first_rows = torch.zeros(group_count, dtype=torch.long)
     first_rows[group_index.flip(0)] = torch.arange(len(group_index)).flip(0)
 
     statistics = group_statistics(scores.rewards.double(), inputs.group, inputs.valid)
-    valid_samples = statistics.size[first_rows]
+    valid_counts = statistics.size[first_rows]
     std = statistics.std[first_rows]
 
-    # Only two or more valid samples can differ.
-    comparable = valid_samples > 1
+    # Rewards can differ only in groups with two or more valid samples.
+    comparable = valid_counts > 1
     comparable_count = int(comparable.sum())
     equal = comparable & (std == 0)
-    has_failure = valid_samples < torch.bincount(group_index, minlength=group_count)
+    has_failure = valid_counts < torch.bincount(group_index, minlength=group_count)
 
     metrics = Metrics.mean("group/zero_std_fraction", int(equal.sum()), comparable_count)
     metrics += Metrics.mean("group/reward_std", float(std[comparable].sum()), comparable_count)

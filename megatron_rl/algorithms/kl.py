@@ -1,8 +1,8 @@
-"""KL of the policy to a reference, with the controller of its coefficient, and to a teacher.
+"""KL divergence of the policy from a reference policy, with its adaptive coefficient, and from a teacher.
 
-The reference is the policy before training, and the penalty keeps the trained policy close to it. A teacher
-is another model, from which the policy learns: by the log-probs of the sampled tokens, as an advantage, or by
-those of the teacher's most likely tokens, as a loss.
+The reference is the policy before training; a KL penalty keeps the trained policy close to it. A teacher is
+another model that the policy learns from. The teacher's log-probs of the sampled tokens become a term of the
+advantages, or the log-probs of its most likely tokens become a loss.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MIN_LOG_PROB = -1e4
 MAX_ADAPTATION = 0.2
 
 # Estimators and their aliases in other frameworks; "+" keeps the value and takes the gradient of k2.
-_NAMES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")
-KL_ESTIMATORS = (*_NAMES, *(f"{name}+" for name in _NAMES))
+_BASE_ESTIMATORS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var", "low_var_kl")
+KL_ESTIMATORS = (*_BASE_ESTIMATORS, *(f"{name}+" for name in _BASE_ESTIMATORS))
 ESTIMATOR_MEANING = "Estimator of the KL divergence per token, see `kl_estimate`."
 
 
@@ -49,7 +49,7 @@ class Kl(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the actor's log-probs are needed before the loss: for rewards that contain the penalty."""
+        """Whether the rewards contain the penalty, which needs the actor's log-probs before the loss."""
         return self.in_reward
 
     @property
@@ -195,8 +195,8 @@ class KlInReward(KlPenalty):
 class Distillation(Piece, ABC):
     """Distillation from a teacher: a term added to each token's advantage, or a loss of each token.
 
-    The term is added after the advantages are whitened and clipped. The loss is over the teacher's most
-    likely tokens.
+    The term is added after whitening and clipping of the advantages. The loss compares the distributions over
+    the teacher's most likely tokens.
     """
 
     @property
@@ -211,7 +211,7 @@ class Distillation(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the actor's log-probs are needed before the loss: for the teacher's term in advantages."""
+        """Whether the advantages have a teacher term, which needs the actor's log-probs before the loss."""
         return self.needs_teacher and not self.top_tokens
 
     @abstractmethod
@@ -291,8 +291,9 @@ class TopKDivergence(Distillation):
     - ``reverse_kl``: ``sum Q log(Q / P)``
     - ``jsd``: ``beta sum P log(P / M) + (1 - beta) sum Q log(Q / M)``
 
-    at each response token, weighted as the policy loss is. Its gradient is exact, without a sample of the
-    token. The reduction can only make a divergence smaller (data processing inequality).
+    at each response token, with the token weights of the policy loss. Its gradient is exact: it does not
+    depend on which token was sampled. The reduction to k + 1 probabilities can only make a divergence smaller
+    (data processing inequality).
 
     Source: GKD, arXiv:2306.13649, equation 1 and section 2; reverse KL of the next token: MiniLLM,
     arXiv:2306.08543.
@@ -334,7 +335,7 @@ class TopKDivergence(Distillation):
         Both arguments are log-probs [N, k + 1]: of the teacher's k most likely tokens, and of all other
         tokens together. ``log_probs`` are the actor's and carry the gradient.
         """
-        # An impossible token has a log-prob of -1e30, whose product with a probability would hide the rest.
+        # An impossible token has a log-prob of -1e30 and would dominate the sum without the clamp.
         log_q = log_probs.clamp(min=MIN_LOG_PROB)
         log_p = teacher_log_probs.clamp(min=MIN_LOG_PROB)
         p = log_p.exp()
@@ -380,24 +381,24 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
     difference = log_probs - ref_log_probs
 
     if name in ("k1", "kl"):
-        value = difference
+        estimate = difference
     elif name == "abs":
-        value = difference.abs()
+        estimate = difference.abs()
     elif name in ("k2", "mse"):
-        value = 0.5 * difference**2
+        estimate = 0.5 * difference**2
     elif name in ("k3", "low_var", "low_var_kl"):
         ref_log_ratio = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         # expm1 keeps the digits of exp(y) - 1 for a policy close to its reference.
-        value = (torch.expm1(ref_log_ratio) - ref_log_ratio).clamp(-MAX_K3, MAX_K3)
+        estimate = (torch.expm1(ref_log_ratio) - ref_log_ratio).clamp(-MAX_K3, MAX_K3)
     else:
         raise ValueError(f"unknown KL estimator {estimator!r}")
 
     # Straight-through: the value of the estimator, the gradient of k2.
     if straight_through:
         surrogate = 0.5 * difference**2
-        value = surrogate + (value - surrogate).detach()
+        estimate = surrogate + (estimate - surrogate).detach()
 
-    return value
+    return estimate
 
 
 def adapt_kl_coef(

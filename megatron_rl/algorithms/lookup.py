@@ -38,35 +38,37 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
-    """Write the pieces of an algorithm (its losses, estimator and so on) with all settings into its section.
+    """Write all pieces of an algorithm, such as its policy loss, with all settings into ``config.algorithm``.
 
     Returns the configuration, which constructs the same algorithm, and a mapping from the key of each piece
     that the user did not choose to its origin, such as ``algorithm.name=grpo``. Without a critic, the
-    pieces of the value function are omitted. So are pieces of a user's `Algorithm` that have neither a name
-    nor settings.
+    pieces of the value function are omitted. Pieces of a user's `Algorithm` that have neither a name nor
+    settings are omitted too.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
-    reasons: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for key, piece in algorithm.pieces().items():
         if key.startswith("value_") and not algorithm.needs_critic:
             continue
 
         explicit = getattr(section, key)
-        value = _to_config_value(piece, KINDS[key], explicit)
-        if value is not None:
-            changes[key] = value
+        config_value = _to_config_value(piece, KINDS[key], explicit)
+        if config_value is None:
+            continue
+
         # A piece that the user chose keeps the origin of that choice.
-        if explicit is None and value is not None:
-            reasons[f"algorithm.{key}"] = f"algorithm.name={section.name}"
-    return replace(config, algorithm=replace(section, **changes)), reasons
+        changes[key] = config_value
+        if explicit is None:
+            origins[f"algorithm.{key}"] = f"algorithm.name={section.name}"
+    return replace(config, algorithm=replace(section, **changes)), origins
 
 
 def _to_config_value(piece: Piece, kind: PieceKind, explicit: Any) -> str | dict[str, Any] | None:
-    """Convert a piece to its form in a configuration: its name, or a mapping of its name and settings.
+    """Convert a piece to its value in a configuration: its name, or a mapping of its name and settings.
 
-    ``explicit`` is the value that the user wrote, or None. Returns None for a piece without a name and
-    without settings.
+    ``explicit`` is the user's value of the key, or None. Returns None for a piece without a name and without
+    settings.
     """
     name = _piece_name(piece, kind, explicit)
     settings: dict[str, Any] = {}
@@ -74,7 +76,7 @@ def _to_config_value(piece: Piece, kind: PieceKind, explicit: Any) -> str | dict
         if is_setting(piece_field):
             settings[piece_field.name] = to_plain(getattr(piece, piece_field.name))
 
-    # The shortest form that constructs the same piece again.
+    # The shortest value from which the same piece is constructed again.
     if not settings:
         return name
     if name is None:
@@ -97,17 +99,17 @@ def piece_text(value: Any) -> str:
         return str(value)
 
     settings = {name: one_line(setting) for name, setting in value.items() if name != "name"}
-    text = ", ".join(f"{name} {setting}" for name, setting in settings.items())
-    name = value.get("name")
-    if name is None:
-        return text
-    return f"{name}: {text}"
+    settings_text = ", ".join(f"{name} {setting}" for name, setting in settings.items())
+    piece_name = value.get("name")
+    if piece_name is None:
+        return settings_text
+    return f"{piece_name}: {settings_text}"
 
 
 def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
-    """Return the name or path that the user wrote for a piece, else a name of its class in ``kind.named``.
+    """Return the name or path that the user configured for a piece, else its name in ``kind.named``.
 
-    ``explicit`` is the value that the user wrote, or None. Returns None for a piece of a user's `Algorithm`
+    ``explicit`` is the user's value of the key, or None. Returns None for a piece of a user's `Algorithm`
     whose class is not in the table.
     """
     explicit_name = explicit
@@ -127,7 +129,7 @@ def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
 
 
 def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return why the old log-probs need a separate forward pass of the actor, or None if they need none.
+    """Return why the old log-probs need a separate forward pass of the actor, or None without such a reason.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
@@ -173,7 +175,7 @@ def get_algorithm(
     except UserError as error:
         raise UserErrors(single_errors(error)) from error
 
-    # A key with an error keeps the algorithm's piece, so that the other keys are still validated.
+    # A key with an error keeps the named algorithm's piece, so that the other keys are still validated.
     errors: list[UserError] = []
     changes = {}
     for key, value in (pieces or {}).items():
@@ -183,7 +185,7 @@ def get_algorithm(
             errors.extend(single_errors(error))
     algorithm = replace(algorithm, **changes)
 
-    # Some settings default to the response limit, so set it before they are validated.
+    # Some settings default to the response limit: fill them in before the validation.
     if max_response_tokens is not None:
         algorithm = algorithm.within(max_response_tokens)
     errors.extend(algorithm.problems())
@@ -236,10 +238,10 @@ def _load_algorithm(name: str) -> Algorithm:
 
 
 def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
-    """Construct the piece that replaces one of an algorithm's pieces, such as its policy loss.
+    """Construct the piece for a key of the ``algorithm`` section, such as ``policy_loss``.
 
-    ``kind_name`` is a key of `KINDS`, and ``value`` is what the user configured for it. ``current`` is the
-    algorithm's own piece: a mapping without a name changes only its settings.
+    ``kind_name`` is the key, and ``value`` is the user's value of it. ``current`` is the piece of the named
+    algorithm: a mapping without a name changes only its settings.
     """
     key = f"algorithm.{kind_name}"
     if kind_name not in KINDS or current is None:
@@ -252,7 +254,9 @@ def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
     # Python callers may pass a piece, a class or a function instead of YAML's names and mappings.
     if not isinstance(value, Mapping):
         piece = convert_user_piece(value, kind, describe_value(value), key)
-        return piece() if isinstance(piece, type) else piece
+        if isinstance(piece, type):
+            return piece()
+        return piece
 
     settings = dict(value)
     piece_name = settings.pop("name", None)
@@ -268,11 +272,11 @@ def _load_piece(
     kind_name: str,
     key: str,
 ) -> Piece | type[Piece]:
-    """Load the piece of an algorithm, such as a policy loss, that the user has named in the configuration.
+    """Return the piece of an algorithm, such as a policy loss, that has the configured name or path.
 
     ``piece_name`` is a name in the table ``kind.named``, or the path of a piece or of its class, such as
-    ``file.py:Name``. ``kind_name`` names the kind of piece in errors, and ``key`` is the key of the
-    configuration. Raises UserError for any other value.
+    ``file.py:Name``. ``kind_name`` (``policy_loss``) and ``key`` (``algorithm.policy_loss``) are for errors.
+    Raises UserError for any other value.
     """
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
@@ -302,8 +306,10 @@ def _change_settings(
     try:
         return parse_settings(piece_class, settings, key, defaults)
     except UserErrors as errors:
-        names = [name for name, candidate in kind.named.items() if candidate == piece]
-        piece_name = names[0] if names else piece_class.__name__
+        piece_name = piece_class.__name__
+        matching_names = [name for name, candidate in kind.named.items() if candidate == piece]
+        if matching_names:
+            piece_name = matching_names[0]
         raise UserErrors(
             _misplaced_setting_error(error, piece_name, kind) for error in errors.errors
         ) from errors
@@ -318,9 +324,10 @@ def _change_settings(
 
 
 def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind) -> UserError:
-    """Replace the error for an unknown setting by one that names the pieces which have this setting.
+    """Return a clearer error for an unknown setting that other pieces of the same kind have.
 
-    ``piece_name`` is the piece for which the user wrote the setting. Every other error is returned unchanged.
+    The new error lists the pieces with this setting. ``piece_name`` is the piece for which the user wrote it.
+    Every other error is returned unchanged.
     """
     if not isinstance(error, UnknownName):
         return error
@@ -328,8 +335,8 @@ def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind)
     # Most likely the user took the setting from the documentation of another piece.
     pieces_with_setting: list[str] = []
     for name, candidate in kind.named.items():
-        settings = {item.name for item in fields(candidate) if is_setting(item)}
-        if error.key in settings:
+        setting_names = {piece_field.name for piece_field in fields(candidate) if is_setting(piece_field)}
+        if error.key in setting_names:
             pieces_with_setting.append(name)
     if not pieces_with_setting:
         return error
@@ -368,12 +375,12 @@ def _unknown_name_error(
 
 
 def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piece | type[Piece]:
-    """Convert a user's piece, class or function to a piece or a class of pieces; raise UserError otherwise.
+    """Convert a user's object to a piece of an algorithm, such as a policy loss, or to a class of pieces.
 
-    A piece is a part of an algorithm, such as its policy loss, and ``kind`` is the required kind of piece.
-    ``path`` names the object in errors; ``key`` is its key in the configuration.
+    The object is a piece, a class or a function; UserError is raised for any other. ``kind`` is the required
+    kind of piece. ``path`` names the object in errors; ``key`` is its key in the configuration.
     """
-    # A piece has its settings already; a class gets them from the configuration.
+    # A piece already has its settings; a class is constructed later, with the configured settings.
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
@@ -397,7 +404,7 @@ def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piec
 
 
 def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -> None:
-    """Raise UserError unless a user's class can be a piece of this kind, such as a policy loss.
+    """Raise UserError unless a user's class implements a kind of piece, such as a policy loss.
 
     It must be a dataclass that is derived from ``kind.base`` and defines the method ``kind.method``.
     """
@@ -428,8 +435,11 @@ def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -
     # class attributes.
     annotations = vars(user_class).get("__annotations__", {})
     setting_names = {name for name, hint in annotations.items() if "ClassVar" not in str(hint)}
-    has_fields = is_dataclass(user_class) and setting_names <= {item.name for item in fields(user_class)}
-    if not has_fields:
+    has_dataclass_fields = False
+    if is_dataclass(user_class):
+        field_names = {class_field.name for class_field in fields(user_class)}
+        has_dataclass_fields = setting_names <= field_names
+    if not has_dataclass_fields:
         raise UserError(
             f"{path} is not a dataclass, so its settings have no effect",
             where=key,
@@ -446,7 +456,10 @@ def _check_piece_class(user_class: type, kind: PieceKind, path: str, key: str) -
 
 
 def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: str) -> None:
-    """Raise UserError unless a function accepts the number of arguments that it will be called with."""
+    """Raise UserError unless a user's function can be called with these positional arguments.
+
+    ``call`` is the call as text, such as ``token_loss(micro, log_probs)``, for the error.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -465,10 +478,10 @@ def _check_arguments(function: Any, arguments: tuple[str, ...], call: str, key: 
 
 
 def _format_method_call(kind: PieceKind) -> str:
-    """Format a call of the method that pieces of this kind define, for errors: ``estimate(inputs)``."""
+    """Format the call of a kind's method for errors, such as ``estimate(inputs)``."""
     return f"{kind.method}({', '.join(kind.arguments)})"
 
 
 def _base_class_path(kind: PieceKind) -> str:
-    """Return the import path of the base class from which pieces of this kind are derived, for errors."""
+    """Return the import path of a kind's base class, such as ``megatron_rl.algorithms.PolicyLoss``."""
     return f"megatron_rl.algorithms.{kind.base.__name__}"

@@ -34,7 +34,7 @@ _EXPECTED = "TokenLoss(loss, indicators) of tensors with one value per token [N]
 
 
 class TokenLoss(NamedTuple):
-    """Loss per token, with indicators for the log.
+    """Loss per token, and indicators per token whose means are logged.
 
     Example: ``TokenLoss(-advantages * ratio, {"clip_fraction": ratio > 1.2})``.
     """
@@ -89,7 +89,7 @@ class PolicyLoss(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the old policy's log-probs or entropy are needed before the loss: to select tokens."""
+        """Whether the loss selects tokens, by the old policy's log-probs or entropy of the batch."""
         return type(self).select is not PolicyLoss.select or self.top_entropy is not None
 
     @abstractmethod
@@ -133,7 +133,7 @@ def validate_token_loss(piece: Piece, result: Any, token_values: Tensor) -> Toke
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
-    """Return the named fields of a batch; raise ValueError for absent ones."""
+    """Return the named fields of a batch; raise ValueError if a field is None."""
     absent_names = [name for name in names if getattr(batch, name) is None]
     if absent_names:
         raise ValueError(f"the batch has no {' and no '.join(absent_names)}")
@@ -148,8 +148,8 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def squared_log_ratio(policy_loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
     """Compute the squared log ratio of new to old policy at each token: [N], 0 outside the mask.
 
-    With ``log_ratio_of`` "token" it is that of the token. With "response" it is the squared sum over the
-    response, divided equally among its tokens, so that the sum over a row is this square for any length.
+    ``log_ratio_of`` "token" squares each token's log ratio. "response" squares the sum over the response and
+    divides the square equally among its tokens: the sum over a row is then the square for any length.
     ``log_probs`` [N] carries the gradient.
 
     Source: Kimi k1.5, arXiv:2501.12599, equation 3.
@@ -198,7 +198,7 @@ class PolicyGradient(PolicyLoss):
 class PpoClip(PolicyLoss):
     """PPO's pessimistic clipped loss per token.
 
-    ``l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``; for A < 0 dual clip bounds it:
+    ``l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))``. For A < 0 dual clip bounds the loss:
     ``l = min(l, -A c)`` with ``c = dual_clip > 1``. ``clip_high > clip_low`` is DAPO's clip-higher.
 
     Source: PPO, arXiv:1707.06347, equation 7; dual clip, arXiv:1912.09729; DAPO,
@@ -242,7 +242,7 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> TokenLoss:
-    """Compute the larger of clipped and unclipped loss for a token or sequence ratio [N]; see `PpoClip`."""
+    """Compute the larger of clipped and unclipped loss from token or sequence ratios [N]; see `PpoClip`."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(torch.maximum(unclipped, clipped), {"clip_fraction": clipped > unclipped})
@@ -252,9 +252,9 @@ def clipped_surrogate(
 class Cispo(PolicyLoss):
     """Policy gradient with a clipped importance weight, which keeps every token's gradient.
 
-    ``l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob``: unlike under PPO's clip, a token beyond the
-    bound still has a gradient, with bounded weight. ``clip_low >= 1``, the paper's choice, means no lower
-    bound.
+    ``l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_prob``, where sg stops the gradient. Unlike with
+    PPO's clip, a token beyond the bound still has a gradient, with bounded weight. ``clip_low >= 1``, the
+    paper's choice, means no lower bound.
 
     Source: MiniMax-M1, arXiv:2506.13585, section 3; an upper bound of 5 as in ScaleRL, arXiv:2510.13786.
 
@@ -315,8 +315,8 @@ class Dppo(PolicyLoss):
     ``l = -sg[min(r, ratio_cap)] A log_prob`` for a token inside the trust region, else 0. With p and q the
     token's new and old probability, it is outside for A > 0, p > q and D > ``clip_high``, or for A <= 0,
     p < q and D > ``clip_low``. D is ``|p - q|`` (``tv``) or the divergence of the binary distributions "this
-    token or another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). Thresholds are of D; their defaults
-    are the paper's: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
+    token or another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). The default thresholds are from the
+    paper: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
 
     Source: DPPO, arXiv:2602.04879 (binary approximations).
 
@@ -345,7 +345,7 @@ class Dppo(PolicyLoss):
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
-        """Compute the loss of every token [N], 0 if it would move further out of the trust region."""
+        """Compute the loss of every token: [N], 0 for tokens that would move out of the trust region."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
@@ -495,7 +495,7 @@ class Gmpo(PolicyLoss):
         mask = micro.response_mask
         lengths = micro.lengths
 
-        # The pessimistic one of clipped and unclipped log ratio, as in PPO; the sign turns max into min.
+        # Take the pessimistic of clipped and unclipped log ratio, as PPO does; the sign turns max into min.
         sign = advantages.sign()
         difference = log_probs - old_log_probs
         clamped = difference.clamp(-self.clip_low, self.clip_high)
@@ -545,8 +545,8 @@ class Vespo(PolicyLoss):
     ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the ratio of the response
     to its sampling policy, however old, ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On
     policy the weight is 1. It is largest at ``W = power / decay`` and falls to 0 for responses that have
-    become far less likely, and for those that have become far more likely. ``power`` and ``decay`` are
-    ``*_positive`` for A >= 0 and ``*_negative`` otherwise.
+    become far less or far more likely. ``power`` and ``decay`` are ``*_positive`` for A >= 0 and
+    ``*_negative`` otherwise.
 
     Source: VESPO, arXiv:2602.10693 (the weights of its code and of TRL).
 
@@ -588,10 +588,10 @@ def _log_ratio_to_rollout(micro: TrainBatch, log_probs: Tensor) -> Tensor:
     return ragged.broadcast_rows(row_log_ratios, micro.lengths, len(log_probs))
 
 
-def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Return the ``max(floor(share * tokens), 1)`` tokens of highest entropy within the mask: [N] bool.
+def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
+    """Mark the ``max(floor(fraction * tokens), 1)`` tokens of highest entropy within the mask: [N] bool.
 
-    Tokens of equal entropy are taken in order of position. ``entropy`` is [N], ``mask`` [N] bool.
+    Among tokens of equal entropy, earlier positions come first. ``entropy`` is [N], ``mask`` [N] bool.
 
     Source: Beyond the 80/20 Rule, arXiv:2506.01939, equation 4.
 
@@ -600,9 +600,9 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
         [False, False, True, True]
     """
     candidates = torch.nonzero(mask).squeeze(-1)
-    count = max(int(share * len(candidates)), 1)
+    count = max(int(fraction * len(candidates)), 1)
 
-    # Stable, so that every rank selects the same of several tokens with equal entropy.
+    # A stable sort, so that every rank selects the same tokens among equal entropies.
     entropy_order = torch.argsort(entropy[candidates], descending=True, stable=True)
     selected = torch.zeros_like(mask)
     selected[candidates[entropy_order[:count]]] = True
@@ -618,11 +618,13 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Mark all tokens except those with A < 0 of responses that drifted by more than ``delta``: [N] bool.
+    """Mark the tokens that keep their loss in off-policy sequence masking: [N] bool.
 
-    Drift is ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new):
-    the updates since the response was sampled plus the difference between the two engines. Bad responses that
-    the policy no longer produces have no useful gradient and destabilise training.
+    Tokens with A < 0 lose it if their response has drifted by more than ``delta``. Drift is
+    ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new). Its causes
+    are the updates since the response was sampled, and the numerical difference between inference and
+    training. Bad responses that the policy no longer produces have no useful gradient and destabilise
+    training.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556 (off-policy sequence masking, with the log-probs that inference
     returned); slime --use-opsm, with 1e-4.
@@ -635,7 +637,8 @@ def off_policy_sequence_mask(
     """
     # Detached: the mask selects tokens and must not contribute to the gradient.
     drift = ragged.masked_row_means(rollout_log_probs - log_probs.detach(), mask, lengths)
-    return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths, len(mask)))
+    has_drifted = ragged.broadcast_rows(drift > delta, lengths, len(mask))
+    return ~((advantages < 0) & has_drifted)
 
 
 FRACTION_MEANING = "Share of the mini-batch's tokens that is selected, at least one token."
@@ -697,8 +700,8 @@ class ClipCov(PolicyLoss):
 class KlCov(PolicyLoss):
     """Unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
 
-    `select` returns the max(floor(fraction * tokens), 1) tokens of largest covariance, ties in order of
-    position. The paper has ``coef`` 1, verl's configuration 0.1.
+    `select` returns the max(floor(fraction * tokens), 1) tokens of largest covariance; earlier positions come
+    first among equal ones. The paper has ``coef`` 1, verl's configuration 0.1.
 
     Source: arXiv:2505.22617, KL-Cov.
 
@@ -732,7 +735,7 @@ class KlCov(PolicyLoss):
         if not token_count:
             return selected
 
-        # Stable, so that every rank selects the same of several tokens with equal covariance.
+        # A stable sort, so that every rank selects the same tokens among equal covariances.
         ranking = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
         count = max(int(self.fraction * token_count), 1)
         selected[ranking[:count]] = True
@@ -768,7 +771,7 @@ def _log_prob_covariance(minibatch: TrainBatch) -> Tensor:
 
 
 def _selected_tokens(micro: TrainBatch) -> Tensor:
-    """Return the tokens [N] bool that `PolicyLoss.select` selected; raise ValueError for a batch without."""
+    """Return the tokens [N] bool that `PolicyLoss.select` has selected; raise ValueError if unset."""
     if micro.selected is None:
         raise ValueError("the batch has no selected tokens; take mini-batches from `minibatches`")
     return micro.selected

@@ -1,4 +1,4 @@
-"""Scalar losses of a micro-batch: exact sums, so the gradients of any split of a mini-batch add up."""
+"""Scalar losses of a micro-batch: exact sums, which add up to the mini-batch's loss for any split."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def policy_objective(
     (for imitation) u, and the mismatch correction c. Losses and gradients of the micro-batches of a
     mini-batch therefore add up to the mini-batch's for any split. ``state`` holds an adaptive KL coefficient.
     If ``micro`` has no old log-probs, this is the first update from its batch, and they equal ``log_probs``.
-    ``bucket_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's most likely tokens and
-    of all others together, which a distillation's loss reads.
+    ``bucket_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's k most likely tokens
+    and of all other tokens together, for a distillation loss.
 
     The metrics ``policy/loss`` and ``policy/kl_loss`` are divided by the sum of w (1 over a mini-batch for
     token-mean and seq-mean-token-mean). ``policy/kl`` is the mean of old minus new log-probs.
@@ -112,7 +112,11 @@ def _teacher_divergence(
     micro: TrainBatch,
     bucket_log_probs: Tensor | None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Compute the weighted sum of the tokens' divergence from the teacher, and the sums of its metrics."""
+    """Compute the loss-weighted sum of the tokens' divergence from the teacher, and the sums for its metrics.
+
+    ``bucket_log_probs`` [N, k + 1] are the actor's log-probs of the teacher's k most likely tokens and of all
+    other tokens together. Each metric is a sum with its denominator.
+    """
     (teacher_log_probs,) = fields_of(micro, "teacher_top_log_probs")
     if bucket_log_probs is None:
         raise ValueError("the distillation needs the actor's log-probs of the teacher's most likely tokens")
@@ -187,7 +191,7 @@ def _corrected_loss(
     token_loss = policy_loss.token_loss(micro, log_probs)
     loss, indicators = validate_token_loss(policy_loss, token_loss, log_probs)
 
-    # Outside bypass mode the correction was computed once, for the step.
+    # Outside bypass mode `build_train_batch` has computed the correction for the complete step.
     metrics = Metrics()
     if algorithm.correction.bypass:
         weights, metrics = _bypass_correction(algorithm, micro, log_probs.detach())
@@ -256,7 +260,7 @@ def _policy_shift_metrics(
     log_probs: Tensor,
     token_count: Tensor,
 ) -> Metrics:
-    """Compute metrics of the policy's distance from the old policy: mean KL and largest ratio."""
+    """Compute the metrics of the policy's distance from the old policy: mean KL and largest ratio."""
     if micro.old_log_probs is None or not len(log_probs):
         return Metrics()
 

@@ -45,16 +45,18 @@ class Piece:
     """One exchangeable part of an algorithm, such as its advantage estimator or its policy loss.
 
     A piece is a frozen dataclass whose fields are its settings, each written with `setting`: default, meaning
-    and bounds. Its requirements (a critic, a reference policy) are class attributes or properties. Its
-    equation is one method, named by its kind (`Advantage.estimate`, `PolicyLoss.token_loss`, ...). The
-    docstring gives the equation and its source.
+    and bounds. Its requirements (a critic, a reference policy) are class attributes or properties. One method
+    implements the equation (`Advantage.estimate`, `PolicyLoss.token_loss`, ...). The docstring gives the
+    equation and its source.
     """
 
     def problems(self, path: str) -> Iterator[UserError]:
         """Validate the settings and yield every error; ``path`` is the piece's key in the configuration."""
         # First each setting alone, then combinations of settings.
-        for item in fields(self):
-            error = setting_of(item).value_error(f"{path}.{item.name}", getattr(self, item.name))
+        for piece_field in fields(self):
+            setting_path = f"{path}.{piece_field.name}"
+            setting_value = getattr(self, piece_field.name)
+            error = setting_of(piece_field).value_error(setting_path, setting_value)
             if error is not None:
                 yield error
 
@@ -70,7 +72,7 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with the settings filled in that depend on the response limit in tokens."""
+        """Fill in the settings whose default is the run's response limit in tokens, and return the piece."""
         return self
 
 
@@ -84,7 +86,7 @@ def wrong_result_error(piece: Piece, method: str, expected: str, got: Any) -> Us
     if code is not None:
         location = f"{code.co_filename}:{code.co_firstlineno}"
 
-    # The shape is what usually differs, and a tensor's values would hide it.
+    # Of a tensor print only the shape: it is the usual mistake, and the values would hide it.
     shape = getattr(got, "shape", None)
     result_text = f"{type(got).__name__} {got!r}"[:_MAX_RESULT_TEXT]
     if shape is not None:

@@ -22,7 +22,7 @@ from megatron_rl.types import TrainBatch
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """Log-probs of P pairs of responses, as a user's preference loss reads them.
+    """Log-probs of P pairs of responses: the argument of a user's preference loss.
 
     Example: DPO is ``-logsigmoid(pairs.beta * (pairs.chosen - pairs.ref_chosen - pairs.rejected +
     pairs.ref_rejected))``.
@@ -31,7 +31,7 @@ class PreferencePairs:
     chosen: Tensor
     """[P], the policy's log-probs of the preferred responses, summed over their tokens, with gradient."""
     rejected: Tensor
-    """[P], the policy's log-probs of the rejected responses, summed and with gradient too."""
+    """[P], the policy's log-probs of the rejected responses, summed over their tokens, with gradient."""
     ref_chosen: Tensor
     """[P], the reference policy's log-probs of the preferred responses, summed over their tokens."""
     ref_rejected: Tensor
@@ -46,7 +46,7 @@ class PreferencePairs:
 
 @dataclass(frozen=True)
 class PreferenceSettings:
-    """Settings of a DPO loss: its kind and the coefficients in it.
+    """Settings of a preference loss: its kind and its coefficients.
 
     Example: ``PreferenceSettings(kind="simpo", beta=2.0, margin=0.5)``.
     """
@@ -62,7 +62,7 @@ class PreferenceSettings:
     sft_coef: float = 0.0
     """Weight of the chosen response's mean negative log-likelihood, added to the loss."""
     function: Callable[[PreferencePairs], Tensor] | None = None
-    """A user's loss per pair [P], in place of that of ``kind``."""
+    """A user's function that computes the loss per pair [P] in place of the built-in loss."""
 
 
 def bradley_terry_loss(
@@ -164,12 +164,15 @@ def dpo_objective(
     lengths = micro.lengths
     log_probs = mask_tokens(log_probs, mask)
 
-    # Log-probs of each response: their sum, or their mean per token for the losses defined on it.
+    # Log-prob of each response: the sum over its tokens, or the mean for SimPO and IPO.
     row_log_probs = row_sums(log_probs, lengths)
     token_counts = row_sums(mask.to(row_log_probs.dtype), lengths).clamp(min=1)
     mean_log_probs = row_log_probs / token_counts
-    per_token = settings.kind in ("simpo", "ipo")
-    chosen_log_probs, rejected_log_probs = _split_pairs(mean_log_probs if per_token else row_log_probs)
+    uses_mean = settings.kind in ("simpo", "ipo")
+    response_log_probs = row_log_probs
+    if uses_mean:
+        response_log_probs = mean_log_probs
+    chosen_log_probs, rejected_log_probs = _split_pairs(response_log_probs)
 
     # SimPO's implicit reward is the mean log-prob itself, without a reference (arXiv 2405.14734).
     if settings.kind == "simpo":
@@ -182,7 +185,7 @@ def dpo_objective(
             raise ValueError("DPO needs ref_log_probs")
         ref_log_probs = torch.where(mask, micro.ref_log_probs, 0).to(row_log_probs.dtype)
         ref_row_log_probs = row_sums(ref_log_probs, lengths)
-        if per_token:
+        if uses_mean:
             ref_row_log_probs = ref_row_log_probs / token_counts
         ref_chosen, ref_rejected = _split_pairs(ref_row_log_probs)
         if settings.function is not None:
@@ -207,6 +210,7 @@ def dpo_objective(
                 kind=settings.kind,
                 label_smoothing=settings.label_smoothing,
             )
+
         # DPO's implicit rewards, for the metrics.
         chosen_rewards = settings.beta * (chosen_log_probs - ref_chosen).detach()
         rejected_rewards = settings.beta * (rejected_log_probs - ref_rejected).detach()
@@ -214,8 +218,9 @@ def dpo_objective(
     # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
-    # The preference loss depends only on the difference of the two log-probs, so both may fall. This term
-    # counteracts that.
+
+    # The preference loss depends only on the difference of the two log-probs, so both may fall. The SFT term
+    # keeps the chosen response's log-prob from falling.
     if settings.sft_coef:
         chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
         total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
@@ -268,14 +273,14 @@ def reward_model_objective(
 
 
 def _split_pairs(row_values: Tensor) -> tuple[Tensor, Tensor]:
-    """Split alternating rows [2 P], one value each, into chosen and rejected: [P] each."""
+    """Split values of alternating chosen and rejected rows [2 P]: return (chosen, rejected), [P] each."""
     if len(row_values) % 2:
         raise ValueError(f"preference rows come in pairs, got {len(row_values)} rows")
     return row_values[0::2], row_values[1::2]
 
 
 def _pair_weights(micro: TrainBatch) -> Tensor:
-    """Add up the loss weights of each pair's two rows: [P]; they sum to 1 over a complete mini-batch."""
+    """Compute each pair's weight [P], the sum of its rows' loss weights; a mini-batch's weights sum to 1."""
     # All tokens of a row have the same weight, so the last token's weight is the row's.
     chosen_weights, rejected_weights = _split_pairs(micro.loss_weights[_last_token_positions(micro)])
     return chosen_weights + rejected_weights
@@ -299,7 +304,7 @@ def _pair_metrics(
     chosen_rewards: Tensor,
     rejected_rewards: Tensor,
 ) -> Metrics:
-    """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``.
+    """Compute the pairs' loss, accuracy, margin and mean rewards, as metrics with the prefix ``name/``.
 
     ``weighted_loss`` is the sum of the pairs' losses with ``weights`` [P].
     """
@@ -312,4 +317,4 @@ def _pair_metrics(
         "chosen": (chosen_rewards.sum(), pair_count),
         "rejected": (rejected_rewards.sum(), pair_count),
     }
-    return Metrics.of_tensors({f"{name}/{key}": pair for key, pair in sums.items()})
+    return Metrics.of_tensors({f"{name}/{key}": sum_and_count for key, sum_and_count in sums.items()})

@@ -1,6 +1,6 @@
 """Sums, means and scans over the rows of ragged batches, and statistics over the samples of one prompt.
 
-Differentiable and without padding. Samples without a valid reward enter no statistic of a group.
+All functions are differentiable and need no padding. Group statistics exclude samples without a valid reward.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
 def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:
     """Sum each token's value and the discounted values after it in its row: ``y_t = x_t + c * y_(t+1)``.
 
-    ``values`` [N]; ``discount`` c is a number or one per row [B]. Needs log2(longest row) vectorised passes:
-    after pass k each position holds the sum over the 2^k tokens that start there.
+    ``values`` is [N]; ``discount`` c is a number, or [B] with one number per row. The function makes
+    log2(longest row) vectorised passes: after pass k, position t has the sum over the 2^k tokens from t on.
 
     Example:
         >>> discounted_sums(torch.tensor([1.0, 1.0, 1.0, 5.0]), torch.tensor([3, 1]), 0.5).tolist()
@@ -122,7 +122,7 @@ class GroupStatistics(NamedTuple):
     mean: Tensor
     """[B], mean reward of the row's group."""
     std: Tensor
-    """[B], unbiased (n-1) standard deviation of those rewards; 0 for fewer than two valid samples."""
+    """[B], unbiased (n-1) standard deviation of the group's rewards; 0 for fewer than two valid samples."""
 
 
 def renumber_groups(group: Tensor) -> tuple[Tensor, int]:
@@ -157,8 +157,8 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     squares = group_sums(is_valid * (rewards - mean) ** 2, group)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
 
-    # The rounded mean of equal rewards may differ from them. Division by a tiny standard deviation would turn
-    # that difference into an advantage.
+    # The mean of equal rewards may differ from them by rounding. Division by a tiny standard deviation would
+    # turn that difference into an advantage.
     low, high = group_range(rewards, group, valid)
     equal = low == high
     return GroupStatistics(
@@ -188,14 +188,14 @@ def leave_one_out_statistics(
     other_count = count - 1
     centred = torch.where(valid, rewards - mean, 0)
 
-    # Derive the others' mean and squares from the group's: centred rewards of a group sum to 0, so those of
-    # the others sum to minus the row's.
+    # Derive the statistics of the other rows from the group's. The centred rewards of a group sum to 0, so
+    # the centred rewards of the other rows sum to minus this row's.
     other_mean = mean - centred / other_count.clamp(min=1)
     other_mean = torch.where(other_count > 0, other_mean, 0)
     squares = group_sums(centred**2, group) - centred**2 * count / other_count.clamp(min=1)
     std = (squares / (other_count - 1).clamp(min=1)).clamp(min=0).sqrt()
 
-    # Largest (smallest) reward of the others: the group's second largest (smallest) if the row itself has the
+    # Largest (smallest) reward of the other rows: the group's second largest (smallest) if this row has the
     # largest (smallest).
     group_max, second_max = group_top2(rewards, group, valid)
     negated_min, negated_second_min = group_top2(-rewards, group, valid)
@@ -204,7 +204,7 @@ def leave_one_out_statistics(
     other_max = torch.where(rewards == group_max, second_max, group_max)
     other_min = torch.where(rewards == group_min, second_min, group_min)
 
-    # If the others are equal, their mean is that value and their deviation 0: remove the rounding above.
+    # If the other rewards are equal, set their mean and standard deviation exactly: remove rounding errors.
     equal = other_max == other_min
     other_mean = torch.where(equal & (other_count > 0), other_min, other_mean)
     std = torch.where(equal | (other_count < 2), 0, std)

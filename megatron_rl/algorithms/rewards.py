@@ -130,7 +130,7 @@ class RewardShaping(Piece):
         shaped = self.scale_and_clip(values, valid)
         samples = self.scale_and_clip(rewards, valid)[valid]
 
-        # Mean of the rewards at this point, towards which smoothing moves them: 0 after normalisation.
+        # Mean towards which smoothing moves the rewards: the running mean, or 0 after normalisation.
         mean = moments.mean
         if self.normalize == "batch" and len(samples):
             shaped = normalize(shaped, valid, float(samples.mean()), float(samples.std(correction=0)))
@@ -146,7 +146,7 @@ class RewardShaping(Piece):
 
 @dataclass(frozen=True)
 class Overlong(Piece):
-    """Penalty for responses near the length limit, and a filter for responses that it cut off.
+    """Penalty for responses near the length limit, and a filter for truncated responses.
 
     Source: DAPO, arXiv:2503.14476, section 3.4.
     """
@@ -170,7 +170,7 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the actor's log-probs are needed before the loss: for metrics of filtered rows."""
+        """Whether rows are filtered, whose metrics need the actor's log-probs before the loss."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -240,10 +240,10 @@ class Imitation(Piece):
         mask: Tensor,
         lengths: Tensor,
     ) -> Tensor | None:
-        """Mark the tokens that the policy imitates, those of good responses: [N] float32, 1 or 0.
+        """Mark the tokens that the policy imitates: [N] float32, 1 in good responses and 0 elsewhere.
 
         A response is good if its raw reward exceeds ``threshold``. `weights` converts the marks to loss
-        weights. Returns None if ``coef`` is 0, so that nothing is imitated.
+        weights. Returns None if ``coef`` is 0, without imitation.
         """
         if not self.coef:
             return None
@@ -251,8 +251,8 @@ class Imitation(Piece):
         return (mask & ragged.broadcast_rows(is_good, lengths)).float()
 
     def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
-        """Compute the weight of every token [N] of a mini-batch: ``coef`` over the number of marks."""
-        # Without a good response the weights are 0: the clamp only keeps 0 / 0 from being NaN.
+        """Compute the weight of every token [N] of a mini-batch: ``coef`` divided by the number of marks."""
+        # Without a good response all weights are 0; the clamp avoids 0 / 0.
         is_marked = (marks > 0) & mask
         return is_marked.float() * self.coef / is_marked.sum().clamp(min=1)
 
@@ -266,8 +266,8 @@ def update_moments(
 ) -> RunningMoments:
     """Return the running moments after a step's rewards; a step without a valid reward changes nothing.
 
-    ``m <- decay m + (1 - decay) mean(x)`` for x = 1, R and R^2. Dividing by the weight removes the bias of
-    the start, as in Adam, so the first step's mean is its own.
+    ``m <- decay m + (1 - decay) mean(x)`` for x = 1, R and R^2. Division by the weight removes the bias
+    towards the initial 0, as in Adam.
 
     Example:
         >>> m = update_moments(RunningMoments(), torch.tensor([1.0, 3.0]), torch.ones(2) > 0, decay=0.9)
@@ -334,7 +334,7 @@ def overlong_penalty(
 
 @dataclass(frozen=True)
 class DynamicSampling(Piece):
-    """Handling of prompts whose samples have equal rewards, and so no gradient: kept, or sampled again."""
+    """Handling of groups with equal rewards, which have no gradient: keep them, or sample other prompts."""
 
     @property
     def further_rounds(self) -> int:
@@ -396,24 +396,24 @@ def count_groups(is_marked: Tensor, group: Tensor) -> int:
 
 
 def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[int]:
-    """Return the rows of the first ``group_count`` informative groups, in order of first appearance.
+    """Return the row numbers of the first ``group_count`` informative groups, in ascending order.
 
-    If fewer groups are informative, the rows of all of these are returned. ``informative`` [B] bool is
-    constant over a group.
+    Groups are counted in order of first appearance. If fewer groups are informative, all of their rows are
+    returned. ``informative`` [B] bool is constant over a group.
 
     Example:
         >>> take_groups(torch.tensor([True, False, True, True]), torch.tensor([5, 6, 7, 5]), 1)
         [0, 3]
     """
     group_index = ragged.renumber_groups(group)[0].tolist()
-    group_rows: dict[int, list[int]] = {}
+    rows_by_group: dict[int, list[int]] = {}
     for row, is_informative in enumerate(informative.tolist()):
         if is_informative:
-            group_rows.setdefault(group_index[row], []).append(row)
+            rows_by_group.setdefault(group_index[row], []).append(row)
 
     # A dict keeps insertion order, which is the order of first appearance.
     selected_rows: list[int] = []
-    for rows in list(group_rows.values())[:group_count]:
+    for rows in list(rows_by_group.values())[:group_count]:
         selected_rows.extend(rows)
     return sorted(selected_rows)
 
@@ -427,9 +427,9 @@ def prompts_to_sample(
 ) -> int:
     """Return the number of prompts to sample for ``required`` informative groups, 0 if there are enough.
 
-    ``informative`` of the ``sampled`` groups so far were informative. The number of groups still needed is
-    divided by that rate and rounded up; ``ceiling`` bounds one round. Half a group is added to both counts,
-    so that the rate is positive before the first informative group.
+    ``informative`` of the ``sampled`` groups so far were informative. The number of missing groups is divided
+    by that rate and rounded up; ``ceiling`` is the maximum for one round. Half a group is added to both
+    counts, so that the rate is positive before the first informative group.
 
     Example:
         >>> prompts_to_sample(64, 64, 100, ceiling=256)
