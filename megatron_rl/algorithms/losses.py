@@ -133,7 +133,7 @@ def validate_token_loss(piece: Piece, result: Any, token_values: Tensor) -> Toke
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
-    """Return the named fields of a batch; raise ValueError if a field is None."""
+    """Return the named fields of a batch; raise ValueError if a field is unset."""
     absent_names = [name for name in names if getattr(batch, name) is None]
     if absent_names:
         raise ValueError(f"the batch has no {' and no '.join(absent_names)}")

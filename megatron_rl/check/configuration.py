@@ -108,14 +108,14 @@ _KEY = re.compile(r"[a-z0-9_.]+")
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Findings of `check_config`, and the configuration as a run would have it.
+    """Errors and warnings of `check_config`, and the configuration with its derived values and plans.
 
     Attributes:
         config: The configuration, with every derived value filled in if it has no errors.
         world_size: Number of processes that the configuration was checked against.
         errors: Every error, each with the file and line that wrote its value.
         warnings: Settings that are valid but probably a mistake.
-        origins: Key -> where its value comes from: a file, an override, a default or a derivation.
+        origins: Key -> origin of its value: a file, an override, a default or a derivation.
         layouts: Role -> its layout; None with errors. Then ``batch``, ``memory`` and ``sync`` are unset too.
         batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
         shape: Shape of the actor's model, or None if not available.
@@ -125,11 +125,12 @@ class CheckReport:
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
         records: Number of training records, or None if they were not counted.
         data_stats: Statistics of the data sets that were read.
-        algorithm: The constructed algorithm, or None for an unknown one.
+        algorithm: The constructed algorithm, or None for an unknown name.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
-        untried: Whether Megatron has not validated its settings: it was skipped, failed or timed out.
-        accelerator: Defaults that the run has because it is on accelerators; empty for hosts.
+        untried: Whether Megatron has not validated its settings: the validation was skipped, failed or timed
+            out.
+        accelerator: Defaults that apply because the run uses accelerators; empty for a run on hosts.
     """
 
     config: RunConfig
@@ -152,7 +153,7 @@ class CheckReport:
     accelerator: tuple[AppliedDefault, ...] = ()
 
     def valid(self) -> RunConfig:
-        """Return the filled-in configuration, or raise UserErrors with every error."""
+        """Return the configuration with its derived values; raise UserErrors if it has errors."""
         if self.errors:
             raise UserErrors(self.errors)
         return self.config
@@ -167,15 +168,16 @@ class _Check:
     """State of one check: the findings so far, and the keys whose values are invalid.
 
     Attributes:
-        config: The configuration that is checked.
+        config: The configuration to check.
         launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
         untried: Warnings that Megatron has not validated its settings.
         invalid: Keys whose value has an error.
-        tree: The configuration as it was written.
-        accelerator: Defaults that the run has because it is on accelerators.
-        elsewhere: Whether the run will be on other machines, so that packages of this one do not matter.
+        tree: The configuration as the user wrote it.
+        accelerator: Defaults that apply because the run uses accelerators.
+        elsewhere: Whether the run will be on other machines; packages that this machine lacks are then no
+            errors.
         derived: Key -> reason, for values that are derived before the rules are applied.
     """
 
@@ -191,10 +193,11 @@ class _Check:
     derived: dict[str, str] = field(default_factory=dict)
 
     def add_errors(self, errors: Iterable[UserError]) -> None:
-        """Record errors, except about values at or below an invalid key."""
+        """Record errors, except for values at or below a key that is already invalid."""
         for error in errors:
             key = error.where or ""
-            if not any(key == path or key.startswith(f"{path}.") for path in self.invalid):
+            is_below_invalid_key = any(key == path or key.startswith(f"{path}.") for path in self.invalid)
+            if not is_below_invalid_key:
                 self.errors.append(error)
 
     def add_invalidating_errors(self, errors: Iterable[UserError]) -> None:
@@ -213,9 +216,9 @@ class _Check:
 
 
 class _Plans(NamedTuple):
-    """Resolved configuration of a check without errors, and the plans that follow from it.
+    """Resolved configuration of a check without errors, and the plans computed from it.
 
-    ``reasons`` explain derived values by key; the other fields are described in `CheckReport`.
+    ``reasons`` maps the key of each derived value to its reason; `CheckReport` describes the other fields.
     """
 
     config: RunConfig
@@ -238,10 +241,10 @@ def check_file(
     without_files: bool = False,
     elsewhere: bool = False,
 ) -> CheckReport:
-    """Load and check a configuration file; the arguments are those of `check_config`.
+    """Load and check a configuration file; see `check_config` for the arguments.
 
-    With ``training``, Megatron has `LONG_PATIENCE` to validate its settings. Raises UserErrors if the file
-    cannot be read at all.
+    With ``training``, Megatron has `LONG_PATIENCE` seconds to validate its settings. Raises UserErrors if the
+    file cannot be read.
     """
     loaded = load(Path(path), overrides, with_weights=training)
 
@@ -250,9 +253,13 @@ def check_file(
     for file in loaded.files:
         model_folders.append(file.parent / "models")
         model_folders.append(file.parent.parent / "models")
-    shipped_models = next((folder for folder in model_folders if folder.is_dir()), None)
+    shipped_models = None
+    for folder in model_folders:
+        if folder.is_dir():
+            shipped_models = folder
+            break
 
-    # Only one rank of a job lets Megatron validate its settings; a run waits longer for that than a check.
+    # Only rank 0 of a job starts the process that validates Megatron's settings.
     patience = 0.0
     if process_rank() == 0:
         patience = LONG_PATIENCE if training else PATIENCE
@@ -299,7 +306,7 @@ def check_config(
     if loaded.config is None:
         raise UserErrors(loaded.errors)
 
-    # Reset the settings that the job does not read, so that no mistake in them is reported.
+    # Reset the settings that the job does not read: mistakes in them are not reported.
     config = reset_unread_keys(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
         config, loaded.broken, allow_missing=without_files
@@ -318,8 +325,8 @@ def check_config(
     check.add_invalidating_errors(check_values(config))
     check.add_invalidating_errors(check_memory_target(config))
 
-    # The kind of layers determines memory and defaults. For a run on other GPUs, assume the layers that
-    # launch/setup.sh installs there, whichever this machine has.
+    # Memory and defaults depend on the layers' implementation. For a run on other GPUs, assume Transformer
+    # Engine, which launch/setup.sh installs there, even if this machine lacks it.
     on_other_gpus = elsewhere or (config.gpu is not None and not training)
     if on_other_gpus and config.model.attention is None:
         with_attention: RunConfig = with_value(config, "model.attention", "transformer_engine")
@@ -337,7 +344,7 @@ def check_config(
     if not training:  # a run imports this code in any case
         check.add_invalidating_errors(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
 
-    # Every rank of a run checks, so requests to servers are left to the check before the run.
+    # At the start of a run every rank checks, so only the check before the run sends requests to servers.
     files = FileFindings(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
@@ -352,10 +359,10 @@ def check_config(
 def _user_code_paths(check: _Check) -> dict[str, str]:
     """Return the user's functions and classes that run in training processes: key -> ``file.py:Name``."""
     object_paths: dict[str, str] = {}
-    for key, value in flatten(check.config).items():
-        is_object_path = isinstance(value, str) and ":" in value
+    for key, config_value in flatten(check.config).items():
+        is_object_path = isinstance(config_value, str) and ":" in config_value
         if is_object_path and _USER_CODE_KEY.fullmatch(key) and check.is_valid(key):
-            object_paths[key] = value
+            object_paths[key] = config_value
     return object_paths
 
 
@@ -387,7 +394,7 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
                 check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere)
             )
 
-    # Megatron would report a wrong name a second time.
+    # With an error above, skip Megatron's own validation: it would report the same mistake again.
     if not check.is_valid(*sections):
         return []
     return [key for key, settings in sections.items() if settings]
@@ -396,7 +403,11 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
 def _check_with_inputs(
     check: _Check, inputs: Inputs, trial: Trial, origins: Mapping[str, Origin], training: bool
 ) -> CheckReport:
-    """Apply the rules that compare several values or read files, while Megatron validates its settings."""
+    """Apply the rules that compare several values or read files, and build the report.
+
+    ``trial`` is the process in which Megatron validates its settings meanwhile. ``training`` is whether this
+    is the check at the start of a run.
+    """
     config = check.config
     algorithm = None
     if check.is_valid("algorithm", "rollout.max_response_tokens"):
@@ -420,7 +431,9 @@ def _check_with_inputs(
     if algorithm is not None and inputs.shape is not None:
         check.add_errors(check_top_tokens(algorithm, inputs.shape))
     check.add_errors(logging_errors(config))
-    # The check may run on a different machine than the training: a missing package is an error only there.
+
+    # A package that this machine lacks is an error at the start of a run, and before that a warning: the
+    # check may run on a different machine than the training.
     if not check.elsewhere:
         package_errors = list(missing_package_errors(config))
         if "model.attention" not in check.derived:
@@ -433,7 +446,8 @@ def _check_with_inputs(
     # User code may import packages that only the run's machines have: such a failure is a warning here.
     if check.elsewhere:
         for errors in (check.errors, inputs.errors):
-            import_errors, errors[:] = split_import_errors(errors)
+            import_errors, other_errors = split_import_errors(errors)
+            errors[:] = other_errors
             check.warnings.extend(import_errors)
 
     # Rules that need the shapes of the models.
@@ -446,14 +460,16 @@ def _check_with_inputs(
     check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
         check.add_errors(host_engine_errors(config, inputs.shape, for_this_machine=training))
-    if not check.errors:  # Megatron would report them a second time
+
+    # Without errors so far, wait for Megatron's validation: it would report the same mistakes again.
+    if not check.errors:
         trial_errors, check.untried = trial.wait_for_result(
             _build_trial_roles(inputs, layouts), config.model.dtype, training
         )
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
 
-    # Errors of files do not go into `check.errors`: layouts, batch and memory are valid without the files.
+    # Errors of files do not go into `check.errors`: the plans are computed even if files are missing.
     files = inputs.files
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
@@ -471,14 +487,15 @@ def _check_world_size(check: _Check) -> int:
     """
     config = check.config
     check.add_errors(check_world(config, check.launched_processes))
-    # The configured size wins: against another number of processes every layout would seem wrong.
+
+    # Prefer the configured size: with another number of processes every layout would have an error.
     world_size = config.world_size or check.launched_processes
     if world_size is not None and 1 <= world_size <= MAX_WORLD:
         return world_size
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
 
-    # Neither configured nor launched: take the smallest that every role's sizes divide.
+    # Neither configured nor launched: use the smallest number that every role's parallel sizes divide.
     world_size = smallest_valid_world(config)
     if world_size is None:
         expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
@@ -501,7 +518,7 @@ def _check_world_size(check: _Check) -> int:
 
 
 def _check_layouts(check: _Check, world_size: int) -> dict[str, ParallelLayout]:
-    """Check the layouts of all roles; return role -> layout for those whose own values are valid."""
+    """Check the layouts of all roles; return the layouts that have valid values: role -> layout."""
     layouts: dict[str, ParallelLayout] = {}
     if not check.is_valid("placement"):
         return layouts
@@ -509,8 +526,8 @@ def _check_layouts(check: _Check, world_size: int) -> dict[str, ParallelLayout]:
     sections = layout_sections(check.config)
     checked_layouts: set[tuple[str, int]] = set()
     for role, layout in role_layouts(check.config, world_size).items():
-        # A role without a section has the actor's sizes: their errors name the actor's key, even in a job
-        # without the actor, and are reported once for each number of ranks.
+        # A role without a layout section has the actor's sizes. Errors then name the actor's key, even in a
+        # job without the actor, and are reported once for each number of ranks.
         reported_layout = layout
         if role != "rollout" and sections[layout_path_of(role)] is None:
             reported_layout = replace(layout, path="actor.layout")
@@ -538,7 +555,7 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         check.add_errors(check_microbatch_budget(config))
         check.add_errors(check_row_lengths(config, shape))
 
-    # Adapters, first without and then with the model that they are on.
+    # Adapters: first the rules on their settings alone, then the rules on their model.
     check.add_invalidating_errors(idle_adapter_errors(config))
     for section, lora in adapters_of(config).items():
         key = f"{section}.lora"
@@ -570,7 +587,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
     if shape is None:
         return []
 
-    # A role that has layout and model of the actor would only repeat the actor's errors.
+    # A role with the actor's layout and model would only repeat the actor's errors.
     has_own_layout = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
     is_shape_available = role not in inputs.roles_without_shape
     if role not in inputs.shapes and not (has_own_layout and is_shape_available):
@@ -587,7 +604,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
 
 
 def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
-    """Return the roles whose Megatron configuration a trial can build: those with a config.json."""
+    """Return the roles whose Megatron configuration a trial can build; their model has a config.json."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
     roles: list[TrialRole] = []
@@ -634,7 +651,7 @@ def _build_report(
         plans = _compute_plans(check, inputs, world_size, algorithm)
         config = plans.config
 
-    # The origin of a derived section is also that of each value in it.
+    # Every value in a derived section has the origin of the section.
     value_origins = {key: origins.get(key, DEFAULT) for key in flatten(config)}
     if plans is not None:
         for path, reason in plans.reasons.items():
@@ -644,6 +661,9 @@ def _build_report(
 
     # Suggest names last, since each suggestion is tried on the complete configuration.
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
+    data_stats: tuple[DatasetStats, ...] = ()
+    if inputs.token_counter is not None:
+        data_stats = tuple(inputs.token_counter.stats)
     report = CheckReport(
         config=config,
         world_size=world_size,
@@ -652,7 +672,7 @@ def _build_report(
         origins=value_origins,
         shape=inputs.shape,
         algorithm=algorithm,
-        data_stats=tuple(inputs.token_counter.stats) if inputs.token_counter else (),
+        data_stats=data_stats,
         untried=bool(check.untried) and not check.elsewhere,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
@@ -673,13 +693,14 @@ def _build_report(
 
 
 def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Algorithm | None) -> _Plans:
-    """Derive every unset value, compute the plans, and add the findings that need the plans to ``check``."""
+    """Derive every unset value and compute the plans; errors and warnings are added to ``check``."""
     resolved = resolve(check.config, world_size, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
+
+    # If this machine could not import the user's code for a piece, such as a loss, that was only a warning,
+    # and ``algorithm`` has another piece in its place: do not write the pieces.
     piece_reasons: dict[str, str] = {}
-    # User code of the algorithm (such as a loss) that this machine cannot import was only a warning, and is
-    # missing from ``algorithm``: the pieces are then not known.
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
     if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
         config, piece_reasons = write_pieces(config, algorithm)
@@ -691,25 +712,30 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **inputs.shapes}
         models = inputs.models
+
     budget_reasons: dict[str, str] = {}
     if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
         tokens, reason = estimate_tokens(config, layouts, shapes)
         check.add_errors(check_memory_target(check.config, tokens))
         config = with_value(config, "batch.tokens_per_microbatch", tokens)
         budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"
+
     batch = None
     if config.job == TRAIN:
         batch = batch_plan(config, layouts)
+
     memory: list[RankMemory] = []
     sync = None
     if inputs.shape is not None:
         memory = list(memory_plan(config, layouts, shapes, batch))
         if batch is not None and config.rollout.capabilities.in_process:
-            shared = shared_weights(config, inputs.shape)
-            sync = shared.traffic(layouts["rollout"].ranks, config.gpus_per_node)
-    records = inputs.preview.count if inputs.preview else None
+            shared_bytes = shared_weights(config, inputs.shape)
+            sync = shared_bytes.traffic(layouts["rollout"].ranks, config.gpus_per_node)
+    records = None
+    if inputs.preview is not None:
+        records = inputs.preview.count
 
-    # Warnings are about explicit values. Of the derived ones, only the memory of a GPU is used.
+    # Warnings are about explicit values. The only derived value that they use is the memory of a GPU.
     user_config = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
     check.warnings.extend(
         check_warnings(user_config, world_size, layouts, batch, inputs.shape, algorithm, records)
@@ -718,16 +744,16 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     memory_errors, memory_warnings = check_memory(config, memory, memory_key)
     check.errors.extend([*memory_errors, *check_checkpoint(config, layouts, memory)])
     check.warnings.extend(memory_warnings)
+
+    # A later step may derive a value again: its reason replaces the earlier one.
+    reasons = {**check.derived, **resolved.reasons}
+    reasons |= template_reasons
+    reasons |= gpu_reasons
+    reasons |= budget_reasons
+    reasons |= piece_reasons
     return _Plans(
         config=config,
-        reasons={
-            **check.derived,
-            **resolved.reasons,
-            **template_reasons,
-            **gpu_reasons,
-            **budget_reasons,
-            **piece_reasons,
-        },
+        reasons=reasons,
         layouts=layouts,
         batch=batch,
         shapes=shapes,
@@ -761,7 +787,7 @@ def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
     if key is None or not _KEY.fullmatch(key):
         return error
 
-    # A key inside a value that is written as a whole has the origin of that value.
+    # A key inside a mapping that is one value has the origin of the mapping.
     origin = origins.get(key)
     parent = key
     while origin is None and "." in parent:

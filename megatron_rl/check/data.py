@@ -135,13 +135,13 @@ class DataSet:
 
 @dataclass(frozen=True)
 class DataPreview:
-    """Records that were read of a data set.
+    """Records read from the start of a data set.
 
     Attributes:
-        first: Values of the first valid record in the form of `RecordReader`; of the first record as written
-            if none is valid; None for tables that cannot be read on this machine.
+        first: Values of the first valid record, as `RecordReader` converts it. Without a valid record, values
+            of the first record in the file. None for tables that cannot be read on this machine.
         count: Number of records of the complete data set, or None if they were not counted.
-        records: The valid records that were read, in the form of `RecordReader`.
+        records: The valid records that were read, as `RecordReader` converts them.
     """
 
     first: Mapping[str, Any] | None
@@ -151,7 +151,7 @@ class DataPreview:
 
 @dataclass(frozen=True)
 class DatasetStats:
-    """Records and tokens of one data set, as the report of `check` shows them.
+    """Numbers of records and tokens of one data set, for the report of `check`.
 
     Attributes:
         where: The key that names the data set.
@@ -177,26 +177,29 @@ class DatasetStats:
 
     def describe(self) -> str:
         """Describe the numbers of records and tokens as one sentence of the report."""
-        records = f"the first {self.records:,} of many"
+        records_text = f"the first {self.records:,} of many"
         if self.records == self.total:
-            records = f"all {self.total:,}"
+            records_text = f"all {self.total:,}"
         elif self.total is not None:
-            records = f"the first {self.records:,} of {self.total:,}"
+            records_text = f"the first {self.records:,} of {self.total:,}"
         if not self.tokenised:
-            return f"read {records} records, counted the tokens of none"
+            return f"read {records_text} records, counted the tokens of none"
 
-        tokenised = "all" if self.tokenised == self.records else f"{self.tokenised:,}"
-        text = f"read {records} records, counted the tokens of {tokenised}: longest {self.longest:,}"
+        tokenised_text = f"{self.tokenised:,}"
+        if self.tokenised == self.records:
+            tokenised_text = "all"
+        sentence = f"read {records_text} records, counted the tokens of {tokenised_text}"
+        sentence += f": longest {self.longest:,}"
 
         if self.limit is not None:
-            text += f" of {self.limit:,}"
+            sentence += f" of {self.limit:,}"
             if self.over:
-                text += f"; {self.over:,} are longer"
-        return text
+                sentence += f"; {self.over:,} are longer"
+        return sentence
 
 
 def _count_bytes_on_disk(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder, such as a table's Arrow files."""
+    """Return the size in bytes of a file, or of all files in a folder, such as a table's Arrow files."""
     files = [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file()]
@@ -205,17 +208,17 @@ def _count_bytes_on_disk(path: Path) -> int:
 
 @dataclass
 class ReadBudget:
-    """Budget of bytes for reading data sets to their end; at 0, only the first records of a set are read.
+    """Budget of bytes for reading data sets completely; at 0, only the first records of a set are read.
 
     Attributes:
-        remaining: Bytes that are left for the data sets that have not been read yet.
+        remaining: Remaining bytes, for the data sets that have not been read yet.
     """
 
     remaining: int = field(default_factory=lambda: FULLY_READ_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Take a data set's bytes from the budget; return how many to read, or None to read all of them."""
-        # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
+        """Reserve the bytes of a data set's files; return how many to read, or None to read all of them."""
+        # Tables are compressed and decode slowly: multiply their bytes by the ratio of the two budgets.
         weighted_bytes = 0
         for file in files:
             file_bytes = _count_bytes_on_disk(file)
@@ -223,12 +226,11 @@ class ReadBudget:
                 file_bytes *= FULLY_READ_BYTES // FULLY_READ_TABLE_BYTES
             weighted_bytes += file_bytes
 
-        fits = weighted_bytes <= self.remaining
-        reserved = min(weighted_bytes, self.remaining)
-        self.remaining -= reserved
-        if fits:
+        reserved_bytes = min(weighted_bytes, self.remaining)
+        self.remaining -= reserved_bytes
+        if reserved_bytes == weighted_bytes:
             return None
-        return reserved
+        return reserved_bytes
 
 
 def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> DataPreview | None:
@@ -239,8 +241,8 @@ def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> Da
     """
     missing_path = _find_missing_path(data_set.source)
     if missing_path is not None:
-        finding = missing_data_error(missing_path, data_set.key)
-        files.record_missing(missing_path, finding.message, data_set.key, KINDS, finding.fix or "")
+        error = missing_data_error(missing_path, data_set.key)
+        files.record_missing(missing_path, error.message, data_set.key, KINDS, error.fix or "")
         return None
 
     try:
@@ -267,7 +269,7 @@ def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> Da
 
 
 def _source_paths(source: DataPath) -> list[Path]:
-    """Return the paths and glob patterns that a setting for a data set lists."""
+    """Return the paths and glob patterns of a data set: one, or those in a list."""
     if isinstance(source, str | Path):
         return [Path(source)]
     return [Path(path) for path in source]
@@ -295,7 +297,8 @@ def _check_records(
     first_values: Mapping[str, Any] | None = None
     read_count = 0
     records: list[Record] = []
-    # Report the same mistake in many records once, for the first of them. The key is (message, got).
+
+    # Report a mistake that many records have only once, for the first record. The key is (message, got).
     error_by_text: dict[tuple[str, str | None], UserError] = {}
     for record_or_error in _read_records(paths, data_set.key, max_bytes):
         if len(error_by_text) >= MAX_RECORD_ERRORS:
@@ -309,19 +312,20 @@ def _check_records(
         except UserError as error:
             error_by_text.setdefault((error.message, error.got), error)
 
+    # With a wrong field name, the reader's warnings about unread fields would mislead.
     files.errors.extend(error_by_text.values())
-    if not error_by_text:  # with wrong field names, the remarks about unread fields would mislead
+    if not error_by_text:
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninformative_warnings(data_set, records))
     if first_values is None and not error_by_text:
         files.errors.append(empty_data_error(data_set.source, data_set.key))
         return None
 
-    # Prefer a converted record to the first one as written, which is for data without a valid record.
+    # Prefer the first converted record to the first record in the file, which may be invalid.
     if records:
         first_values = records[0].values
 
-    # Without a byte limit every record was read; else count the lines, which is faster than parsing them.
+    # Without a byte limit every record was read. Otherwise count the lines, which is faster than parsing.
     count: int | None = None
     if max_bytes is not None:
         count = _count_records(paths)
@@ -333,8 +337,8 @@ def _check_records(
 def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
     """Yield the records of files, and an error for each invalid line.
 
-    ``max_bytes`` is the number of bytes of JSON lines that are read, shared evenly by the files; tables then
-    yield their first records only. None reads every file to its end.
+    ``max_bytes`` is the number of bytes of JSON lines to read, split evenly between the files. From tables
+    only the first records are then read. None reads every file to its end.
     """
     bytes_per_file = None
     if max_bytes is not None:
@@ -354,11 +358,12 @@ def _read_lines(
 ) -> Iterator[Record | UserError]:
     """Yield each line's record, or the error of an invalid line.
 
-    Stops after ``max_bytes``, but not before ``min_lines``. Raises UserError for a line that is too long to
-    be a record: the file may be endless.
+    Stops after ``max_bytes``, but not before ``min_lines``. Raises UserError for a line of `MAX_LINE_BYTES`,
+    which is too long for a record: the file may be endless.
     """
     bytes_read = 0
     with path.open("rb") as stream:
+        # Lines up to the end of the file, each cut at the maximum.
         lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
             bytes_read += len(line)
@@ -384,7 +389,7 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
     if not response_fields:
         return
 
-    # Empty responses, or pairs of equal ones: their loss is 0 or cancels.
+    # Empty responses, or pairs of equal responses: their loss is 0 or cancels.
     locations: list[str] = []
     for record in records:
         responses = [record.values[name] for name in response_fields]
@@ -400,7 +405,7 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
 
 
 def _require_parquet(path: Path, setting: str) -> None:
-    """Raise UserError unless a file starts and ends as Parquet does; OSError if it cannot be read."""
+    """Raise UserError unless a file begins and ends with the magic bytes of Parquet."""
     with path.open("rb") as stream:
         first_bytes = stream.read(4)
         size = path.stat().st_size
@@ -420,7 +425,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines, one for each record, of all files.
+    """Return the number of records of all files, which is the number of their lines.
 
     Returns None if a file is a table, or too large to count its lines in time.
     """
@@ -529,9 +534,8 @@ class TokenCounter:
     ) -> None:
         """Count the tokens of a data set's records, and check their lengths and rendered texts.
 
-        Errors and warnings are added to ``files``.
-
-        ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
+        Errors and warnings are added to ``files``. ``over_long`` is ``data.over_long``: with ``error``, a
+        single record above the limit is an error.
         """
         # Count the tokens of a sample of the records.
         records = preview.records
@@ -555,7 +559,7 @@ class TokenCounter:
         )
         self.stats.append(stats)
 
-        # With `over_long: error` one long record is an error; else only a data set without any valid record.
+        # Without `over_long: error`, only a data set in which every record is too long is an error.
         if too_long_indices:
             first_index = too_long_indices[0]
             location = f"{records[first_index].where} ({data_set.key})"
@@ -564,10 +568,11 @@ class TokenCounter:
             if over_long == "error" or (all_are_counted and len(too_long_indices) == len(records)):
                 files.errors.append(error)
             elif 2 * len(too_long_indices) > len(token_counts):
-                # A few dropped records are expected, half of them are not.
+                # A few dropped records are expected, more than half of them are not.
                 files.warnings.append(error)
 
-        if not data_set.key.endswith(".held_out"):  # a stage's training data has the same form
+        # Held-out data of a stage would repeat the warnings about the stage's training data.
+        if not data_set.key.endswith(".held_out"):
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
@@ -614,25 +619,27 @@ class TokenCounter:
     def _count_tokens(
         self, data_set: DataSet, records: Sequence[Record], files: FileFindings
     ) -> dict[int, int]:
-        """Return the number of tokens of a sample of records, by their index in ``records``.
+        """Return the number of tokens of a sample of records: index in ``records`` -> tokens.
 
-        A record with several responses counts with its longest. The first record that cannot be rendered, or
-        whose prompt has no tokens, is an error in ``files`` and ends the counting.
+        For a record with several responses it is the number with the longest response. The first record that
+        cannot be rendered, or whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
-        # Index of a record -> its rows, each a list of texts: the prompt, then the response if there is one.
+        # Index of a record -> its rows. A row is a list of texts: of the prompt, then of a response if any.
         rows_by_index: dict[int, list[list[str]]] = {}
 
         character_counts = [_count_characters(record, data_set) for record in records]
         for index in _sampled_indices(character_counts):
+            # Two records of each data set are rendered even if the budget is exhausted.
             if len(rows_by_index) > 1 and self.remaining < character_counts[index]:
                 continue
-
             self.remaining -= character_counts[index]
+
             record = records[index]
             try:
                 rows = self._render_rows(record, data_set)
                 rows_by_index[index] = rows
-                # A broken tokenizer returns no tokens for valid prompts either, and is an error already.
+
+                # A broken tokenizer is reported already, and returns no tokens for valid prompts either.
                 if not record.values[data_set.data_config.prompt_field] or not files.errors:
                     first_row = rows[0]
                     self._require_tokens(first_row[0], record, data_set)
@@ -649,27 +656,33 @@ class TokenCounter:
                 texts.extend(text[:max_characters] for text in row)
         encodings = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
 
-        counts: dict[int, int] = {}
+        # The encodings have the order of the texts: first all texts of the first row, then of the second.
+        token_counts: dict[int, int] = {}
         for index, rows in rows_by_index.items():
-            # The encodings have the order of the texts: those of one row follow each other.
-            row_counts = [sum(len(next(encodings).ids) for _ in row) for row in rows]
-            counts[index] = max(row_counts)
-        return counts
+            longest_row = 0
+            for row in rows:
+                row_tokens = 0
+                for _ in row:
+                    row_tokens += len(next(encodings).ids)
+                longest_row = max(longest_row, row_tokens)
+            token_counts[index] = longest_row
+        return token_counts
 
     def _require_tokens(self, prompt: str, record: Record, data_set: DataSet) -> None:
-        """Raise UserError for a prompt without tokens: there is nothing to sample from."""
+        """Raise UserError for a prompt without tokens, from which no response can be sampled."""
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
-        # As in training, add no special tokens to a rendered prompt: it contains them.
+
+        # As in training, add no special tokens to a rendered prompt: the template has written them.
         add_special_tokens = not uses_chat_template(record, data_set.data_config)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.key})")
 
     def _render_rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
-        """Return the texts of a record's rows; raises UserError if the template cannot render it.
+        """Return the texts of a record's rows; raise UserError if the template cannot render the record.
 
-        Each row is the prompt followed by one response; without responses it is only the prompt. Without a
-        template, the texts are the contents of the messages.
+        There is a row for each response: the texts of the prompt, then of the response. Without responses the
+        only row is the prompt. Without a template, the texts are the contents of the messages.
         """
         data = data_set.data_config
         if self.renderer is None and uses_chat_template(record, data):
@@ -738,9 +751,9 @@ def _sampled_indices(character_counts: Sequence[int]) -> Iterator[int]:
 def _too_long_error(
     data_set: DataSet, stats: DatasetStats, location: str, token_count: int, over_long: str
 ) -> UserError:
-    """Return the error for records above the limit.
+    """Return the error for a data set with records above its token limit.
 
-    ``location`` and ``token_count`` are those of the first of these records.
+    ``location`` and ``token_count`` belong to the first such record; ``over_long`` is ``data.over_long``.
     """
     fix = f"raise {data_set.limited_by}"
     if over_long == "error":

@@ -17,8 +17,8 @@ class FileFindings:
     Attributes:
         prepare: Directory -> the command that makes it. While the directory does not exist, a missing file
             below it is collected in ``to_be_made`` and is not an error.
-        hub: Directory -> the Hugging Face Hub copy that is not yet downloaded to it completely. Missing files
-            below it are collected in ``to_be_made`` too.
+        hub: Directory -> the copy of a Hugging Face Hub repository there, if its download is not complete.
+            Missing files below the directory are collected in ``to_be_made`` too.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
         warnings: Files that are valid but probably a mistake.
@@ -44,7 +44,7 @@ class FileFindings:
     def record_missing(
         self, path: Path, message: str, key: str, expected: str, fix: str | None = None
     ) -> None:
-        """Record a missing file; it is not an error if a command will create its directory.
+        """Record a missing file, as an error unless a preparation command will create its directory.
 
         ``key`` is the key that names the file; ``message``, ``expected`` and ``fix`` are for the error.
         """
@@ -88,7 +88,7 @@ class FileFindings:
         return findings
 
     def _source_name(self, path: Path) -> str:
-        """Return a missing file as the configuration names it: by its name on the Hub if it has one."""
+        """Return the name of a missing file for messages: its name on the Hub, or else its path."""
         for directory, copy in self.hub.items():
             if path.is_relative_to(directory):
                 return f"{copy.name}/{path.relative_to(directory)}".removesuffix("/.")
@@ -102,7 +102,6 @@ class FileFindings:
         commands = dict(self.prepare)
         commands |= {directory: copy.command for directory, copy in self.hub.items()}
         for directory, command in commands.items():
-            root = Path(directory)
-            if path == root or root in path.parents:
+            if path.is_relative_to(directory):
                 return directory, command
         return None

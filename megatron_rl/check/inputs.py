@@ -62,6 +62,7 @@ from megatron_rl.config.roles import (
 )
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
@@ -142,12 +143,12 @@ class Inputs:
 def check_path_lengths(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for paths that are too long for the file system, such as the text of a prompt.
 
-    Later rules that read files need no guard against such values.
+    Later rules that read files then need no handling of such values.
     """
-    for key, value in flatten(config).items():
+    for key, config_value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
             continue
-        paths = value if isinstance(value, tuple) else (value,)
+        paths = config_value if isinstance(config_value, tuple) else (config_value,)
         for path in paths:
             if not isinstance(path, str):
                 continue
@@ -178,7 +179,7 @@ def check_inputs(inputs: Inputs) -> None:
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_loading_errors(config))
 
-    # Contained code, the environment, and secrets that were copied from a run folder in their hidden form.
+    # Contained code, the environment, and redacted secrets that were copied from a run folder.
     _check_containment(inputs)
     _check_environment(inputs)
     inputs.errors.extend(check_not_redacted("rollout.vllm", config.rollout.vllm))
@@ -213,7 +214,7 @@ def _check_models(inputs: Inputs) -> None:
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
-        # An error of a named model, such as a reward model, may be about the name, which is above the path.
+        # An error about the name of a named model, such as a reward model, is at the section, not its path.
         key = f"{section}.path"
         if spec_at(section).named:
             key = section
@@ -233,18 +234,19 @@ def _check_data(inputs: Inputs) -> None:
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, max_prompt_tokens))
 
-    # Sources, whose fields default to those of `data`. Records can be read without a valid reward or profile.
-    read_settings = [item.name for item in fields(SourceConfig) if item.name not in ("reward", "profile")]
+    # Sources inherit unset fields from `data`. Their records can be read without a valid reward or profile.
+    read_settings = {source_field.name for source_field in fields(SourceConfig)} - {"reward", "profile"}
     for name, source in config.data.sources.items():
         key = f"data.sources.{name}"
-        if inputs.is_valid(*field_keys, *(f"{key}.{setting}" for setting in read_settings)):
+        source_keys = [f"{key}.{setting}" for setting in read_settings]
+        if inputs.is_valid(*field_keys, *source_keys):
             data = fields_of(config.data, source, key)
             consumers = prompt_consumers(config, source=name)
             reader = RecordReader(data, f"{key}.path", consumers=consumers, template=inputs.template)
             _check_data_set(inputs, DataSet(source.path, reader, max_prompt_tokens))
     inputs.errors.extend(_source_template_errors(inputs))
 
-    # Evaluation sets, whose fields default to those of training.
+    # Evaluation sets inherit unset fields from `data` too.
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if inputs.is_valid(*field_keys, key):
@@ -264,13 +266,13 @@ def _check_data(inputs: Inputs) -> None:
 
 
 def _check_reward(inputs: Inputs) -> None:
-    """Check the reward functions and servers, and before a run also whether the servers answer."""
+    """Check the reward functions and servers; before a run, also send a request to each server."""
     reward = inputs.config.reward
     errors = [*check_reward(inputs.config), *check_servers(reward), *filter_errors(inputs.config)]
     if inputs.config.teacher_server is not None:
         errors += check_teacher_server(inputs.config.teacher_server)
 
-    # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
+    # `reward.code` runs the tests in the ground truth: try to parse the tests of the first record.
     first_record = inputs.preview.first if inputs.preview else None
     if reward.code is not None and first_record is not None:
         try:
@@ -302,17 +304,20 @@ def _check_reward(inputs: Inputs) -> None:
 
 
 def _check_containment(inputs: Inputs) -> None:
-    """Check the limits of contained code, and which of them the kernel enforces."""
-    sections = contained_code_limits(inputs.config)
-    sections = {key: limits for key, limits in sections.items() if inputs.is_valid(key)}
+    """Check the limits of contained code, and warn about limits that the kernel does not enforce."""
+    limits_by_key: dict[str, LimitsConfig] = {}
+    for key, limits in contained_code_limits(inputs.config).items():
+        if inputs.is_valid(key):
+            limits_by_key[key] = limits
+
     errors: list[UserError] = []
-    for key, limits in sections.items():
+    for key, limits in limits_by_key.items():
         errors.extend(check_limits(key, limits, inputs.files))
     inputs.errors.extend(errors)
 
     # A run reports the unenforced limits of its own contained processes.
     if inputs.before_run and not inputs.files.allow_missing and not errors:
-        inputs.warnings.extend(check_enforcement(sections))
+        inputs.warnings.extend(check_enforcement(limits_by_key))
 
 
 def _check_environment(inputs: Inputs) -> None:
@@ -347,8 +352,8 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
-    """Check the model at ``path``, which ``key`` names; return its shape, or None if not available."""
-    # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
+    """Check the model at ``path``, the value of ``key``; return its shape, or None if not available."""
+    # Without the checkpoint, read the sizes from a config.json that ships with the configuration.
     shipped_config = _find_shipped_config(inputs.shipped_models, Path(path))
     config_file = shipped_config
     if Path(path).is_dir():
@@ -398,7 +403,7 @@ def _check_model_files(
             return None
         return read_trainable(shipped_config, files.errors)
 
-    # The checkpoint: sizes first, then weights and tokenizer that must match them.
+    # Read the model's sizes first: weights and tokenizer must match them.
     config_file = path / "config.json"
     model = None
     if config_file.is_file():
@@ -448,9 +453,9 @@ def _output_layer_errors(model: PretrainedModel, key: str, config: RunConfig) ->
 
 
 def _find_shipped_config(shipped_models: Path | None, path: Path) -> Path | None:
-    """Return the config.json in a folder of ``shipped_models`` for the model at ``path``, or None.
+    """Return the config.json for the model at ``path`` in the folder ``shipped_models``, or None.
 
-    The folder has the model's name, below its owner's or not: OWNER/NAME or NAME.
+    It is in OWNER/NAME or in NAME, where these are the last two names of ``path``.
     """
     if shipped_models is None:
         return None
@@ -466,7 +471,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
     if path is None:
         return
 
-    # The actor's own files need no second check.
+    # The files of the actor's model have been checked already.
     is_starting_model = path == starting_model(inputs.config)
     if is_starting_model and not _is_untrained_reward_model(inputs.config, section):
         return
@@ -481,7 +486,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
     inputs.shapes[role_of(section)] = shape
     if spec_at(section) in (TEACHER, TASK_TEACHERS):
         inputs.errors.extend(_teacher_token_errors(inputs, Path(path), key))
-        # Models of one family pad the same vocabulary to other sizes: Qwen2.5 from 7B on, for example.
+        # Models of one family may pad the same vocabulary to different sizes, such as Qwen2.5 from 7B on.
         if actor_shape is not None and shape.vocab > actor_shape.vocab:
             return
     if actor_shape is not None and shape.vocab != actor_shape.vocab:
@@ -524,7 +529,7 @@ def _absent_field_warning(
 ) -> UserError:
     """Return the warning that a data set's first record lacks the optional field that ``setting`` names.
 
-    ``noun`` and ``kind`` describe the content of the field, such as tools and a list.
+    ``noun`` is the content of the field, such as "tools", and ``kind`` its type, such as "a list".
     """
     data = data_set.data_config
     key = data.setting_of(setting)
@@ -545,8 +550,8 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     data = data_set.data_config
     first_record = preview.first
 
-    # These fields are optional in a record, so a misspelled name only shows as a field that records lack. The
-    # default name of the template's arguments was not chosen for this data.
+    # Records may lack optional fields, so a missing field is only a warning: its name may be misspelled. The
+    # field of the template's arguments has a default name, which needs no warning.
     if data.tools_field not in (None, *first_record):
         inputs.warnings.append(
             _absent_field_warning(data_set, first_record, "tools_field", "tools", "a list")
@@ -623,14 +628,15 @@ def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 
 def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the errors for evaluation sets that differ from the training data in using the chat template.
+    """Yield the error for evaluation sets with the chat template and training data without it, or vice versa.
 
     An environment continues all conversations either with the chat template or as plain text.
     """
-    # Sources among themselves are compared by `_source_template_errors`, so the first one suffices here.
-    training_key = next((key for key in inputs.uses_template if key.startswith("data.")), None)
-    if training_key is None:
+    # `_source_template_errors` compares the sources with each other, so the first source is enough here.
+    training_keys = [key for key in inputs.uses_template if key.startswith("data.")]
+    if not training_keys:
         return
+    training_key = training_keys[0]
     training_uses_template = inputs.uses_template[training_key]
 
     descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
@@ -661,13 +667,12 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 def _run_dir_problem(path: Path) -> str | None:
     """Return why a run folder cannot be created at ``path``, or None if it can."""
-    existing_parent = path
-
     # Find the nearest existing parent, in which the missing folders would be made.
+    existing_parent = path
     while not os.path.lexists(existing_parent) and existing_parent != existing_parent.parent:
         existing_parent = existing_parent.parent
 
-    # None of the paths that a run writes may exist with another file type.
+    # The paths that a run writes must not exist as another type of file.
     folder = RunFolder(path)
     for directory in (existing_parent, *folder.directories(), folder.stages, folder.reward_models):
         if os.path.lexists(directory) and not directory.is_dir():

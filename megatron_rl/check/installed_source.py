@@ -52,11 +52,11 @@ class InstalledField:
     module: str
 
     def accepts(self, value: Any) -> bool:
-        """Return whether the field's type accepts a plain value; True for types that cannot be resolved."""
+        """Return whether the field's type accepts a YAML or JSON value; True if the type is not resolved."""
         return _accepts(self.annotation, self.module, value)
 
     def annotation_text(self) -> str:
-        """Return the source of the annotation; the name of a Literal is replaced by its choices."""
+        """Return the source text of the annotation; the name of a Literal is replaced by its choices."""
         if isinstance(self.annotation, ast.Name) and self.annotation.id not in _PLAIN_TYPES:
             definition, _ = _find_definition(self.annotation.id, self.module)
             return ast.unparse(definition or self.annotation)
@@ -100,8 +100,8 @@ def field_error(
 ) -> UserError | None:
     """Return the error for a pass-through setting that is not a field of a class, or has the wrong type.
 
-    ``section`` is the key below which the setting ``name: value`` is written, ``installed_fields`` are the
-    fields of the installed class, by name. Returns None for a valid setting.
+    ``section`` is the configuration key of the section with the setting ``name: value``.
+    ``installed_fields`` maps names to the fields of the installed class. Returns None for a valid setting.
     """
     key = f"{section}.{name}"
     got = f"`{name}: {value}`"
@@ -142,7 +142,7 @@ def _parse_module(module: str) -> ast.Module:
 
 
 def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
-    """Return whether an annotation, written in ``module``, accepts a plain value."""
+    """Return whether an annotation in ``module`` accepts a YAML or JSON value."""
     if isinstance(annotation, ast.Constant):
         if isinstance(annotation.value, str):  # a quoted annotation
             return _accepts(ast.parse(annotation.value, mode="eval").body, module, value)
@@ -157,10 +157,10 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
     if not isinstance(annotation, ast.Name):
         return True
 
-    types = _PLAIN_TYPES.get(annotation.id)
-    if types is not None:
+    accepted_types = _PLAIN_TYPES.get(annotation.id)
+    if accepted_types is not None:
         is_bool = isinstance(value, bool)  # bool is a subclass of int
-        return isinstance(value, types) and (bool in types or not is_bool)
+        return isinstance(value, accepted_types) and (bool in accepted_types or not is_bool)
 
     # A name that the module defines or imports: follow a Literal or a union, accept a class.
     definition, defining_module = _find_definition(annotation.id, module)
@@ -168,7 +168,7 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
 
 
 def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bool:
-    """Return whether an annotation such as ``Optional[int]`` or ``list[str]`` accepts a plain value.
+    """Return whether an annotation such as ``Optional[int]`` or ``list[str]`` accepts a YAML or JSON value.
 
     For lists and dicts, only the type of the container is compared.
     """
@@ -191,14 +191,15 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
 def _find_definition(name: str, module: str) -> tuple[ast.expr | None, str]:
     """Return the expression that a module assigns to ``name``, and the module that contains the assignment.
 
-    Imports are followed. The expression is None for a name without an assignment, and for one that is
-    assigned by a call such as NewType.
+    Imports are followed. Returns None as the expression for a name without an assignment, or with the result
+    of a call such as ``NewType(...)``.
     """
     for node in _parse_module(module).body:
         if isinstance(node, ast.Assign):
             if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
-                definition = None if isinstance(node.value, ast.Call) else node.value
-                return definition, module
+                if isinstance(node.value, ast.Call):
+                    return None, module
+                return node.value, module
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

@@ -1,4 +1,4 @@
-"""Rules on optional packages: those that a configuration needs must be installed on this machine."""
+"""Rules on optional packages, which must be installed on this machine if the configuration needs them."""
 
 from __future__ import annotations
 
@@ -83,9 +83,10 @@ def missing_package_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def split_import_errors(errors: Iterable[UserError]) -> tuple[list[UserError], list[UserError]]:
-    """Split errors into imports that failed inside the user's code because of a missing package, and others.
+    """Split errors into (import errors, other errors); an import error is due to a missing package.
 
-    A package that this machine lacks may be installed where the run will be.
+    Only imports inside the user's code count: a package that this machine lacks may be installed on the
+    machines of the run.
     """
     import_errors: list[UserError] = []
     other_errors: list[UserError] = []
@@ -106,8 +107,8 @@ def _required_packages(config: RunConfig) -> Iterator[_Requirement]:
         if tracker in TRACKERS:
             yield _Requirement("logging.trackers", tracker, TRACKERS[tracker], tracker)
 
-    # Functions of this package that import an optional one.
-    functions: dict[str, str | None] = {**config.reward_functions}
+    # This project's own functions and environments that import an optional package.
+    functions: dict[str, str | None] = dict(config.reward_functions)
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
     for set_name, evaluation_set in config.evaluation.sets.items():

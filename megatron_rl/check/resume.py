@@ -37,7 +37,7 @@ _DAMAGED_META = (KeyError, TypeError, AttributeError)
 
 
 class _SavedLearners(NamedTuple):
-    """A checkpoint to resume from, and the optimizer settings of each role that it must contain."""
+    """Checkpoint to resume from, and the optimizer settings of each role that it must contain."""
 
     checkpoint: Path
     optimizers: dict[str, OptimizerConfig]
@@ -131,12 +131,12 @@ def resumed_build_errors(
     """Return the errors for trained roles that the checkpoint lacks, or saved with other build settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
-    Rules that need the actor's ``shape`` or the ``algorithm`` are skipped if it is None.
+    Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.
     """
     if config.checkpoint.resume == "never":
         return []
 
-    # Fill in the defaults that decide the build: roles that the algorithm needs, and adapters.
+    # Fill in the defaults of the compared settings: roles that the algorithm needs, and adapters.
     config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
     adapters = adapters_of(config)
 
@@ -166,8 +166,8 @@ def resumed_build_errors(
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
     """Yield the checkpoints to resume from, with the optimizers of their roles.
 
-    This is the checkpoint of reinforcement learning. Before its first one, it is the newest checkpoint of
-    each stage that has not ended.
+    If reinforcement learning has a checkpoint, only this one is yielded, otherwise the newest checkpoint of
+    each pending stage.
     """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
@@ -181,8 +181,10 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
                 spec = spec_at(path)
                 if spec.need is None or spec.is_needed_by(algorithm):
                     optimizers[path] = section.optimizer
+
+            # Stages do not run again once reinforcement learning has started.
             yield _SavedLearners(checkpoint, optimizers)
-            return  # stages do not run again once reinforcement learning has started
+            return
 
     for plan in pending_stages(config):
         checkpoint = latest_checkpoint(folder.stage_checkpoints(plan.name))
@@ -191,9 +193,9 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
 
 
 def _learner_build(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
-    """Return the optimizer, dtype and adapters of a trained role as meta.json records them.
+    """Return the build settings of a trained role as in meta.json: optimizer, dtype and adapters.
 
-    Adapters are left out while their alpha or targets are not derived yet.
+    Adapters whose alpha or targets are not derived yet are omitted.
     """
     build: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),

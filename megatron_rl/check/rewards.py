@@ -1,10 +1,10 @@
 """Rules on the sources of rewards: functions and servers, evaluation, and the limits of contained code.
 
-A function's source is first parsed, not imported: the file must exist, parse and define the function, whose
-parameters must fit the call. Then functions that compute rewards are loaded as a run loads them, in parallel
-and each in a contained process, so that a module which raises, exits or never returns on import is one error
-of the report. Parsing comes first because its errors name the function's line, and need no process. The same
-rules apply to evaluators, parsers, templates and model providers.
+The source of a user's function is first parsed, without importing it: the file must exist, be valid Python
+and define the function, and the parameters must match the call. Then each function that computes rewards is
+loaded as in a run, in a contained process: a module that raises, exits or never returns on import becomes one
+error of the report. Parsing comes first because its errors have the function's line, and it needs no process.
+The same rules apply to evaluators, parsers, templates and model providers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, loading_
 from megatron_rl.user_code import find_module, missing_python_file_error
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
-"""Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
+"""Names that `reward.arguments` cannot contain: the arguments that a run passes itself."""
 
 _EXPECTED_SPEC = "module:function, or path/to/file.py:function"
 
@@ -69,7 +69,7 @@ class FunctionRef(NamedTuple):
     key: str
     """The key that names the function."""
     extra_arguments: tuple[str, ...] = ()
-    """Further arguments of each call: from the configuration, or of this kind of function only."""
+    """Further arguments of each call: from `reward.arguments`, or specific to the key."""
     accepts_group: bool = True
     """Whether the function may take `GROUP`, all responses to a prompt, in place of ``response``."""
     arguments: tuple[str, ...] = ARGUMENTS
@@ -81,8 +81,10 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return what error texts call the function: "reward function", or else its key."""
-        return "reward function" if self.key == "reward.function" else self.key
+        """Noun for the function in error texts: "reward function", or the key of any other function."""
+        if self.key == "reward.function":
+            return "reward function"
+        return self.key
 
 
 def check_reward(config: RunConfig) -> list[UserError]:
@@ -113,8 +115,8 @@ def check_reward(config: RunConfig) -> list[UserError]:
 def filter_errors(config: RunConfig) -> list[UserError]:
     """Return the errors for the settings in `rollout.filters`.
 
-    They are about a user's filter function, a minimum length above the longest response, and ``refill``,
-    which samples removed responses again.
+    Checks the user's filter function, a minimum length above the longest response, and ``refill``, which
+    samples removed responses again.
     """
     filters = config.rollout.filters
     errors: list[UserError] = []
@@ -133,21 +135,21 @@ def filter_errors(config: RunConfig) -> list[UserError]:
 
 
 def _refill_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for a ``refill`` without filters, or with steps that cannot sample a prompt again."""
-    # Batches that are sampled ahead, or over-sampled, are complete before any rank filters them.
+    """Yield the error for ``refill`` without filters, or with steps that cannot sample a prompt again."""
+    # A batch that is sampled ahead or over-sampled is complete before its responses are filtered.
     requirements = {
         "a filter in rollout.filters": bool(config.rollout.filters.names),
         "rollout.oversample=0": config.rollout.oversample == 0,
         "asynchrony.steps_ahead=0": config.asynchrony.steps_ahead == 0,
     }
-    unmet = [name for name, is_met in requirements.items() if not is_met]
-    if unmet:
+    unmet_requirements = [name for name, is_met in requirements.items() if not is_met]
+    if unmet_requirements:
         yield UserError(
             "removed responses cannot be sampled again",
             where="rollout.filters.refill",
             expected="with refill: filters, and steps that sample exactly their own prompts",
-            got=f"{config.rollout.filters.refill} without {', '.join(unmet)}",
-            fix=f"set {' '.join(unmet)}, or rollout.filters.refill=0",
+            got=f"{config.rollout.filters.refill} without {', '.join(unmet_requirements)}",
+            fix=f"set {' '.join(unmet_requirements)}, or rollout.filters.refill=0",
         )
 
 
@@ -173,7 +175,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
 
 
 def check_not_redacted(key: str, value: Any) -> list[UserError]:
-    """Return the error for a value with a redacted secret, copied from the stored configuration of a run."""
+    """Return the error for a redacted secret, which was copied from the configuration in a run folder."""
     if not contains_hidden(value):
         return []
     return [
@@ -188,7 +190,7 @@ def check_not_redacted(key: str, value: Any) -> list[UserError]:
 
 
 def check_function(function: FunctionRef) -> list[UserError]:
-    """Return the errors for a function's name, file and parameters, read from its source."""
+    """Return the errors for a function's name, file and parameters, from parsing its source."""
     location, colon, name = function.spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
         return [_spec_error(function)]
@@ -220,20 +222,20 @@ def check_function(function: FunctionRef) -> list[UserError]:
 
 def _not_python_error(function: FunctionRef, path: Path) -> UserError:
     """Return the error for a function in a folder, or in a file that does not end in .py."""
-    kind = f"a file {path.suffix or 'without a suffix'}"
+    file_type = f"a file {path.suffix or 'without a suffix'}"
     if path.is_dir():
-        kind = "a folder"
+        file_type = "a folder"
     return UserError(
         f"the file of the {function.noun} is not a Python file: {path}",
         where=function.key,
         expected=_EXPECTED_SPEC,
-        got=f"{path} is {kind}",
+        got=f"{path} is {file_type}",
         fix="name the file that defines the function, which ends in .py",
     )
 
 
 def _spec_error(function: FunctionRef) -> UserError:
-    """Return the error for a spec that is not ``module:function``, with the right spec if it is clear."""
+    """Return the error for a spec that is not ``module:function``; the fix suggests a corrected spec."""
     spec = function.spec
     fix = "for example megatron_rl.rewards.arithmetic:exact_match"
     if spec.endswith(".py"):
@@ -255,14 +257,16 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
-        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        file_location = str(path)
+        if isinstance(error, SyntaxError):
+            file_location = f"{path}:{error.lineno}"
         fix = "correct the file"
         if isinstance(error, UnicodeDecodeError):
             fix = "save it as UTF-8"
         return [
             UserError(
                 f"the file of the {function.noun} is not valid Python",
-                where=f"{path}{line}",
+                where=file_location,
                 expected="a Python file",
                 got=getattr(error, "msg", None) or str(error),
                 fix=fix,
@@ -293,7 +297,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 def _may_bind(tree: ast.Module, name: str) -> bool:
     """Return whether any statement of a module may define ``name``, such as an import or an assignment."""
-    # Permissive on purpose: a name that is bound anywhere is tested by the later import of the module.
+    # Permissive on purpose: the later import of the module tests whether the name is really defined.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -308,7 +312,7 @@ def _may_bind(tree: ast.Module, name: str) -> bool:
 
 
 def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
-    """Return the error for a signature that refuses arguments of the call, or needs further ones."""
+    """Return the error for a function whose parameters do not match the arguments of its call."""
     parameters = node.args
 
     # Parameters that an argument can be passed to by name.
@@ -328,7 +332,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra_arguments
 
-    # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
+    # Every passed argument needs a parameter. Without `passes_all` only extra arguments are always passed.
     refused_names: list[str] = []
     if parameters.kwarg is None:
         passed_names = function.extra_arguments
@@ -361,7 +365,10 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
 
 
 def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_names: Sequence[str]) -> str:
-    """Return the fix for a function that refuses arguments of its call, requires unsupplied ones, or both."""
+    """Return the fix for a function that refuses arguments of its call, or requires other arguments.
+
+    ``unsupplied_names`` are its required parameters that the call does not supply.
+    """
     if refuses_arguments and unsupplied_names:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
     if refuses_arguments:
@@ -376,36 +383,36 @@ def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_na
 
 
 class _ContainedFunction(NamedTuple):
-    """Function that `check` loads in a contained process, with the settings of that process."""
+    """Function that `check` loads in a contained process, and the settings of the process."""
 
     config: RewardConfig
-    """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
+    """The function as ``config.function``, with its arguments, and the limits of the process."""
     key: str
     """The key that names the function."""
     returns_text: bool = False
     """Whether the function is the template of an LLM judge and returns the prompt as text."""
     extra_arguments: Sequence[str] = ()
-    """Arguments of the function's calls in addition to those of every reward function."""
+    """Arguments of the call that other reward functions do not have."""
     accepts_group: bool = True
     """Whether the function may be called once for all responses to a prompt, see `FunctionRef`."""
 
     def try_loading(self) -> list[UserError]:
-        """Load the function in a contained process as a run does; return the errors of loading it."""
+        """Load the function in a contained process as in a run, and return the errors."""
         return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
-        """Return the errors for the function's source, which other rules report."""
+        """Return the errors of `check_function`, which other rules report."""
         extra_arguments = (*self.config.arguments, *self.extra_arguments)
         function = FunctionRef(self.config.function or "", self.key, extra_arguments, self.accepts_group)
         return check_function(function)
 
 
 def function_loading_errors(config: RunConfig) -> list[UserError]:
-    """Load reward and evaluation functions in contained processes; return the errors of loading them.
+    """Load reward and evaluation functions in contained processes, and return the errors.
 
-    Functions whose source has errors are skipped, so that one mistake is one error.
+    Functions whose source has errors are skipped: other rules report these.
     """
-    # A process for each function: importing one must not affect another.
+    # A process for each function, since an import may have side effects on later imports.
     functions: list[_ContainedFunction] = []
     for function in _contained_functions(config):
         # The tests of this package cover the import of its own functions.
@@ -425,9 +432,11 @@ def function_loading_errors(config: RunConfig) -> list[UserError]:
 
 def _contained_functions(config: RunConfig) -> Iterator[_ContainedFunction]:
     """Yield the functions that run in contained processes: of reward, filters, evaluation and judge."""
+    # One process is enough to load a function.
     reward = replace(config.reward, workers=1)
     for key, function in config.reward_functions.items():
         yield _ContainedFunction(replace(reward, function=function), key)
+
     filters = config.rollout.filters
     if filters.function is not None:
         yield _ContainedFunction(reward.with_function(filters.function), FILTER_KEY, accepts_group=False)
@@ -505,14 +514,14 @@ def check_server(section: str, config: ServerConfig) -> Iterator[UserError]:
 
 
 def _url_errors(key: str, url: str) -> Iterator[UserError]:
-    """Yield the error for an invalid URL, or for one with a secret, which is not shown."""
-    # urlsplit accepts almost any text, so check each part.
+    """Yield the error for a URL that is invalid or contains a secret; a secret is not printed."""
+    # urlsplit accepts almost any text, so check each component.
     try:
-        parts = urllib.parse.urlsplit(url)
-        parameters = [name for name, _ in urllib.parse.parse_qsl(parts.query)]
+        split_url = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(split_url.query)]
         has_spaces = re.search(r"[\s\x00-\x1f]", url) is not None
-        is_valid = parts.scheme in ("http", "https") and parts.hostname and not has_spaces
-        has_login = parts.username is not None or parts.password is not None
+        is_valid = split_url.scheme in ("http", "https") and split_url.hostname and not has_spaces
+        has_login = split_url.username is not None or split_url.password is not None
 
         # Do not print a URL with a secret in the report.
         if is_valid and (has_login or any(map(is_secret, parameters))):
@@ -520,16 +529,16 @@ def _url_errors(key: str, url: str) -> Iterator[UserError]:
                 "the server URL contains a secret, and a run writes its settings to files",
                 where=key,
                 expected="a URL without user, password or key",
-                got=f"a URL of {parts.hostname} with one",
+                got=f"a URL of {split_url.hostname} with one",
                 fix="put it into an environment variable, named in headers: Authorization: SERVER_TOKEN",
             )
             return
 
         # urlsplit accepts port 0, on which no server listens.
         problem = None
-        if not is_valid or parts.port == 0:
+        if not is_valid or split_url.port == 0:
             problem = repr(url)
-    except ValueError as error:  # brackets or a port that urlsplit refuses
+    except ValueError as error:  # urlsplit refuses unbalanced brackets and invalid ports
         problem = f"{url!r}: {error}"
     if problem is not None:
         yield UserError(
@@ -554,7 +563,7 @@ def _header_errors(key: str, header: str) -> Iterator[UserError]:
 
 
 def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
-    """Yield the error for a secret's environment variable whose name, or value on this machine, is invalid.
+    """Yield the error for the environment variable of a secret: an invalid name, or no valid value.
 
     An invalid name may be the secret itself, so it is not printed.
     """
@@ -570,20 +579,24 @@ def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
         return
 
     # The run reads the variable on this machine.
-    value = os.environ.get(name, "")
-    if value.strip() and value.isprintable() and value.isascii():
+    secret = os.environ.get(name, "")
+    if secret.strip() and secret.isprintable() and secret.isascii():
         return
+
+    got = "nothing"
+    if secret.strip():
+        got = "text that is invalid in a header"
     yield UserError(
         f"the environment variable {name} has no valid secret",
         where=key,
         expected="one line of printable characters",
-        got="text that is invalid in a header" if value.strip() else "nothing",
+        got=got,
         fix=f"export {name}=... where the run is started",
     )
 
 
 def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
-    """Yield the errors for ``reward.http.sends``, the fields of a sample in a request."""
+    """Yield the errors for ``reward.http.sends``, the fields of a sample that a request contains."""
     if not sent_parts:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
@@ -598,7 +611,7 @@ def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
-    """Yield the errors for an LLM judge: its key, its template and its request's parameters."""
+    """Yield the errors for an LLM judge: its API key, its template and the parameters of its requests."""
     if judge.key_from is not None:
         yield from _secret_variable_errors("reward.judge.key_from", judge.key_from)
     if not is_function_path(judge.template) and "{response}" not in judge.template:
@@ -610,15 +623,18 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             fix="write {response} at the position of the response",
         )
 
-    # The run sets these itself, since they decide the form of the judge's response.
+    # The run sets these parameters itself: the parser of responses depends on them.
     for name in _SET_BY_JUDGE:
         if name in judge.parameters:
+            fix = "remove it"
+            if name == "model":
+                fix = "set reward.judge.model"
             yield UserError(
                 f"`reward.judge.parameters.{name}` is set by the run itself",
                 where=f"reward.judge.parameters.{name}",
                 expected=f"parameters other than {', '.join(_SET_BY_JUDGE)}",
                 got=repr(name),
-                fix="set reward.judge.model" if name == "model" else "remove it",
+                fix=fix,
             )
 
 
@@ -627,8 +643,8 @@ def silent_server_warnings(
 ) -> Iterator[UserError]:
     """Yield warnings about servers that do not respond now; they may be up when the run starts.
 
-    ``sampler_urls`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
-    their engine has one.
+    ``sampler_urls`` are the URLs of the rollout engine's servers. They must respond with status 200 at
+    ``health_path``, or with any status for an engine without a health path.
     """
     # Any response of a reward server counts; the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in _reward_servers(reward)}
@@ -636,7 +652,7 @@ def silent_server_warnings(
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in sampler_urls]
 
-    # In parallel: one after another, unreachable servers would take the complete timeout each.
+    # In parallel: each unreachable server needs the complete timeout.
     problems = _send_requests(requests)
 
     reward_problems = problems[: len(reward_urls)]
@@ -669,7 +685,7 @@ def silent_server_warnings(
 def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
-    Returns the problem of each request as text, or None for one with a response. Uses daemon threads instead
+    Returns for each request the problem as text, or None if the server responded. Uses daemon threads instead
     of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
     """
     problems: list[str | None] = [f"no answer within {RESPONSE_SECONDS:g} s"] * len(requests)
@@ -691,22 +707,23 @@ def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | Non
 def _send_request(url: str, health_path: str | None) -> str | None:
     """Send one request to ``url``; return its problem as text, or None for a healthy server.
 
-    Without a ``health_path`` any status is healthy, with one only status 200 at that path.
+    A healthy server responds with status 200 at ``health_path``. Without ``health_path``, any status counts.
     """
-    parts = urllib.parse.urlsplit(url)
+    split_url = urllib.parse.urlsplit(url)
+    address = split_url.netloc
     connection: http.client.HTTPConnection
     try:
-        if parts.scheme == "https":
+        if split_url.scheme == "https":
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(parts.netloc, timeout=RESPONSE_SECONDS, context=context)
+            connection = http.client.HTTPSConnection(address, timeout=RESPONSE_SECONDS, context=context)
         else:
-            connection = http.client.HTTPConnection(parts.netloc, timeout=RESPONSE_SECONDS)
+            connection = http.client.HTTPConnection(address, timeout=RESPONSE_SECONDS)
 
         # A HEAD request starts no computation on a reward server, and any response shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
-            connection.request("HEAD", parts.path or "/")
+            connection.request("HEAD", split_url.path or "/")
 
         status = connection.getresponse().status
         connection.close()
@@ -723,7 +740,7 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
     set_key = f"evaluation.sets.{name}"
     yield from name_errors(set_key, name)
 
-    # Evaluators report under their own names, next to the set's metrics.
+    # An evaluator's metrics have its name, which must differ from the names of the set's own metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
     reserved_names = [*evaluation_set.metric_names(), *failure_metrics]
 
@@ -735,7 +752,10 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
 
 
 def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for a ``checkpoint.best`` that no evaluation computes, or for patience without it."""
+    """Yield the error for a metric in ``checkpoint.best`` that no evaluation computes.
+
+    ``evaluation.patience`` without ``checkpoint.best`` is an error, too.
+    """
     # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
     best = config.checkpoint.best
     if best is None:
@@ -747,7 +767,7 @@ def best_metric_errors(config: RunConfig) -> Iterator[UserError]:
             )
         return
 
-    # An evaluator that returns several numbers has a metric for each, whose name begins with the evaluator's.
+    # An evaluator that returns several numbers has a metric for each number, named EVALUATOR/NUMBER.
     metrics: list[str] = []
     evaluators: list[str] = []
     for name, evaluation_set in config.evaluation.sets.items():
@@ -826,8 +846,8 @@ def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Ite
 def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """Yield warnings about limits that this machine's kernel does not enforce.
 
-    A contained process is started with the limits of each section and reports which of them are not in force;
-    sections with the same report get one warning.
+    A contained process is started with the limits of each section, and reports the limits that are not in
+    force. Sections with the same report have one warning.
     """
     reports: set[str] = set()
     for section, limits in sections.items():

@@ -35,7 +35,7 @@ def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[U
         yield range_error("world size", launched_processes, f"1 to {MAX_WORLD} processes", fix=fix)
         return
 
-    # Without an explicit world size any number of processes is the user's intention.
+    # Without an explicit world size, any number of processes is valid here.
     if launched_processes is None or config.world_size is None or launched_processes == config.world_size:
         return
     processes = "1 process" if launched_processes == 1 else f"{launched_processes} processes"
@@ -163,9 +163,9 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
 def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Fill in ``gpu_memory_gib`` from the named ``gpu``.
 
-    Returns the configuration, and the reason by the key; no reason if nothing was filled in.
+    Returns the configuration, and a mapping from the filled-in key to the reason, empty if nothing changed.
     """
-    # An explicit `gpu_memory_gib` overrides that of the named GPU.
+    # An explicit `gpu_memory_gib` overrides the memory of the named GPU.
     if config.gpu is None or config.gpu_memory_gib is not None:
         return config, {}
     try:
@@ -179,7 +179,7 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 def check_memory(
     config: RunConfig, ranks: Sequence[RankMemory], key: str
 ) -> tuple[list[UserError], list[UserError]]:
-    """Return the errors and the warnings for phases in which a rank's estimated memory exceeds its GPU's.
+    """Return errors and warnings for phases in which a rank needs more memory than its GPU has.
 
     An estimate above the limit by more than `MEMORY_TOLERANCE` is an error, else a warning. ``key`` is the
     setting that determines the memory of a GPU.
@@ -198,7 +198,7 @@ def check_memory(
         if estimated_gib <= gpu_gib:
             continue
 
-        # The three largest items tell the user which setting to change.
+        # The three largest items show the user which setting to change.
         items = [item for item in fullest_rank.items if phase in item.phases]
         items.sort(key=lambda item: item.bytes, reverse=True)
         largest_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])
@@ -246,7 +246,7 @@ def check_checkpoint(
 
 
 def _memory_fix(config: RunConfig) -> str:
-    """Return, as a fix, the settings that lower a rank's memory and that the run does not have yet."""
+    """Return the fix for a rank that needs too much memory: settings to change, in one sentence."""
     changes = ["raise tensor or pipeline", "use more GPUs"]
     if config.job == TRAIN:
         if config.actor.recompute != "full":

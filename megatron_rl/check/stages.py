@@ -22,7 +22,7 @@ SMOOTHED_LOSSES = ("sigmoid", "robust")
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for the settings of stages, and for a job without the stage or the data it needs."""
-    # A job of one stage needs that stage; `train` needs data for reinforcement learning.
+    # A single-stage job needs its stage, and `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
     elif not config.data.has_prompts:
@@ -57,7 +57,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
         path = f"{plan.where}.until_loss"
         yield requirement_error(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
-    # A stage trains the actor's own model, whose gradient buffers are allocated for one kind of optimizer.
+    # A stage of the actor uses the actor's gradient buffers, which fit one kind of optimizer.
     is_distributed = config.actor.optimizer.distributed
     if config.job == TRAIN and plan.role == "actor" and settings.optimizer.distributed != is_distributed:
         yield UserError(
@@ -124,10 +124,10 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def repeated_record_warnings(plan: StagePlan, record_count: int) -> Iterator[UserError]:
-    """Yield the warning about a step that needs more than all ``record_count`` records of a stage."""
+    """Yield the warning about a stage whose step needs more records than its data has."""
     settings = plan.settings
 
-    # Less than one epoch uses only a part of the records.
+    # A stage of less than one epoch uses only a fraction of the records.
     records_per_step = settings.records_per_step
     if settings.epochs is not None:
         records_per_step = min(records_per_step, round(settings.epochs * record_count))
@@ -154,19 +154,20 @@ def unused_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield the warnings about settings of stages that have no effect."""
     for plan in stage_plans(config):
         settings = plan.settings
-        unused: list[tuple[str, str, str]] = []  # setting, reason, alternative
+        unused_settings: list[tuple[str, str, str]] = []  # setting, reason, alternative
 
         if settings.evaluate_every is not None and settings.held_out is None:
-            unused.append(("evaluate_every", "no held_out", f"set {plan.where}.held_out"))
+            unused_settings.append(("evaluate_every", "no held_out", f"set {plan.where}.held_out"))
 
         if isinstance(settings, PreferenceConfig):
             loss = f"loss {settings.loss}"
             if settings.label_smoothing and settings.loss not in SMOOTHED_LOSSES:
-                unused.append(("label_smoothing", loss, f"choose {' or '.join(SMOOTHED_LOSSES)}"))
+                alternative = f"choose {' or '.join(SMOOTHED_LOSSES)}"
+                unused_settings.append(("label_smoothing", loss, alternative))
             if settings.margin != PreferenceConfig.margin and settings.loss != "simpo":
-                unused.append(("margin", loss, "choose simpo"))
+                unused_settings.append(("margin", loss, "choose simpo"))
 
-        for name, reason, alternative in unused:
+        for name, reason, alternative in unused_settings:
             yield UserError(
                 f"`{plan.where}.{name}` has no effect",
                 where=f"{plan.where}.{name}",
@@ -176,10 +177,11 @@ def unused_setting_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[UserError]:
-    """Yield the errors for a stage's rows that may exceed the model's positions or a micro-batch (tokens)."""
-    limits = {"batch.tokens_per_microbatch": config.batch.tokens_per_microbatch}
+    """Yield the errors for stages whose rows may be longer than the model's positions or a micro-batch."""
+    limits: dict[str, int | None] = {}
     if shape is not None:
-        limits = {"the model's positions": shape.max_positions, **limits}
+        limits["the model's positions"] = shape.max_positions
+    limits["batch.tokens_per_microbatch"] = config.batch.tokens_per_microbatch
 
     for plan in stage_plans(config):
         # A job of one stage uses the row limit of reinforcement learning unless the stage sets its own.

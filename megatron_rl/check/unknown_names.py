@@ -1,4 +1,4 @@
-"""Errors of unknown configuration names: the counterpart of another project's name, or the nearest key.
+"""Errors for unknown configuration names, with a suggested key: our name for the setting, or the nearest key.
 
 Every suggestion is tested first: the configuration is parsed and checked with the suggestion in place of the
 unknown name. A guess by spelling is dropped if it causes a new error. A name of another project is always
@@ -41,7 +41,7 @@ from megatron_rl.errors import UserError, nearest
 REFERENCE = "docs/configuration.md lists every name"
 
 _ROLE_SECTIONS = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
-"""Sections of several roles that have settings of the same names; an unqualified name means the actor's."""
+"""Sections of several roles with settings of the same names; for a bare name, the actor's is suggested."""
 
 _FOREIGN_ROLES: Mapping[str, str] = {
     "ref": "reference",
@@ -49,7 +49,7 @@ _FOREIGN_ROLES: Mapping[str, str] = {
     "critic": "critic",
     "value": "critic",
 }
-"""Section of another project's configuration -> the section of our role."""
+"""Section of a role in another project's configuration -> the role's section here."""
 
 _GENERIC_NAMES = frozenset({
     "batch_size", "clip", "coef", "data", "enable", "enabled", "every", "gpus", "id", "level", "limit",
@@ -73,30 +73,30 @@ _PASS_THROUGH_SECTIONS = (
     ("actor.ddp", ("", "actor", "ddp", "megatron", "policy"), DDP_CONFIG),
     ("actor.optimizer.megatron", ("actor", "optimizer", "optim", "megatron"), OPTIMIZER_CONFIG),
 )
-"""Key that passes fields through, the sections in which users write such fields, and the fields' classes."""
+"""Key that passes fields through, sections in which users may write them, and classes with the fields."""
 
 
 def with_suggestions(errors: Iterable[UserError], tree: Section) -> list[UserError]:
-    """Replace each `UnknownName` of the configuration ``tree`` by errors that suggest the right name."""
-    result: list[UserError] = []
+    """Replace each `UnknownName` error of the configuration ``tree`` by errors that suggest a known name."""
+    new_errors: list[UserError] = []
     for error in errors:
         if isinstance(error, UnknownName):
-            result.extend(_suggestion_errors(error, tree))
+            new_errors.extend(_suggestion_errors(error, tree))
         else:
-            result.append(error)
-    return result
+            new_errors.append(error)
+    return new_errors
 
 
 @dataclass(frozen=True)
-class _UnknownEntry:
-    """Unknown name: the name that parsing refused, or a name below an unknown section.
+class _UnknownSetting:
+    """Setting or section with an unknown name, or a setting in an unknown section.
 
     Attributes:
         error: The error of parsing.
         tree: The complete configuration.
-        names: Path from the root of ``tree`` to this name, as a sequence of names.
+        names: Path of the setting from the root of ``tree``, as a sequence of names.
         path: The same path, joined with dots.
-        value: The value of the name.
+        value: The configured value; a dict for a section.
     """
 
     error: UnknownName
@@ -106,8 +106,8 @@ class _UnknownEntry:
     value: Any
 
     @property
-    def key(self) -> str:
-        """Return the path of the name, with the file or override that wrote it."""
+    def location(self) -> str:
+        """Return the path of the setting, with the file and line or the override that wrote it."""
         node = _find_node(self.tree, self.names)
         if node is None or node.origin.kind == "default":
             return self.path
@@ -115,25 +115,25 @@ class _UnknownEntry:
 
     @property
     def kind(self) -> str:
-        """Return ``section`` if the value is a mapping, else ``name``, for error texts."""
+        """Return "section" for a section and "name" for a setting, for error texts."""
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
-        """Return an error about this name; ``source`` is text that names the project it belongs to."""
+        """Return an error about this setting; ``source`` is text about the project that uses its name."""
         name = self.path
         if name == self.error.path:
             name = self.error.key
         got = f"`{name}: {_format_short_value(self.value)}`{source}"
-        return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
+        return UserError(message, where=self.location, expected=expected, got=got, fix=fix)
 
 
 @dataclass(frozen=True)
 class _Replacement:
-    """Configuration in which a suggestion replaces an unknown name.
+    """Result of testing a suggestion in place of an unknown name.
 
     Attributes:
         line: The line that the user would write.
-        problems: Errors that the configuration did not have before.
+        problems: Errors that the suggestion causes.
     """
 
     line: str
@@ -141,57 +141,60 @@ class _Replacement:
 
 
 def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
-    """Return the errors, with suggestions, that replace one `UnknownName`."""
+    """Return the errors with suggestions that replace one `UnknownName` error."""
     section_names = _split_section_path(tree, error.section)
-    entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
+    setting = _UnknownSetting(error, tree, (*section_names, error.key), error.path, error.value)
     if isinstance(error.value, dict):
-        return _section_errors(entry)
-    return [_value_error(entry)]
+        return _section_errors(setting)
+    return [_value_error(setting)]
 
 
-def _value_error(entry: _UnknownEntry) -> UserError:
-    """Return the error for an unknown name with a single value."""
-    if "." in entry.error.key and entry.path in value_paths(RunConfig):
-        *sections, name = entry.path.split(".")
+def _value_error(setting: _UnknownSetting) -> UserError:
+    """Return the error for a setting with an unknown name."""
+    if "." in setting.error.key and setting.path in value_paths(RunConfig):
+        *sections, name = setting.path.split(".")
         parent_lines = " ".join(f"{section}:" for section in sections)
-        return entry.as_error(
-            f"`{entry.path}` is written with dots, which join names only on the command line",
+        return setting.as_error(
+            f"`{setting.path}` is written with dots, which join names only on the command line",
             "nested names",
-            f"write `{name}: {_format_short_value(entry.value)}` below `{parent_lines}`",
+            f"write `{name}: {_format_short_value(setting.value)}` below `{parent_lines}`",
         )
 
-    counterpart = _find_counterpart(entry)
+    counterpart = _find_counterpart(setting)
     if counterpart is None:
-        return _guess_error(entry) or _absent_error(entry)
+        guess_error = _guess_error(setting)
+        if guess_error is not None:
+            return guess_error
+        return _absent_error(setting)
     if counterpart.ours is None:
-        return _absent_error(entry, counterpart.reason)
-    return _renamed_error(entry, counterpart, counterpart.ours)
+        return _absent_error(setting, counterpart.reason)
+    return _renamed_error(setting, counterpart, counterpart.ours)
 
 
-def _section_errors(entry: _UnknownEntry) -> list[UserError]:
-    """Return the errors for an unknown section: one for the complete section, or one for each key in it."""
-    error = entry.error
+def _section_errors(setting: _UnknownSetting) -> list[UserError]:
+    """Return the errors for an unknown section: one for the section, or one for each setting in it."""
+    error = setting.error
 
     # The section itself may be another project's name for one of our sections.
-    counterpart = _find_counterpart(entry)
+    counterpart = _find_counterpart(setting)
     if counterpart is not None:
         if counterpart.ours is None:
-            return [_absent_error(entry, counterpart.reason)]
-        if not _try_replacement(entry, counterpart.ours, entry.value).problems:
-            return [_renamed_error(entry, counterpart, counterpart.ours)]
+            return [_absent_error(setting, counterpart.reason)]
+        if not _try_replacement(setting, counterpart.ours, setting.value).problems:
+            return [_renamed_error(setting, counterpart, counterpart.ours)]
 
     # It may also be a misspelling of one of our sections.
-    guess_error = _guess_error(entry)
+    guess_error = _guess_error(setting)
     if guess_error is not None:
         return [guess_error]
 
-    # Otherwise suggest a key for each name in the section for which one is found.
+    # Otherwise suggest a key for each setting in the section, if a known key has its name.
     errors: list[UserError] = []
     unmatched_paths: list[str] = []
-    for names, value in _iterate_leaves(entry.value, ()):
+    for names, value in _iterate_leaves(setting.value, ()):
         path = ".".join((error.path, *names))
-        nested_entry = replace(entry, names=(*entry.names, *names), path=path, value=value)
-        nested_error = _nested_error(nested_entry)
+        nested_setting = replace(setting, names=(*setting.names, *names), path=path, value=value)
+        nested_error = _nested_error(nested_setting)
         if nested_error is None:
             unmatched_paths.append(path)
         else:
@@ -199,7 +202,7 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     if errors and not unmatched_paths:
         return errors
 
-    # Report the remaining names of the section as one error.
+    # Report the remaining settings of the section as one error.
     message = f"`{error.path}` is not a known section"
     foreign_section = FOREIGN_SECTIONS.get(error.path)
     if foreign_section is not None:
@@ -221,41 +224,45 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     return errors
 
 
-def _nested_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error for a name below an unknown section; None if no known key has this name.
+def _nested_error(setting: _UnknownSetting) -> UserError | None:
+    """Return the error for a setting in an unknown section; None if no known key has its name.
 
-    The section belongs to another project, so a similar spelling is not evidence of a misspelling.
+    The section may be another project's, so names with a similar spelling are not suggested.
     """
-    counterpart = _find_counterpart(entry)
+    counterpart = _find_counterpart(setting)
     if counterpart is not None:
         if counterpart.ours is None:
-            return _absent_error(entry, counterpart.reason)
-        return _renamed_error(entry, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(entry), *_find_keys_elsewhere(entry, include_misspellings=False))
-    replacements = _valid_replacements(entry, candidates)
+            return _absent_error(setting, counterpart.reason)
+        return _renamed_error(setting, counterpart, counterpart.ours)
+    candidates = (*_pass_through_keys(setting), *_find_keys_elsewhere(setting, include_misspellings=False))
+    replacements = _valid_replacements(setting, candidates)
     if not replacements:
         return None
-    return _did_you_mean_error(entry, replacements)
+    return _did_you_mean_error(setting, replacements)
 
 
-def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for a setting that is written under another project's name, or under our former name.
+def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: str) -> UserError:
+    """Return the error for a setting with another project's name, or with a former name of ours.
 
     ``our_key`` is the current key of the setting.
     """
-    message = f"`{entry.path}` is called `{our_key}` here"
+    message = f"`{setting.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
-    value = _translate_value(counterpart, entry.value)
+    value = _translate_value(counterpart, setting.value)
     if value == REMOVED:
-        message += f", and {_format_short_value(entry.value)} has no effect"
-        return entry.as_error(message, "no line", "remove the line", counterpart.source)
+        message += f", and {_format_short_value(setting.value)} has no effect"
+        return setting.as_error(message, "no line", "remove the line", counterpart.source)
 
-    replacement = _try_replacement(entry, our_key, value, counterpart.piece)
-    # An override may replace a value of the file, but two lines of one file contradict each other.
-    current_value = None if entry.error.overrides else _find_written_value(entry, our_key)
+    replacement = _try_replacement(setting, our_key, value, counterpart.piece)
+
+    # The configuration may contain our key already. An override may replace the value in the file, but two
+    # lines of one file would contradict each other.
+    current_value = None
+    if not setting.error.overrides:
+        current_value = _find_written_value(setting, our_key)
 
     # The fix is a line to write, or the reason why no line is needed.
-    if counterpart.conversion and value is entry.value:
+    if counterpart.conversion and value is setting.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
     elif current_value is not None and current_value == value:
         fix = f"remove the line: `{our_key}` is {_format_short_value(current_value)} already"
@@ -267,81 +274,85 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
         fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
     else:
         fix = f"write `{replacement.line}`"
-    return entry.as_error(message, expected, fix, counterpart.source)
+    return setting.as_error(message, expected, fix, counterpart.source)
 
 
-def _guess_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error for a misspelling, or for a name in the wrong section; None if no key is close."""
+def _guess_error(setting: _UnknownSetting) -> UserError | None:
+    """Return the error for a misspelled name, or a name in the wrong section; None without a similar key."""
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
-    for candidates in (_find_sibling_keys(entry), _find_keys_elsewhere(entry), _pass_through_keys(entry)):
-        replacements = _valid_replacements(entry, candidates)
+    for find_candidates in (_find_sibling_keys, _find_keys_elsewhere, _pass_through_keys):
+        replacements = _valid_replacements(setting, find_candidates(setting))
         if replacements:
-            return _did_you_mean_error(entry, replacements)
+            return _did_you_mean_error(setting, replacements)
 
-    # A field of vLLM or Megatron that the run sets or refuses: the rule on that field gives the reason.
-    for key in _pass_through_keys(entry):
-        first_problem = _try_replacement(entry, key, entry.value).problems[0]
-        return _absent_error(entry, first_problem.message)
+    # A field of vLLM or Megatron that the run sets or refuses: the error of its rule contains the reason.
+    for key in _pass_through_keys(setting):
+        first_problem = _try_replacement(setting, key, setting.value).problems[0]
+        return _absent_error(setting, first_problem.message)
     return None
 
 
-def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict[str, _Replacement]:
-    """Return the replacements that cause no new error, by the key that replaces the unknown name."""
-    replacements = {key: _try_replacement(entry, key, entry.value) for key in candidates}
-    return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
+def _valid_replacements(setting: _UnknownSetting, candidates: Iterable[str]) -> dict[str, _Replacement]:
+    """Test the ``candidates`` for an unknown name; return those without a new error: key -> replacement."""
+    replacements: dict[str, _Replacement] = {}
+    for key in candidates:
+        replacement = _try_replacement(setting, key, setting.value)
+        if not replacement.problems:
+            replacements[key] = replacement
+    return replacements
 
 
-def _did_you_mean_error(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
-    """Return the error that suggests one of ``replacements``, by key."""
+def _did_you_mean_error(setting: _UnknownSetting, replacements: Mapping[str, _Replacement]) -> UserError:
+    """Return the error that suggests the ``replacements`` of an unknown name: key -> replacement."""
     suggestions = " or ".join(f"`{key}`" for key in replacements)
     fix = f"write {suggestions}, whichever is intended"
-
     if len(replacements) == 1:
         (replacement,) = replacements.values()
         fix = f"write `{replacement.line}`, or remove the line"
-    expected = f"a {entry.kind} of the configuration"
-    if entry.error.section:
-        expected = entry.error.expected or ""
-    message = f"`{entry.path}` is not a known {entry.kind}; did you mean {suggestions}?"
-    return entry.as_error(message, expected, fix)
+    expected = f"a {setting.kind} of the configuration"
+    if setting.error.section:
+        expected = setting.error.expected or ""
+    message = f"`{setting.path}` is not a known {setting.kind}; did you mean {suggestions}?"
+    return setting.as_error(message, expected, fix)
 
 
-def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
+def _absent_error(setting: _UnknownSetting, reason: str = "") -> UserError:
     """Return the error for a name without a known counterpart in this project.
 
-    ``reason`` is why there is none, from the list of other projects' names; empty if the list lacks the name.
+    ``reason`` explains why no setting corresponds to the name. It is from the list of other projects' names,
+    and empty for a name that is not in this list.
     """
-    # A name that is not in the list may still have a counterpart, so refer to the reference.
-    message = f"`{entry.path}` is not a known {entry.kind}"
+    # A name that is not in the list may still have a counterpart: point to the list of all keys.
+    message = f"`{setting.path}` is not a known {setting.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
         message += f": there is no setting for it; {reason}"
         fix = "remove the line"
 
     expected = "a name of the configuration"
-    if entry.error.section and entry.error.expected:
-        expected = entry.error.expected
-    return entry.as_error(message, expected, fix)
+    if setting.error.section and setting.error.expected:
+        expected = setting.error.expected
+    return setting.as_error(message, expected, fix)
 
 
-def _find_counterpart(entry: _UnknownEntry) -> OtherName | None:
-    """Return the counterpart of another project's name, in the section or role where it was written.
+def _find_counterpart(setting: _UnknownSetting) -> OtherName | None:
+    """Return our counterpart of another project's name, preferably in the section or role of the setting.
 
     Returns None if no project has the name.
     """
-    counterpart = find_counterpart(entry.path) or _find_key_suffix(entry.path)
+    counterpart = find_counterpart(setting.path) or _find_key_suffix(setting.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
 
-    # Prefer the counterpart within the section of ours in which the name was written.
-    section_counterpart = counterpart_in_section(entry.path, entry.error.section, entry.error.below)
+    # Prefer the counterpart in our section that contains the unknown name.
+    section_counterpart = counterpart_in_section(setting.path, setting.error.section, setting.error.below)
     if section_counterpart is not None:
         return section_counterpart
 
-    # In another project's section for a role, prefer the setting of that role.
-    section, _, setting = counterpart.ours.partition(".")
-    for name in entry.path.split("."):
-        key = f"{_FOREIGN_ROLES.get(name)}.{setting}"
+    # If the name is in another project's section for a role, prefer the setting of that role.
+    section, _, our_setting = counterpart.ours.partition(".")
+    for name in setting.path.split("."):
+        key = f"{_FOREIGN_ROLES.get(name)}.{our_setting}"
         if section == "actor" and key in value_paths(RunConfig):
             return replace(counterpart, ours=key)
     return counterpart
@@ -358,11 +369,11 @@ def _find_key_suffix(path: str) -> OtherName | None:
     return None
 
 
-def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
-    """Return the key of the same section with the most similar name, in a list; empty if none is similar."""
-    section = entry.error.section
-    sibling_names = {name.partition(".")[0] for name in entry.error.below}
-    nearest_name = nearest(entry.error.key, sibling_names)
+def _find_sibling_keys(setting: _UnknownSetting) -> list[str]:
+    """Return the key with the most similar name in the same section, as a list; empty without a match."""
+    section = setting.error.section
+    sibling_names = {name.partition(".")[0] for name in setting.error.below}
+    nearest_name = nearest(setting.error.key, sibling_names)
     if nearest_name is None:
         return []
     if section:
@@ -370,13 +381,13 @@ def _find_sibling_keys(entry: _UnknownEntry) -> list[str]:
     return [nearest_name]
 
 
-def _find_keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = True) -> list[str]:
-    """Return the keys with this name in other sections; for a key that several roles have, only the actor's.
+def _find_keys_elsewhere(setting: _UnknownSetting, *, include_misspellings: bool = True) -> list[str]:
+    """Return the keys in other sections with the name of a setting; of a role's setting only the actor's key.
 
-    ``include_misspellings`` also searches for keys with a similar name, if there is none with the same.
+    With ``include_misspellings``, keys with a similar name are returned if no key has the same name.
     """
-    name = entry.names[-1]
-    if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
+    name = setting.names[-1]
+    if name.lower() in _GENERIC_NAMES or isinstance(setting.value, dict):
         return []
 
     # Exact names take precedence over misspellings.
@@ -395,9 +406,9 @@ def _find_keys_elsewhere(entry: _UnknownEntry, *, include_misspellings: bool = T
     keys = keys_by_name[matching_name]
     if all(key.partition(".")[0] in _ROLE_SECTIONS for key in keys):
         actor_keys = [key for key in keys if key.startswith("actor.")]
-        return [*actor_keys, keys[0]][:1]
-    depth = min(key.count(".") for key in keys)
-    return [key for key in keys if key.count(".") == depth]
+        return actor_keys[:1] or keys[:1]
+    min_depth = min(key.count(".") for key in keys)
+    return [key for key in keys if key.count(".") == min_depth]
 
 
 def algorithm_piece_keys() -> list[str]:
@@ -408,17 +419,19 @@ def algorithm_piece_keys() -> list[str]:
             for piece_field in fields(piece_class):
                 if is_setting(piece_field):
                     keys.append(f"algorithm.{section}.{piece_field.name}")
+
+    # Several named pieces may have the same class: drop repeated keys.
     return list(dict.fromkeys(keys))
 
 
-def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
-    """Yield the key that passes this name through to the installed vLLM or Megatron, if it is their field."""
-    # A name of one word, such as `model`, is too common to be taken for a field.
-    name = entry.names[-1]
+def _pass_through_keys(setting: _UnknownSetting) -> Iterator[str]:
+    """Yield the key that sets the field with this name in the installed vLLM or Megatron, if they have it."""
+    # A name of one word, such as `model`, is too common to identify a field.
+    name = setting.names[-1]
     if "_" not in name:
         return
 
-    sections = set(entry.path.split(".")[:-1]) or {""}
+    sections = set(setting.path.split(".")[:-1]) or {""}
     for key, usual_sections, classes in _PASS_THROUGH_SECTIONS:
         if sections & set(usual_sections) and name in (class_fields(*classes) or {}):
             yield f"{key}.{name}"
@@ -426,27 +439,28 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _translate_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value; the value itself if the projects do not differ in it."""
+    """Return our value for another project's value, or the value unchanged if it needs no translation."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
     return value
 
 
-def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
+def _try_replacement(setting: _UnknownSetting, key: str, value: Any, piece: str = "") -> _Replacement:
     """Check the configuration with ``key: value`` in place of the unknown name.
 
-    If the algorithm's own piece (such as its loss) lacks the setting, the replacement also selects the
-    ``piece`` that has it.
+    If the configured piece of the algorithm (such as its loss) lacks the setting, the replacement also
+    selects the ``piece`` that has it.
     """
     # Errors that the configuration has without the unknown name do not count against the suggestion.
-    tree_without_name = copy.deepcopy(entry.tree)
-    _remove_name(tree_without_name, entry.names)
+    tree_without_name = copy.deepcopy(setting.tree)
+    _remove_name(tree_without_name, setting.names)
     errors_before = {str(error) for error in _configuration_errors(tree_without_name, key)}
 
     parent, _, _ = key.rpartition(".")
     parent_names = parent.split(".")
-    # `policy_loss: gspo` is short for a section; with a setting below it, show the expanded section.
+
+    # `policy_loss: gspo` is short for a section. With a setting below it, suggest the expanded section.
     shows_section = bool(parent) and isinstance(_find_node(tree_without_name, parent_names), Leaf)
     new_tree = copy.deepcopy(tree_without_name)
     set_node(new_tree, key.split("."), _to_node(value))
@@ -461,7 +475,7 @@ def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = ""
 
     # If the value stays the same, suggest only the key.
     line = key
-    if value is not entry.value:
+    if value is not setting.value:
         line = f"{key}: {one_line(value)}"
     section = _find_node(new_tree, parent_names)
     if shows_section and isinstance(section, Section):
@@ -470,12 +484,12 @@ def _try_replacement(entry: _UnknownEntry, key: str, value: Any, piece: str = ""
 
 
 def _configuration_errors(tree: Section, key: str) -> list[UserError]:
-    """Return the errors of parsing a configuration, and of the rules about ``key`` that need no files."""
+    """Return the errors of parsing a configuration, and of the rules on ``key`` that need no files."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))
 
-    # Also apply the rules on the key's section, which may refuse its value.
+    # Also apply the rules on the section of the key, which may refuse its value.
     if key.startswith("algorithm"):
         errors.extend(check_algorithm(config)[1])
     if key.startswith("rollout.vllm"):
@@ -487,14 +501,16 @@ def _configuration_errors(tree: Section, key: str) -> list[UserError]:
     return errors
 
 
-def _find_written_value(entry: _UnknownEntry, key: str) -> Any:
-    """Return the value of a key in the configuration as written, or None if it is not written."""
-    node = _find_node(entry.tree, key.split("."))
-    return node.value if isinstance(node, Leaf) else None
+def _find_written_value(setting: _UnknownSetting, key: str) -> Any:
+    """Return the value that the user configured for a key, or None for an unset key or a section."""
+    node = _find_node(setting.tree, key.split("."))
+    if isinstance(node, Leaf):
+        return node.value
+    return None
 
 
 def _find_node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node of the configuration at the path ``names``, or None if there is none."""
+    """Return the node of the configuration at the path ``names``, or None if the path does not exist."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):
@@ -504,7 +520,7 @@ def _find_node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
 
 
 def _remove_name(tree: Section, names: Sequence[str]) -> None:
-    """Remove the name at a path from a configuration, and the sections above it that are then empty."""
+    """Remove the node at the path ``names`` from a configuration, and parent sections that become empty."""
     section = _find_node(tree, names[:-1])
     if isinstance(section, Section):
         section.children.pop(names[-1], None)
@@ -525,21 +541,22 @@ def _split_section_path(tree: Section, path: str) -> list[str]:
 
 
 def _iterate_leaves(
-    value: Mapping[str, Any],
-    names: tuple[str, ...],
+    section: Mapping[str, Any],
+    parent_names: tuple[str, ...],
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path (a tuple of names) and the value of each leaf of nested mappings."""
-    for name, inner in value.items():
-        if isinstance(inner, dict):
-            yield from _iterate_leaves(inner, (*names, name))
+    for name, value in section.items():
+        names = (*parent_names, name)
+        if isinstance(value, dict):
+            yield from _iterate_leaves(value, names)
         else:
-            yield (*names, name), inner
+            yield names, value
 
 
 def _to_node(value: Any) -> Leaf | Section:
     """Convert a plain value to a node of the configuration's tree: mappings to sections, others to leaves."""
     if isinstance(value, dict):
-        return Section({name: _to_node(inner) for name, inner in value.items()})
+        return Section({name: _to_node(nested_value) for name, nested_value in value.items()})
     return Leaf(value, DEFAULT)
 
 

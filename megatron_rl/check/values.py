@@ -32,7 +32,7 @@ _CHANGES_DISTRIBUTION = (
 
 
 def check_values(config: RunConfig) -> list[UserError]:
-    """Return the errors for single values and for pairs of values."""
+    """Return the errors of all rules on single values and on pairs of values."""
     # `rule_errors` reads the values of sampling profiles, so their types must be valid.
     sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
@@ -52,7 +52,8 @@ def check_values(config: RunConfig) -> list[UserError]:
 def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError]]:
     """Construct the run's algorithm; return it with every error in its name, pieces and settings.
 
-    With errors, the returned algorithm is the named one with its default pieces, or None for an unknown name.
+    If it cannot be constructed, the named algorithm with its default pieces is returned, or None for an
+    unknown name.
     """
     try:
         algorithm = algorithm_of(config)
@@ -67,7 +68,7 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
 
 
 def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the errors for the teachers of a distillation: no teacher, or one that cannot be used."""
+    """Yield the errors for a distillation without a teacher, or with invalid teachers."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
     yield from _task_teacher_errors(config)
@@ -88,33 +89,35 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for a teacher's server: a second teacher, or sampling settings it does not support."""
+    """Yield the errors for settings that exclude a teacher's server: a local teacher, or changed sampling."""
     if config.teacher is not None:
         yield exclusive_error(
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
         )
 
-    # A server returns log-probs of its model's unchanged distribution, which the actor must sample from too.
-    default = RolloutConfig()
+    # A server returns log-probs of its model's unchanged distribution. The actor must then sample from its
+    # unchanged distribution too: in all tasks, these settings must have their defaults.
+    default_config = RolloutConfig()
     for name in _CHANGES_DISTRIBUTION:
-        values = {f"rollout.{name}": getattr(config.rollout, name)}
+        default = getattr(default_config, name)
+        value_by_path = {f"rollout.{name}": getattr(config.rollout, name)}
         for task, profile in config.rollout.sampling_profiles.items():
             if name in profile:
-                values[f"rollout.sampling_profiles.{task}.{name}"] = profile[name]
-        for path, value in values.items():
-            if value != getattr(default, name):
+                value_by_path[f"rollout.sampling_profiles.{task}.{name}"] = profile[name]
+        for path, value in value_by_path.items():
+            if value != default:
                 yield UserError(
                     "a teacher behind a server does not compute changed distributions",
                     where=path,
-                    expected=f"{getattr(default, name)!r}, its default, with teacher_server",
+                    expected=f"{default!r}, its default, with teacher_server",
                     got=repr(value),
                     fix=f"remove {path}, or load the teacher into the job with teacher.path",
                 )
 
 
 def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for teachers of single tasks: invalid names, no model, or two for the same task."""
-    teachers_of_task: dict[str, list[str]] = {}
+    """Yield the errors for teachers of single tasks: an invalid name, no model, or two for one task."""
+    teachers_by_task: dict[str, list[str]] = {}
     for name, teacher in config.teachers.items():
         path = f"teachers.{name}"
         yield from name_errors(path, name, identifier=True)
@@ -122,15 +125,15 @@ def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
             expected = "a checkpoint with the actor's tokenizer"
             yield _no_model_error(path, expected, fix=f"set {path}.path")
         for task in teacher.tasks or (name,):
-            teachers_of_task.setdefault(task, []).append(name)
+            teachers_by_task.setdefault(task, []).append(name)
 
-    for task, names in teachers_of_task.items():
-        if len(names) > 1:
+    for task, teacher_names in teachers_by_task.items():
+        if len(teacher_names) > 1:
             yield UserError(
                 f"the task {task!r} has several teachers",
-                where=f"teachers.{names[1]}.tasks",
+                where=f"teachers.{teacher_names[1]}.tasks",
                 expected="one teacher for each task",
-                got=f"teachers {', '.join(names)}",
+                got=f"teachers {', '.join(teacher_names)}",
                 fix="remove the task from all but one of them",
             )
 
@@ -141,11 +144,10 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
         return []
 
     # A buffer without an explicit limit is relative to each response limit.
-    limits = {
-        path: smallest_limit(value, config.rollout.auto_limit)
-        for path, value in config.rollout.limit_settings.items()
-        if isinstance(value, int | str | dict)
-    }
+    limits: dict[str, int] = {}
+    for path, limit_setting in config.rollout.limit_settings.items():
+        if isinstance(limit_setting, int | str | dict):
+            limits[path] = smallest_limit(limit_setting, config.rollout.auto_limit)
     return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))
 
 
@@ -172,8 +174,8 @@ def name_errors(
 
 
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for reward models: an invalid name, or neither weights nor training."""
-    # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
+    """Yield the errors for reward models with an invalid name, or with neither weights nor training."""
+    # Other rewards have the name of their scorer, or FUNCTION for an environment: these names are reserved.
     reserved_names = list(dict.fromkeys([FUNCTION, *config.reward.scorer_weights]))
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
@@ -185,7 +187,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _no_model_error(path: str, expected: str, fix: str) -> UserError:
-    """Return the error for the section of a named model, a teacher or reward model, that names no model."""
+    """Return the error for the section of a teacher or reward model without a path to a model."""
     message = f"`{path}` has no model"
     return UserError(message, where=f"{path}.path", expected=expected, got="nothing", fix=fix)
 
@@ -207,7 +209,7 @@ def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserE
 
 
 def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for schedules whose last learning rate is above the first."""
+    """Yield the errors for learning-rate schedules with a minimum above the learning rate."""
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum = optimizer.minimum_learning_rate
         if minimum is not None and minimum > optimizer.learning_rate:
@@ -249,17 +251,17 @@ def _contradiction_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _equal_field_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors for data sets that read prompt and ground truth from one field."""
-    sections = [config.data]
+    # A section without explicit fields inherits the fields of `data`, whose error is reported once.
+    data_configs = [config.data]
     for name, evaluation_set in config.evaluation.sets.items():
-        # A set without explicit fields inherits those of `data`, whose error is reported once.
         if evaluation_set.prompt_field or evaluation_set.ground_truth_field:
-            sections.append(fields_of(config.data, evaluation_set, f"evaluation.sets.{name}"))
+            data_configs.append(fields_of(config.data, evaluation_set, f"evaluation.sets.{name}"))
 
     for name, source in config.data.sources.items():
         if source.prompt_field or source.ground_truth_field:
-            sections.append(fields_of(config.data, source, f"data.sources.{name}"))
+            data_configs.append(fields_of(config.data, source, f"data.sources.{name}"))
 
-    for data in sections:
+    for data in data_configs:
         if data.prompt_field == data.ground_truth_field:
             yield UserError(
                 "prompt and ground truth are read from the same field",
@@ -271,7 +273,7 @@ def _equal_field_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _health_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for health rules: changes of the built-in ones, and rules that the user defines."""
+    """Yield the errors for ``health.rules``: changed built-in rules, and rules that the user defines."""
     for name, rule in config.health.rules.items():
         path = f"health.rules.{name}"
         if name in RULE_OF:
@@ -286,7 +288,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
         else:
             yield from _user_rule_errors(path, name, rule)
 
-        # Compare the band as it will be in effect: an unset side has the default's value.
+        # Compare the effective band: an unset limit has the value of the built-in rule.
         above = rule.above
         below = rule.below
         default_rule = RULE_OF.get(name)
@@ -334,7 +336,7 @@ def _user_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for sources of prompts: `data.train` is set too, invalid weights or templates."""
+    """Yield the errors for ``data.sources``: a second data set in ``data.train``, weights, and rewards."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -363,7 +365,10 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for rows without a reward function in a run whose sources have their own."""
+    """Yield the errors for sources and evaluation sets without a reward function, if others have one.
+
+    Without any reward function of a source, `_no_reward_errors` applies.
+    """
     rewards = config.data.source_rewards
     if config.job != TRAIN or not rewards or config.reward.function is not None:
         return
@@ -438,7 +443,7 @@ def _source_weight_errors(
 def _template_argument_errors(
     config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
 ) -> Iterator[UserError]:
-    """Yield the errors for a system prompt or template arguments where prompts are rendered without them."""
+    """Yield the errors for a system prompt or template arguments of a data set without the chat template."""
     for name in ("system_prompt", "chat_template_kwargs"):
         value = getattr(section, name)
         if value in (None, {}):

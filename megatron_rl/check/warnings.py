@@ -58,8 +58,9 @@ def check_warnings(
 ) -> list[UserError]:
     """Return the warnings about a configuration without errors.
 
-    ``batch`` is None without reinforcement learning. ``record_count`` is the number of training records and
-    ``shape`` the shape of the actor's model; warnings that need one of them are skipped if it is None.
+    ``batch`` is only set for a job with reinforcement learning. ``record_count`` is the number of training
+    records and ``shape`` the shape of the actor's model. Both may be None: warnings that need them are then
+    skipped.
     """
     warnings: list[UserError] = []
 
@@ -90,7 +91,9 @@ def check_warnings(
 def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
     """Yield warnings about samples that carry no information for the advantage or for an evaluation."""
     # Group baselines need several samples of a prompt.
-    advantage = None if algorithm is None else algorithm.advantage
+    advantage = None
+    if algorithm is not None:
+        advantage = algorithm.advantage
     has_single_sample = config.batch.samples_per_prompt == 1
     if has_single_sample and advantage is not None and advantage.compares_samples:
         yield UserError(
@@ -101,8 +104,8 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix="set it to 8 or more, or choose an algorithm without groups",
         )
 
-    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1. The fix suggests
-    # an alpha with which it is 0.95 for the longest response.
+    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), or 0 if alpha l <= 1. The suggested alpha
+    # gives a lambda of 0.95 for the longest response.
     max_tokens = config.rollout.response_limit
     suggested_alpha = 20 / max_tokens
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
@@ -114,7 +117,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix=f"set algorithm.advantage={{alpha: {suggested_alpha:.2g}}}",
         )
 
-    # Greedy samples of one prompt are identical, so more than one adds nothing.
+    # All greedy samples of a prompt are identical.
     for name, evaluation_set in config.evaluation.sets.items():
         if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
             path = f"evaluation.sets.{name}"
@@ -127,7 +130,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 
 def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about settings that make resumed runs differ although `deterministic` is set."""
+    """Yield the warning about settings with which a resumed run may differ in spite of `deterministic`."""
     if not config.deterministic:
         return
     if config.rollout.order == "open":
@@ -208,7 +211,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning if routing replay is to repeat a scoring pass that a step does not run."""
+    """Yield the warning about ``routing_replay: update`` in steps without a scoring pass to replay."""
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -220,7 +223,7 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 
 
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning if the loss treats responses of older weights as samples of the newest weights."""
+    """Yield the warning about responses of older weights for which the loss has no correction."""
     correction = algorithm.correction
     is_corrected = correction.is_active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:
@@ -248,7 +251,7 @@ def _setup_warnings(config: RunConfig) -> Iterator[UserError]:
             fix="1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
         )
 
-    # The planner has no constants for an unknown GPU.
+    # `plan` needs the constants of the GPU, such as its bandwidth.
     if config.gpu is not None:
         try:
             load_constants().gpu(config.gpu)
@@ -272,7 +275,7 @@ def _setup_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about waits for code and servers so long that the hang detector stops the job."""
+    """Yield warnings about timeouts of code and servers that exceed the limit of the hang detector."""
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
 
@@ -293,7 +296,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
             if server.rate is not None:
                 seconds_by_key[f"{section}.rate"] = 1 / server.rate
 
-    # A request rate is also a wait, which is shortened by raising the rate.
+    # The time between two requests is the inverse of the rate: a higher rate shortens it.
     for path, seconds in seconds_by_key.items():
         if seconds < config.rank_timeout:
             continue
@@ -348,7 +351,10 @@ def _network_warnings(
 
 
 def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
-    """Return whether a rollout replica's weights exceed the memory of one node's GPUs; False if unknown."""
+    """Return whether a rollout replica's weights exceed the memory of one node's GPUs.
+
+    Returns False if the model's shape or the memory of a GPU is unknown.
+    """
     if shape is None or config.gpu_memory_gib is None:
         return False
     weight_bytes = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
@@ -356,7 +362,7 @@ def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
 
 
 def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning for each role that the configuration has and the algorithm does not need."""
+    """Yield a warning for each configured role that the algorithm does not need."""
     for spec in MODEL_ROLES:
         if spec.need is None or spec.is_needed_by(algorithm):
             continue
@@ -382,7 +388,7 @@ def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
 
 
 def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield a warning if some tasks have their own teacher, and there is none for the other tasks."""
+    """Yield the warning about teachers of single tasks without a teacher for the other tasks."""
     has_other_teacher = config.teacher is not None or config.teacher_server is not None
     if config.teachers and algorithm.needs_teacher and not has_other_teacher:
         yield UserError(
@@ -400,18 +406,20 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
     A section such as ``actor.megatron`` accepts nearly every field of the installed version. Only the fields
     in `TRIED` have been used in runs of this project with values other than the defaults.
     """
-    # Kind and settings of each section with pass-through fields.
-    sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
-        path: ("megatron", settings) for path, settings in megatron_sections(config).items()
-    }
+    # Key of each section with pass-through fields -> its key in `TRIED`, and its settings.
+    sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {}
+    for path, settings in megatron_sections(config).items():
+        sections[path] = ("megatron", settings)
     for path, section in learner_sections(config).items():
-        sections[f"{path}.ddp"] = "ddp", section.ddp
-        sections[f"{path}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
-    sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
+        sections[f"{path}.ddp"] = ("ddp", section.ddp)
+        sections[f"{path}.optimizer.megatron"] = ("optimizer.megatron", section.optimizer.megatron)
+    sections["rollout.vllm"] = ("rollout.vllm", config.rollout.vllm)
 
     for path, (field_kind, settings) in sections.items():
-        # Fields whose requirement this machine lacks: Megatron's own trial leaves them out.
-        unmet_need_by_field = {} if field_kind == "rollout.vllm" else unmet_needs(settings or {})
+        # Fields with a requirement that this machine lacks: Megatron's own trial leaves them out.
+        unmet_need_by_field: dict[str, str] = {}
+        if field_kind != "rollout.vllm":
+            unmet_need_by_field = unmet_needs(settings or {})
         for need in dict.fromkeys(unmet_need_by_field.values()):
             fields_of_need = [name for name in unmet_need_by_field if unmet_need_by_field[name] == need]
             yield UserError(
@@ -422,18 +430,19 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
                 fix="check again on a machine of the run",
             )
 
-        untried_fields = {
-            name: value
-            for name, value in (settings or {}).items()
-            if name not in TRIED[field_kind] and name not in unmet_need_by_field and not is_off(value)
-        }
+        untried_fields: dict[str, Any] = {}
+        for name, field_value in (settings or {}).items():
+            is_tried = name in TRIED[field_kind] or name in unmet_need_by_field
+            if not is_tried and not is_off(field_value):
+                untried_fields[name] = field_value
         if not untried_fields:
             continue
 
+        first_field = next(iter(untried_fields))
         package = "vLLM" if field_kind == "rollout.vllm" else "Megatron-Core"
         yield UserError(
             f"{', '.join(untried_fields)} of `{path}` passes to {package} as it is, and was never tried here",
-            where=f"{path}.{next(iter(untried_fields))}",
+            where=f"{path}.{first_field}",
             expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[field_kind]))}",
             got=", ".join(f"{name}: {value}" for name, value in untried_fields.items()),
             fix="compare a few steps with and without it: kl/rollout, policy/grad_norm and seconds",

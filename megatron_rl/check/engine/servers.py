@@ -42,7 +42,7 @@ def comparable_settings(settings: Mapping[str, Any], key_prefix: str = "") -> di
     """Return the settings of a config.json that a server with the same model must report unchanged.
 
     These are the top-level values, and the numbers in the sections of rotary positions under keys such as
-    ``rope_scaling.factor``. vLLM renames entries of other sections. ``key_prefix`` is the prefix of the
+    ``rope_scaling.factor``. vLLM renames keys of other sections. ``key_prefix`` is the prefix of the
     returned keys.
     """
     comparable: dict[str, Any] = {}
@@ -52,8 +52,12 @@ def comparable_settings(settings: Mapping[str, Any], key_prefix: str = "") -> di
             if key_prefix or name.startswith("rope"):
                 comparable |= comparable_settings(value, f"{key_prefix}{name}.")
             continue
-        is_number = isinstance(value, int | float)
-        if (key_prefix and is_number) or (not key_prefix and name not in _FILE_SETTINGS):
+
+        # Numbers below a prefix, and all values at the top level.
+        is_compared = name not in _FILE_SETTINGS
+        if key_prefix:
+            is_compared = isinstance(value, int | float)
+        if is_compared:
             # Convert through JSON, as a server's response is: tuples become lists, other objects text.
             comparable[f"{key_prefix}{name}"] = json.loads(json.dumps(value, default=str))
     return comparable
@@ -65,28 +69,33 @@ def server_command_lines(config: RunConfig) -> list[str]:
     The last two lines have the additional environment and flags for a host without an accelerator.
     """
     model = read_pretrained(Path(config.model.path) / "config.json")
-
     rollout = config.rollout
     max_model_len = longest_row(config)
 
-    # The first server's port, as an example for the others.
-    ports = [urllib.parse.urlsplit(url).port for url in rollout.server.urls if _is_server_url(url)]
-    arguments = {
+    # The command is for the first server, and the commands for the others differ only in the port.
+    port: int | None = 8000
+    for url in rollout.server.urls:
+        if _is_server_url(url):
+            port = urllib.parse.urlsplit(url).port
+            break
+
+    # Arguments of vLLM's server. The job sends the weights, so the server starts with dummy weights.
+    arguments: dict[str, Any] = {
         "model": config.model.path,
-        "port": ports[0] if ports else 8000,
+        "port": port,
         "enable_scale_out": True,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
-        "load_format": "dummy",  # the job sends the weights
-        **sampling_arguments(
-            model,
-            float32_head=rollout.float32_head,
-            dtype=config.model.dtype,
-            max_model_len=max_model_len,
-        ),
+        "load_format": "dummy",
     }
+    arguments |= sampling_arguments(
+        model,
+        float32_head=rollout.float32_head,
+        dtype=config.model.dtype,
+        max_model_len=max_model_len,
+    )
     if has_stop_texts(Path(config.model.path), rollout):
-        # The server ends responses at texts of several tokens.
+        # The server needs the tokenizer to end responses at texts of several tokens.
         arguments["skip_tokenizer_init"] = False
     if model.shape.experts:
         # Other kernels for experts store weights in an order that a weight sync does not write.
@@ -94,11 +103,11 @@ def server_command_lines(config: RunConfig) -> list[str]:
 
     # The endpoints for weight updates exist only in vLLM's development mode.
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
-
     lines = [command, *_format_flags(arguments)]
 
-    # On a host without an accelerator, the command gives the size of the cache in bytes.
-    host_flags = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
+    # On a host without an accelerator, the size of the cache has to be given in bytes.
+    host_flags = host_arguments(max_model_len)
+    host_flags["kv_cache_memory_bytes"] = _HOST_CACHE_BYTES
     return [
         *(f"{line} \\" for line in lines[:-1]),
         lines[-1],
@@ -108,7 +117,7 @@ def server_command_lines(config: RunConfig) -> list[str]:
 
 
 def _format_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Format engine arguments as command-line flags, without empty dicts."""
+    """Format engine arguments as command-line flags; arguments that are empty dicts are omitted."""
     return [_format_flag(name.replace("_", "-"), value) for name, value in arguments.items() if value != {}]
 
 
@@ -117,12 +126,14 @@ def _format_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
 
-    text = json.dumps(value) if isinstance(value, dict) else str(value)
-    return f"--{name} {shlex.quote(text)}"
+    value_text = str(value)
+    if isinstance(value, dict):
+        value_text = json.dumps(value)
+    return f"--{name} {shlex.quote(value_text)}"
 
 
 class _CapabilityRule(NamedTuple):
-    """Rule that refuses a setting if the rollout engine lacks the capability which the setting needs."""
+    """Rule against a setting that needs a capability which the rollout engine lacks."""
 
     is_refused: bool
     """Whether the setting is set and the engine lacks the capability."""
@@ -137,14 +148,14 @@ class _CapabilityRule(NamedTuple):
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield errors for server URLs, and for settings that need a capability the rollout engine lacks.
+    """Yield the errors for server URLs, and for settings that the rollout engine does not support.
 
     No request is sent.
     """
     capabilities = rollout.capabilities
     yield from _server_url_errors(rollout)
 
-    # Each rule: a setting, the capability that it needs, and engines that have it.
+    # Settings that need a capability of the engine.
     rules = (
         _CapabilityRule(
             is_refused=bool(rollout.vllm) and not capabilities.in_process,
@@ -181,12 +192,12 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the errors for servers whose model of the checkpoint at ``path`` differs from the trainer's.
+    """Yield the errors for a checkpoint at ``path`` that servers load as another model than the trainer.
 
     A server loads the complete model of a multimodal checkpoint, with other tensor names, but the run trains
     only its language model. For sparse attention, a server's model has an indexer that the trainer's lacks.
     """
-    # Sparse attention: the actor has no indexer whose weights could be sent.
+    # Sparse attention: the actor has no indexer, so its weights cannot be sent to the servers.
     if not rollout.capabilities.in_process and model.family.engine_family:
         in_process = engines_with(in_process=True, tensor_parallel=True)
         yield UserError(
@@ -212,7 +223,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for `rollout.server.urls`, which only a server engine has, and needs."""
+    """Yield the errors for `rollout.server.urls`, which server engines require and other engines refuse."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:
@@ -253,10 +264,11 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 def _is_server_url(url: str) -> bool:
     """Return whether a URL is of the form ``http://HOST:PORT``, without a path."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        has_address = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
+        split_url = urllib.parse.urlsplit(url)
+        has_address = split_url.scheme == "http" and bool(split_url.hostname) and bool(split_url.port)
     except ValueError:
         return False
 
-    has_other_parts = bool(parts.path.strip("/") or parts.query or parts.fragment or parts.username)
-    return has_address and not has_other_parts
+    has_path = bool(split_url.path.strip("/"))
+    has_suffix = bool(split_url.query or split_url.fragment)
+    return has_address and not (has_path or has_suffix or split_url.username)

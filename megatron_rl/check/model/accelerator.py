@@ -36,7 +36,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class AppliedDefault:
-    """Default of an accelerator in a checked configuration.
+    """Accelerator default that applies to roles of a checked configuration.
 
     Example: ``attention_backend: fused`` of the roles actor and reference, which the user has not set.
     """
@@ -48,7 +48,7 @@ class AppliedDefault:
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
-    """Return the name of the GPUs that the run will be on, or None if it will be on hosts without GPUs.
+    """Return the name of the run's GPUs, or None for a run on hosts without GPUs.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
@@ -67,21 +67,21 @@ def accelerated_roles(
     shapes: Mapping[str, ModelShape],
     for_this_machine: bool,
 ) -> dict[str, AcceleratedRole]:
-    """Return the roles with a Megatron model on the run's GPUs; an empty dict for a run without GPUs.
+    """Return the roles with a Megatron model on the run's GPUs by name; an empty dict for a run without GPUs.
 
-    If the run is meant for another machine than this one, that machine is assumed to have Transformer
-    Engine, which ``launch/setup.sh --gpu`` installs.
+    Another machine than this one is assumed to have Transformer Engine, which ``launch/setup.sh --gpu``
+    installs.
     """
     gpu = target_gpu(config, for_this_machine)
     if gpu is None:
         return {}
 
     # The layers that model.attention selects, by default Transformer Engine's if it is installed.
-    elsewhere = config.gpu is not None and not for_this_machine
+    is_other_machine = config.gpu is not None and not for_this_machine
     attention = config.model.attention
     if not attention:
         attention = "torch"
-        if elsewhere or has_transformer_engine():
+        if is_other_machine or has_transformer_engine():
             attention = "transformer_engine"
 
     roles: dict[str, AcceleratedRole] = {}
@@ -100,7 +100,7 @@ def accelerated_roles(
             half_precision=config.model.dtype in ("bfloat16", "float16"),
             capability=capability_of(gpu),
             deterministic=config.deterministic,
-            has_flash_attention=not elsewhere and find_spec("flash_attn") is not None,
+            has_flash_attention=not is_other_machine and find_spec("flash_attn") is not None,
             distributed=learner is not None and learner.optimizer.distributed and reduces_in_backward,
             replays_routing=config.actor.routing_replay != "none",
             adapted=bool(adapters_of(config)),
@@ -113,14 +113,14 @@ def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) ->
     if not roles:
         return ()
 
-    # Roles with the same default are one entry.
+    # Merge a default that applies to several roles.
     roles_by_row: dict[AcceleratorDefault, list[str]] = {}
     for name, role in roles.items():
         for row in _role_defaults(config, name, role):
             roles_by_row.setdefault(row, []).append(name)
     applied = [AppliedDefault(tuple(names), row) for row, names in roles_by_row.items()]
 
-    # Environment variables are the job's: they depend on all its roles.
+    # Environment variables apply to the complete job, and depend on all of its roles.
     layouts = {name: role.layout for name, role in roles.items()}
     job = accelerated_job(config, layouts)
     applied += [AppliedDefault((), row) for row in applicable_rows(job, ENVIRONMENT)]
@@ -136,7 +136,7 @@ def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Itera
         explicit[DDP] = learner.ddp
 
     for row in applicable_rows(role):
-        # Only learners have settings of DDP.
+        # Only trained roles have settings of DDP.
         if row.section == DDP and learner is None:
             continue
         if row.key not in explicit.get(row.section, {}):

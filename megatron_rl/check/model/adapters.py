@@ -60,8 +60,8 @@ CHECKPOINT_LAYERS = {
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, or None
-    for those of other roles.
+    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, and None
+    for adapters of other roles, which are not synced.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():
@@ -79,7 +79,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
             fix=f"remove {path} to have all",
         )
 
-    # Separately synced adapters need an engine that stores them, and a rank that vLLM supports.
+    # Adapters that are synced without the weights need an engine that stores them, with a supported rank.
     if lora.sync != "adapter":
         return
     max_rank = ENGINE_RANKS[-1]
@@ -159,12 +159,13 @@ def check_adapted_model(
     if errors or lora.path is None:
         return
 
-    # Check the settings of the adapter to start from first: its tensors are only comparable if they match.
+    # The adapter to start from: first its settings, then its tensors, which are only comparable if the
+    # settings match. If a file turns out to be unreadable, only that error is reported.
     file = Path(lora.path) / PEFT_CONFIG
     try:
-        # Collect into a list, so that a file that cannot be read halfway is only that one error.
         problems = list(_peft_config_errors(lora, model, targets, read_json_object(file), key))
-        problems = problems or list(_peft_tensor_errors(lora, model, targets, key))
+        if not problems:
+            problems = list(_peft_tensor_errors(lora, model, targets, key))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         yield UserError(
             "the adapter to start from cannot be read",
@@ -175,14 +176,16 @@ def check_adapted_model(
         )
         return
 
-    # Compare digests last, which reads the complete file.
-    yield from problems or _damage_errors(Path(lora.path), f"{key}.path")
+    # Compare digests last, since that reads the files completely.
+    yield from problems
+    if not problems:
+        yield from _damage_errors(Path(lora.path), f"{key}.path")
 
 
 def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
     """Yield the error for an exported adapter whose files do not match their digests.
 
-    Training compares them too, before its first step. An adapter is small enough to be read here.
+    Training does the same comparison before its first step. Adapters are small enough to be read here.
     """
     if not durable.is_sealed(folder):
         return
@@ -208,7 +211,7 @@ def _expert_adapter_errors(
     key: str,
     settings: Mapping[str, Any],
 ) -> Iterator[UserError]:
-    """Yield the errors for settings that are not supported with adapters on experts."""
+    """Yield the errors for settings that cannot be combined with adapters on experts."""
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
@@ -220,7 +223,8 @@ def _expert_adapter_errors(
             fix=f"set {key}.sync=merged",
         )
 
-    # Megatron then runs shared experts in steps of the token dispatcher, without the layers' communication.
+    # With this overlap, Megatron's token dispatcher communicates for the shared experts, and their layers do
+    # not. Adapters communicate inside the layers.
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(
@@ -241,7 +245,7 @@ def _peft_config_errors(
     key: str,
 ) -> Iterator[UserError]:
     """Yield the errors for configured adapters that differ from ``peft_config``, PEFT's saved settings."""
-    # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
+    # Rank and alpha must equal the saved values: A and B have this rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
     configured_and_saved = {
         "rank": (lora.rank, peft_config.get("r")),
@@ -257,13 +261,13 @@ def _peft_config_errors(
                 fix=f"set {key}.{name} to {saved}",
             )
 
-    # Every saved layer needs a configured adapter; adapters of further layers are initialised.
+    # Every saved layer needs a configured adapter. Configured adapters of other layers are initialised.
     modules = make_adapted_model(model, lora.rank, lora.alpha, targets).modules()
     saved_modules = peft_config.get("target_modules")
     if isinstance(saved_modules, list):
         uncovered_modules = sorted(set(saved_modules) - set(modules))
     else:
-        # PEFT also takes a regular expression.
+        # PEFT also accepts a regular expression.
         uncovered_modules = [str(saved_modules)]
     if uncovered_modules:
         yield UserError(
@@ -274,7 +278,7 @@ def _peft_config_errors(
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
-    # LoRA variants compute another function of the same two matrices.
+    # LoRA variants, such as DoRA, compute something else from A and B.
     for name, plain_value in _PLAIN_PEFT.items():
         if peft_config.get(name, plain_value) not in (plain_value, None, [], {}):
             yield UserError(
@@ -292,7 +296,7 @@ def _peft_tensor_errors(
     targets: tuple[str, ...],
     key: str,
 ) -> Iterator[UserError]:
-    """Yield the error for saved tensors that belong to no adapter of the model.
+    """Yield the error for saved tensors that belong to no configured adapter.
 
     Adapters without a saved tensor are initialised.
     """
@@ -300,7 +304,7 @@ def _peft_tensor_errors(
     file = Path(lora.path) / PEFT_WEIGHTS
     shapes = make_adapted_model(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
-    # PEFT names tensors by its wrappers around the model.
+    # PEFT's tensor names have the prefix of its wrapper classes.
     stored_shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in read_header(file).items():
         stored_shapes[name.removeprefix(PEFT_PREFIX)] = tensor.shape

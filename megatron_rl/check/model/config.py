@@ -27,7 +27,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LAYER_TYPES = Attention.layer_types
 
 _MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
-"""Upper bounds of counts: a larger one is a mistake, and later rules loop over every layer and expert."""
+"""Upper bounds of counts: larger counts are mistakes, and later rules loop over every layer and expert."""
 
 _ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -37,21 +37,22 @@ _ROPE_NUMBERS = {
 """Type of rotary scaling -> the numbers that it needs in addition to ``rope_theta``."""
 
 _MAX_ROPE_NUMBER = 1e12
-"""Upper bound of the numbers of rotary scaling, far above those of any model: a larger one is a mistake."""
+"""Upper bound of the numbers of rotary scaling, far above the numbers of any model."""
 
-_LONGEST_VALUE = 200
+_MAX_VALUE_CHARACTERS = 200
 """Number of characters to which an error truncates a value."""
 
 
 def check_model_config(file: Path, files: FileFindings) -> PretrainedModel | None:
-    """Return the model of a config.json, or None if it cannot be trained; errors are added to ``files``."""
+    """Check a config.json and return its model, or None if it cannot be trained; errors go into ``files``."""
     try:
         full_config = read_config(file)
         family = family_of(full_config, str(file))
     except UserError:
-        return read_trainable(file, files.errors)  # reports the file, or its architecture
+        # Let `read_trainable` add the error about the file or its architecture.
+        return read_trainable(file, files.errors)
 
-    # The rules on values assume the right types.
+    # The rules on values require values of the right types.
     config = language_config(full_config)
     errors = list(_type_errors(config, family, file))
     if not errors:
@@ -60,14 +61,14 @@ def check_model_config(file: Path, files: FileFindings) -> PretrainedModel | Non
         files.errors.extend(errors)
         return None
 
-    # The checkpoint's own modelling code is never run, and the model may be a different one without it.
+    # The checkpoint's own modelling code is never run, and may compute something else than the family.
     if full_config.get("auto_map"):
         files.warnings.append(
             UserError(
                 "the model comes with Python code, which no part of a run executes",
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
-                got=str(full_config["auto_map"])[:_LONGEST_VALUE],
+                got=str(full_config["auto_map"])[:_MAX_VALUE_CHARACTERS],
                 fix="remove auto_map if the model computes the same without that code",
             )
         )
@@ -90,8 +91,8 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         if field is None:
             continue
 
-        # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
-        # its annotation, too.
+        # transformers validates strictly (seen in 5.19): a float field accepts an integer only if its
+        # annotation contains `int` too.
         annotation = field.annotation_text()
         accepts_only_floats = "float" in annotation and not re.search(r"\bint\b", annotation)
         is_refused_integer = type(value) is int and accepts_only_floats
@@ -101,7 +102,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for values that are invalid although their types are valid."""
+    """Yield the errors for invalid values of the right types."""
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -146,14 +147,15 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
     # Checkpoints of transformers before version 5 have -1 for "no padding token".
     minimums = {"pad_token_id": -1, "eos_token_id": 0}
     for key, minimum in minimums.items():
-        value = config.get(key)
-        token_ids = [value]
-        if isinstance(value, list):
-            token_ids = value
+        id_or_ids = config.get(key)
+        token_ids = [id_or_ids]
+        if isinstance(id_or_ids, list):
+            token_ids = id_or_ids
 
         integer_ids = [token_id for token_id in token_ids if isinstance(token_id, int)]
         if any(not minimum <= token_id < vocabulary_size for token_id in integer_ids):
-            yield _config_error(file, key, f"a token below vocab_size ({vocabulary_size}), or null", value)
+            expected = f"a token below vocab_size ({vocabulary_size}), or null"
+            yield _config_error(file, key, expected, id_or_ids)
 
 
 def _model_type_fix(model_type: Any, family: Family) -> str:
@@ -168,7 +170,7 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors for numbers of heads that do not divide evenly, and for an odd head size."""
+    """Yield the errors for numbers of attention heads that do not divide evenly, and for an odd head size."""
     heads = _positive_integer(config, "num_attention_heads")
     key_value_heads = _positive_integer(config, "num_key_value_heads")
     hidden_size = _positive_integer(config, "hidden_size")
@@ -195,7 +197,7 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
 
 
 def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    """Yield the errors for ``layer_types``: one known type of attention for each layer."""
+    """Yield the errors for a ``layer_types`` that is not a list with one supported type per layer."""
     layer_types = config.get("layer_types")
     layer_count = config.get("num_hidden_layers")
     if not isinstance(layer_types, list):
@@ -206,7 +208,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
         yield _config_error(file, "layer_types", expected, f"{len(layer_types)} entries")
         return
 
-    # The types of mixers whose sizes the config.json has.
+    # A type is allowed if config.json has the sizes of its mixer (attention or a recurrent layer).
     allowed_types: list[str] = []
     for mixer in MIXERS.values():
         if all(config.get(key) for key in mixer.size_keys):
@@ -218,7 +220,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
 
 
 def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for rotary positions, given for all layers or for each type of layer."""
+    """Yield the errors for rotary positions, which all layers share, or which each type of layer has."""
     # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:
@@ -260,11 +262,11 @@ def _rope_value_errors(
     for name in _ROPE_NUMBERS.get(rope_type, ()):
         numbers[name] = rope.get(name)
 
-    for name, value in numbers.items():
-        if _is_number(value) and 0 < value < _MAX_ROPE_NUMBER:
+    for name, number in numbers.items():
+        if _is_number(number) and 0 < number < _MAX_ROPE_NUMBER:
             continue
-        got = value
-        if value is None:
+        got = number
+        if number is None:
             got = "nothing"
         yield _config_error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
 
@@ -285,7 +287,7 @@ def _is_number(value: Any) -> bool:
 def _config_error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
     """Return the error for the value ``got`` at one key of a config.json.
 
-    ``expected``: valid values. ``fix``: advice to the user, or None for the general one.
+    ``expected`` describes valid values. Without ``fix``, the error has a general fix.
     """
     if not isinstance(got, str):
         got = repr(got)
@@ -293,6 +295,6 @@ def _config_error(file: Path, key: str, expected: str, got: Any, fix: str | None
         f"the model's config.json has a `{key}` that transformers, vLLM or the trainer refuses",
         where=f"{file}: {key}",
         expected=expected,
-        got=got[:_LONGEST_VALUE],
+        got=got[:_MAX_VALUE_CHARACTERS],
         fix=fix or f"correct {key} if the file was edited; else the checkpoint cannot be used here",
     )

@@ -55,13 +55,13 @@ def with_megatron_models(
     *,
     allow_missing: bool = False,
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
-    """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
+    """Replace the path of every Megatron checkpoint by a folder that transformers and vLLM can load.
 
     Writes the folders below ``run_dir`` unless they are complete. ``broken`` are the keys that already have
     errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
 
     Returns:
-        The configuration with the folders' paths, the origins of the paths that changed, and the errors.
+        The configuration with the new paths, the origins of the replaced paths by key, and the errors.
     """
     errors: ErrorsByKey = {}
 
@@ -80,7 +80,7 @@ def with_megatron_models(
         if allow_missing and not Path(path).exists():
             continue
 
-        # The actor's folder is model.path, the other roles' are in the run folder.
+        # The folder for the actor is model.path, and the folders for other roles are in the run folder.
         is_actor = section == "model"
         if is_actor:
             key = "model.megatron"
@@ -111,7 +111,7 @@ def with_megatron_models(
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
     """Yield the errors for ``model.provider`` and ``model.weights``, the user's own model code.
 
-    ``model`` is the model in config.json; rules that need it are skipped if it is None.
+    ``model`` is the model in config.json, or None if not available; rules that need it are then skipped.
     """
     if settings.provider is None:
         if settings.weights is not None:
@@ -133,7 +133,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     )
     yield from check_function(provider)
     if settings.weights is not None:
-        # `model.weights` names a table of weight names, which must exist.
+        # `model.weights` names a mapping of weight names in the user's code, which must exist.
         weight_table = FunctionRef(
             settings.weights,
             "model.weights",
@@ -156,9 +156,9 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return the path of each configured Megatron checkpoint: section -> path.
 
-    The actor's is under ``model``.
+    The actor's section is ``model``.
     """
-    # The actor first: other roles may read its folder.
+    # The actor first: other roles may use the tokenizer in its folder.
     checkpoints: dict[str, str] = {}
     if config.model.megatron is not None:
         checkpoints["model"] = config.model.megatron
@@ -169,7 +169,7 @@ def _find_megatron_checkpoints(config: RunConfig) -> dict[str, str]:
 
 
 def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with new paths of models; ``folders``: section -> its new ``path``."""
+    """Return the configuration with new model paths; ``folders`` maps sections to their new ``path``."""
 
     def replace_path(name: str, section: Any) -> Any:
         if name not in folders:
@@ -180,12 +180,12 @@ def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConf
 
 
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
-    """Return the error for ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
+    """Return the error for ``checkpoint.megatron``, a folder for exports in Megatron-LM's format, or None."""
     export_folder = config.checkpoint.megatron
     if export_folder is None:
         return None
 
-    # For a resumed run, the folder may contain its earlier checkpoints.
+    # A resumed run may have written earlier checkpoints into the folder.
     is_resumed = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
     if is_megatron_checkpoint(export_folder) and not is_resumed:
         return UserError(
@@ -239,7 +239,7 @@ def _write_model_folder(
         model = parse_pretrained(hf_config, str(config_file))
         errors = contradiction_errors(checkpoint.arguments, model, key, str(config_file))
 
-    # Another role's model may have another size than the one in the tokenizer's folder.
+    # The model of another role may differ in size from the config.json in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
         vocabulary_size = _vocabulary_size(config, is_actor, tokenizer_folder)
         hf_config = derive_config(checkpoint.arguments, key, vocabulary_size)
@@ -256,7 +256,7 @@ def _write_model_folder(
     if errors:
         raise UserErrors(errors)
 
-    # Write the pointer first: it marks a partly written folder as one of ours.
+    # Write the pointer first: it marks a partly written folder as written by a run.
     pointer_values = {
         "checkpoint": str(checkpoint.path.resolve()),
         "iteration": checkpoint.iteration,
@@ -302,8 +302,8 @@ def _require_free_folder(folder: Path, key: str) -> None:
 def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_folder: Path) -> Path:
     """Return the checkpoint to start from: ``checkpoint_folder``, or an iteration in this folder.
 
-    A run that is resumed keeps the iteration that it began with, which the pointer in ``model_folder``
-    names (`read_pointer`), even if newer ones exist.
+    A resumed run keeps the iteration that it began with, even if newer iterations exist. The pointer in
+    ``model_folder`` names it (`read_pointer`).
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return checkpoint_folder
@@ -317,10 +317,11 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
 
 
 def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
-    """Return the folder with the model's tokenizer; raises UserError if the actor has none.
+    """Return the folder with the model's tokenizer; raise UserError for an actor without a tokenizer.
 
     It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's
-    arguments name, and every other role has the actor's, or None before the actor's folder is written.
+    arguments name, and the other roles have the actor's. Returns None for these before the actor's folder is
+    written.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)
@@ -340,7 +341,7 @@ def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, ke
             return None
         return actor_folder
 
-    # Of Megatron-LM's tokenizers only this one is a folder that transformers can read.
+    # Of Megatron-LM's types of tokenizers, only HuggingFaceTokenizer is a folder for transformers.
     tokenizer_type = checkpoint.arguments.get("tokenizer_type")
     tokenizer_model = checkpoint.arguments.get("tokenizer_model")
     if tokenizer_type == "HuggingFaceTokenizer" and Path(str(tokenizer_model)).is_dir():
@@ -376,8 +377,8 @@ def _json_bytes(values: Mapping[str, Any]) -> bytes:
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write ``contents`` (name -> content) into a folder, and remove files of a previous tokenizer.
 
-    Every rank of a job may do so at the same time: each process writes a file under a unique temporary name
-    and renames it, which is atomic.
+    All ranks of a job may call this at the same time: each process writes a file under a unique temporary
+    name and renames it, which is atomic.
     """
     # Leftover files of another tokenizer would be loaded together with the new ones.
     folder.mkdir(parents=True, exist_ok=True)
@@ -396,10 +397,7 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def _missing_checkpoint_error(key: str, value: str) -> UserError:
-    """Return the error for a setting that only has an effect together with ``model.megatron``.
-
-    ``key`` and ``value``: the setting, and its value as text.
-    """
+    """Return the error for ``key: value``, a setting that has an effect only with ``model.megatron``."""
     fix = "set model.megatron, or name only a Hugging Face model, in model.path"
     condition = "model.megatron, the checkpoint with the weights"
     return requirement_error(key, value, condition, got="no value", fix=fix)
@@ -411,7 +409,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     if config.model.megatron is None:
         return [_missing_checkpoint_error(key, "true")]
 
-    # The moments are of Adam on all weights, and only valid for exactly the checkpoint's weights.
+    # The checkpoint has Adam's moments of all weights, which are only valid for exactly these weights.
     conflicts: dict[str, str] = {}
     if config.actor.optimizer.name != "adam":
         conflicts["actor.optimizer.name"] = config.actor.optimizer.name

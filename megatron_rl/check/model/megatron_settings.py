@@ -1,10 +1,10 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is one of four kinds: set by the run (from a key of ours, or to the only value that works), refused
-because it has no effect, passed through and tried, or passed through with a warning that this machine lacks
-its requirements. Names and types of the last two kinds are compared with the installed sources. Then Megatron
-itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that
-starts first and is awaited last: importing torch and Megatron takes longer than all other rules.
+A field is set by the run (from a key of ours, or to the only value that works), refused because it has no
+effect, or passed through. Names and types of the passed fields are compared with the installed sources. Then
+Megatron itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`)
+that starts first and is awaited last: importing torch and Megatron takes longer than all other rules. Fields
+whose requirements this machine lacks, such as a GPU, are not tried, which is a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRANSFORMER_CONFIG = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
 )
-"""Module and name of the classes whose fields ``megatron`` sets; each inherits from the one before."""
+"""Module and name of the classes whose fields ``megatron`` sets; each inherits from its predecessor."""
 
 OPTIMIZER_CONFIG = (("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),)
 """Module and name of the class whose fields ``optimizer.megatron`` sets."""
@@ -51,7 +51,7 @@ PATIENCE = 30.0
 """Maximum seconds that Megatron's validation of its settings may take, from the start of the check."""
 
 LONG_PATIENCE = 120.0
-"""The same maximum at the start of a run, when all ranks of a host start together and share its cores."""
+"""Like `PATIENCE`, at the start of a run: all ranks of a host start at the same time and share its cores."""
 
 _MODEL_FIELDS = """
     activation_func activation_func_clamp_value gated_linear_unit glu_linear_offset add_bias_linear
@@ -111,7 +111,7 @@ _LAYOUT_DEPENDENT: Mapping[str, str] = {
     "aux_loss": "it balances the tokens of each micro-batch",
     "global_aux_loss": "it balances the micro-batches so far",
 }
-"""Megatron's balancing loss whose value depends on the layout or the micro-batches -> the reason."""
+"""Balancing loss of Megatron whose value depends on the layout or the micro-batches -> the reason."""
 
 _BALANCED_BY = "moe_router_load_balancing_type"
 SEQUENCE_BALANCE = "seq_aux_loss"
@@ -299,9 +299,9 @@ ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module could be imported, without importing it."""
-    _, absent_part = find_module(module)
-    return not absent_part
+    """Return whether a module is installed, without importing it."""
+    _, missing_module = find_module(module)
+    return not missing_module
 
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
@@ -311,7 +311,8 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         need = NEEDS.get(name)
         if need is None or is_off(value):
             continue
-        # Megatron refuses these on any machine, so they can be tried.
+
+        # Megatron refuses these dtypes on any machine without `_PRECISION_AWARE`, so they can be tried.
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
 
@@ -325,11 +326,14 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _select_testable_settings(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
-    """Return the settings that Megatron can validate on this machine; at the start of a run, all of them."""
+    """Return the settings that Megatron can validate on this machine.
+
+    At the start of a run (``training``) these are all settings.
+    """
     if training:
         return dict(values)
-    unmet = unmet_needs(values)
-    return {name: value for name, value in values.items() if name not in unmet}
+    unmet_need_by_field = unmet_needs(values)
+    return {name: value for name, value in values.items() if name not in unmet_need_by_field}
 
 
 def is_off(value: Any) -> bool:
@@ -347,7 +351,7 @@ def check_model_settings(
 
     ``elsewhere`` is whether the run will be on other machines.
     """
-    # Some keys that set a field are in the role's own section.
+    # Our key for each field that the run sets; keys of layouts are in the role's own section.
     section = path.removesuffix("megatron")
     key_by_field: dict[str, str] = {}
     for name, key in DERIVED_FIELDS.items():
@@ -355,7 +359,7 @@ def check_model_settings(
     key_by_field["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     key_by_field["recompute_granularity"] = "actor.recompute"
 
-    # Report dropped fields once, below.
+    # Dropped fields are reported below, and excluded from the other rules.
     dropped_names = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective_values = {name: value for name, value in values.items() if name not in dropped_names}
     errors = _pass_through_errors(effective_values, path, TRANSFORMER_CONFIG, key_by_field, SET_BY_RUN)
@@ -374,10 +378,10 @@ def check_model_settings(
             )
         )
 
-    # Megatron's plain layers accept these formats, but compute in the model's own dtype.
-    low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
-    if low_precision and not elsewhere and not _is_installed("transformer_engine"):
-        for name in low_precision:
+    # Megatron's plain layers accept fp8 and fp4, but compute in the model's own dtype.
+    low_precision_fields = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
+    if low_precision_fields and not elsewhere and not _is_installed("transformer_engine"):
+        for name in low_precision_fields:
             errors.append(
                 requirement_error(
                     f"{path}.{name}",
@@ -400,33 +404,34 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
     The types of ``values`` must be valid.
     """
     coefficients = {name: values[name] for name in ROUTER_LOSSES if not is_off(values.get(name))}
-    for name, value in coefficients.items():
+    for name, coefficient in coefficients.items():
         if path != "actor.megatron":
             yield UserError(
                 f"`{path}.{name}` has no effect: only the actor's routers have auxiliary losses",
                 where=f"{path}.{name}",
                 expected="no value",
-                got=str(value),
+                got=str(coefficient),
                 fix=f"remove `{path}.{name}`",
             )
-        elif isinstance(value, list) or value < 0:
+        elif isinstance(coefficient, list) or coefficient < 0:
             yield UserError(
                 f"`{path}.{name}` is not a coefficient",
                 where=f"{path}.{name}",
                 expected="one number of at least 0",
-                got=str(value),
+                got=str(coefficient),
                 fix=f"set `{path}.{name}` to the coefficient",
             )
             return
 
-    balanced_by = values.get(_BALANCED_BY, "none")
-    if "moe_aux_loss_coeff" in coefficients and balanced_by != SEQUENCE_BALANCE:
-        reason = _LAYOUT_DEPENDENT.get(str(balanced_by), f"no loss is called {balanced_by}")
+    # The balancing loss must not depend on the layout.
+    balancing_type = values.get(_BALANCED_BY, "none")
+    if "moe_aux_loss_coeff" in coefficients and balancing_type != SEQUENCE_BALANCE:
+        reason = _LAYOUT_DEPENDENT.get(str(balancing_type), f"no loss is called {balancing_type}")
         yield UserError(
             f"`{path}.moe_aux_loss_coeff` needs the balancing loss of each sequence",
             where=f"{path}.{_BALANCED_BY}",
             expected=f"{SEQUENCE_BALANCE}, which is equal in every layout and number of micro-batches",
-            got=f"{balanced_by}: {reason}",
+            got=f"{balancing_type}: {reason}",
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
 
@@ -445,7 +450,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
 def check_optimizer(
     optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any], *, elsewhere: bool = False
 ) -> Iterator[UserError]:
-    """Yield the errors for the optimizer at the key ``path``, and for its role's ``ddp``.
+    """Yield the errors for the optimizer at the key ``path``, and for the ``ddp`` settings of its role.
 
     ``elsewhere`` is whether the run will be on other machines.
     """
@@ -496,18 +501,19 @@ def check_optimizer(
 
 
 def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
-    """Yield the errors for settings that an optimizer on the host (``offload``) excludes.
+    """Yield the errors for settings that cannot be combined with an optimizer on the host (``offload``).
 
-    `megatron_rl.megatron.optimizer` steps as AdamW with float32 states, for the distributed optimizer.
+    `megatron_rl.megatron.optimizer` has only a distributed AdamW with float32 states on the host.
     """
-    conflicts: list[tuple[str, Any, str]] = []  # setting, its value, the expected one
+    conflicts: list[tuple[str, Any, str]] = []  # setting, its value, the expected value
     if optimizer.name != "adam":
         conflicts.append(("name", optimizer.name, "adam"))
     if not optimizer.distributed:
         conflicts.append(("distributed", "false", "true, also with one data-parallel rank"))
-    for name, refused in ((_PRECISION_AWARE, True), ("decoupled_weight_decay", False)):
-        if optimizer.megatron.get(name) is refused:
-            conflicts.append((f"megatron.{name}", refused, "no value"))
+    if optimizer.megatron.get(_PRECISION_AWARE) is True:
+        conflicts.append((f"megatron.{_PRECISION_AWARE}", True, "no value"))
+    if optimizer.megatron.get("decoupled_weight_decay") is False:
+        conflicts.append(("megatron.decoupled_weight_decay", False, "no value"))
 
     for setting, value, expected in conflicts:
         yield UserError(
@@ -520,7 +526,7 @@ def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[Us
 
 
 def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield errors for router settings of a model without experts, and for routing replay."""
+    """Yield the errors for router settings of a model without experts, and for unsupported routing replay."""
     actor = config.actor
     key = "actor.routing_replay"
     replay = actor.routing_replay
@@ -544,7 +550,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     if replay == "none":
         return
 
-    # The fused and the Sinkhorn router cannot be given the experts to route to.
+    # The kernels of the fused and the Sinkhorn router choose the experts, and accept no replayed choice.
     excluding_setting = None
     if actor.megatron.get("moe_router_fusion"):
         excluding_setting = "moe_router_fusion"
@@ -578,10 +584,9 @@ def _pass_through_errors(
 ) -> list[UserError]:
     """Return the errors for pass-through fields: set by the run itself, unknown, or of the wrong type.
 
-    ``values`` are the fields at the key ``path``.
-
-    ``classes`` are (module, name), the last one the most derived. ``key_by_field`` has the keys of ours that
-    set fields, ``reason_by_field`` the reasons why the run sets fields.
+    ``values`` are the fields at the key ``path``, and ``classes`` the (module, name) of the classes that have
+    the fields, the most derived class last. ``key_by_field`` maps fields to the configuration key that sets
+    them, and ``reason_by_field`` to the reason why the run sets them.
     """
     # Parse the installed sources only if there is a field to compare: most sections are empty.
     installed_fields = class_fields(*classes) if values else None
@@ -596,21 +601,21 @@ def _pass_through_errors(
         if reason is not None:
             errors.append(_set_by_run_error(f"{path}.{name}", name, value, reason, key))
         elif installed_fields is not None:
-            suggested_fields = installed_fields
+            known_fields = installed_fields
             if name not in installed_fields:
-                # Suggest only fields that are passed through.
+                # The error suggests the nearest field: leave out the fields that are not passed through.
                 refused_names = {*key_by_field, *reason_by_field, *DROPPED}
-                suggested_fields = {
+                known_fields = {
                     field: installed_fields[field] for field in installed_fields if field not in refused_names
                 }
-            error = field_error(path, name, value, suggested_fields, class_name)
+            error = field_error(path, name, value, known_fields, class_name)
             if error is not None:
                 errors.append(error)
     return errors
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
-    """Return the error for a field that the run sets, from ``key`` if there is one."""
+    """Return the error for the field at ``path``, which the run sets, from our key ``key`` if it has one."""
     expected = "no value"
     fix = f"remove `{path}`"
     if key is not None:
@@ -624,7 +629,7 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 class TrialRole:
     """Role whose Megatron configuration the trial builds.
 
-    Example: the critic, of the model in ``models/8b/config.json``, with settings at ``critic.megatron``.
+    Example: the critic with the model ``models/8b/config.json`` and settings at ``critic.megatron``.
     """
 
     role: str
@@ -649,7 +654,7 @@ class TrialRole:
     """The role's settings of Megatron's DDP."""
 
     def build_request(self, dtype: str, training: bool) -> dict[str, Any]:
-        """Return the role's part of the request to `megatron_rl.megatron.trial`.
+        """Return the role's settings as a request to `megatron_rl.megatron.trial`.
 
         Fields that this machine cannot try are left out, except at the start of a run (``training``).
         """
@@ -672,11 +677,11 @@ class TrialRole:
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the errors for this role's refused settings.
+        """Yield the errors for settings of this role that Megatron refuses.
 
-        ``refusals`` is the trial's answer: name of a role, or of a part of it -> Megatron's message.
+        ``refusals`` is the result of the trial: ``ROLE``, ``ROLE ddp`` or ``ROLE optimizer`` -> Megatron's
+        message. The name of the role alone stands for its model.
         """
-        # Keys of `refusals`: the role's name for its model, the name and a suffix for its other parts.
         message = refusals.get(self.role)
         if message is not None:
             yield self._refusal_error("model", message, self.settings_key, self.settings)
@@ -713,8 +718,8 @@ class TrialRole:
 class Trial:
     """Separate process in which Megatron builds, and so validates, the configurations of all roles.
 
-    The constructor starts it. ``setting_keys`` are the keys of all settings; without any, no process is
-    started. ``time_limit`` is in seconds from the start of the process.
+    The constructor starts the process. ``setting_keys`` are the keys of all settings; for an empty list no
+    process is started. ``time_limit`` is in seconds from the start of the process.
     """
 
     def __init__(self, setting_keys: list[str], time_limit: float) -> None:
@@ -748,20 +753,20 @@ class Trial:
     ) -> tuple[list[UserError], list[UserError]]:
         """Return the errors for settings that Megatron refuses, and a warning if the trial has no result.
 
-        ``training``: whether a run is starting, in which case Megatron is also given the settings that need
-        packages or hardware that this machine lacks.
+        At the start of a run (``training``), Megatron also validates settings that need packages or hardware
+        which this machine lacks.
         """
         if not self._setting_keys:
             return [], []
         if self._process is None:
             return [], [self._not_tried_warning(f"{self._missing_package} is not installed here")]
 
-        # The other rules have used a part of the time.
+        # The process has been running since the constructor, so subtract that time from the limit.
         request = json.dumps([role.build_request(dtype, training) for role in roles])
         elapsed = time.monotonic() - self._start
         timeout = max(0.1, self._time_limit - elapsed)
         try:
-            answer, stderr = self._process.communicate(request, timeout=timeout)
+            stdout, stderr = self._process.communicate(request, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
             reason = f"Megatron did not answer within {self._time_limit:g} seconds"
@@ -772,9 +777,9 @@ class Trial:
             _, _, last_line = stderr.strip().rpartition("\n")
             return [], [self._not_tried_warning(last_line or "the process died")]
         try:
-            refusals = json.loads(answer)
+            refusals = json.loads(stdout)
         except ValueError:  # the output is not JSON, such as the message of an imported package
-            return [], [self._not_tried_warning(f"malformed answer: {answer[:80]!r}")]
+            return [], [self._not_tried_warning(f"malformed answer: {stdout[:80]!r}")]
 
         errors: list[UserError] = []
         for role in roles:
@@ -788,7 +793,7 @@ class Trial:
             self._process.communicate()
 
     def _not_tried_warning(self, reason: str) -> UserError:
-        """Return the warning about settings that Megatron has not validated, for this reason."""
+        """Return the warning that Megatron has not validated the settings, for the given ``reason``."""
         return UserError(
             f"the values of {', '.join(self._setting_keys)} were not tried",
             where=self._setting_keys[0],

@@ -28,7 +28,7 @@ from megatron_rl.errors import UserError, unreadable_file_error
 from megatron_rl.shapes.pretrained import read_json_object
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Sets of files from each of which transformers can load a tokenizer."""
+"""Alternative sets of files; transformers can load a tokenizer from any one set."""
 
 _COPY_AGAIN = "copy the tokenizer files of the model into its directory again"
 
@@ -37,11 +37,15 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 
 
 def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: int | None) -> None:
-    """Check the tokenizer of the model at ``path``, which ``key`` names.
+    """Check the tokenizer of the model at ``path``, the value of ``key``; findings are added to ``files``.
 
     ``vocabulary_size`` is the number of rows of the model's embedding, or None if not available.
     """
-    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+    has_tokenizer = False
+    for names in _TOKENIZER_FILES:
+        if all((path / name).is_file() for name in names):
+            has_tokenizer = True
+    if not has_tokenizer:
         files.record_missing(
             path / "tokenizer.json",
             "the model has no tokenizer",
@@ -50,7 +54,7 @@ def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: 
             "copy the tokenizer files of the model into its directory",
         )
 
-    # Report each file that cannot be read, and apply the rules on ids to the others.
+    # Report the files that cannot be read, and apply the rules on token ids to the other files.
     settings = _read_json_or_report(path / "tokenizer_config.json", files) or {}
     generation = _read_json_or_report(path / "generation_config.json", files) or {}
     code_reference = settings.get("auto_map")
@@ -87,7 +91,7 @@ def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for stop texts at which no response of the model at ``path`` can end."""
+    """Yield the errors for stop texts that can never end a response of the model at ``path``."""
     for setting, text, encoded in _encode_stop_texts(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
@@ -97,12 +101,12 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
-    """Return whether a response of the model at ``path`` may end at a text of several tokens."""
+    """Return whether a stop text has several tokens in the tokenizer of the model at ``path``."""
     return any(len(encoded.tokens) > 1 for _, _, encoded in _encode_stop_texts(path, rollout))
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, with the data to decide whether they encode exactly this text."""
+    """Tokens of a text, and the text that they decode to; a stop text must decode to itself."""
 
     tokens: list[str]
     """Texts of the tokens."""
@@ -133,7 +137,7 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
 
 
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield an error for each token of a logit rule that is missing in the tokenizer at ``path``."""
+    """Yield an error for each token in ``logit_bias`` or ``banned_tokens`` that the tokenizer lacks."""
     # Without rules the tokenizer need not be loaded.
     texts_by_setting = biased_token_texts(rollout)
     if not any(texts_by_setting.values()):
@@ -230,23 +234,23 @@ def _collect_token_ids(
     vocab_json: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> tuple[dict[str, int], set[str]]:
-    """Return the id of each token by its text, and the texts of special tokens.
+    """Return token text -> id for all tokens, and the texts of special tokens.
 
     ``tokenizer`` is the content of tokenizer.json, ``vocab_json`` of vocab.json and ``settings`` of
     tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for malformed content.
     """
-    # A unigram model lists [token, score] in the order of the ids.
+    # A unigram model lists [text, score] in the order of the ids.
     vocabulary = tokenizer.get("model", {}).get("vocab") or vocab_json or {}
     if isinstance(vocabulary, list):
-        ids = {entry[0]: index for index, entry in enumerate(vocabulary)}
+        ids = {text_and_score[0]: token_id for token_id, text_and_score in enumerate(vocabulary)}
     else:
         ids = dict(vocabulary)
 
     # Added tokens extend the vocabulary; older checkpoints list them in tokenizer_config.json.
     added_tokens: list[Any] = list(tokenizer.get("added_tokens") or ())
     added_tokens_decoder = settings.get("added_tokens_decoder") or {}
-    for key, token in added_tokens_decoder.items():
-        added_tokens.append({**token, "id": int(key)})
+    for id_text, token in added_tokens_decoder.items():
+        added_tokens.append({**token, "id": int(id_text)})
 
     special_texts: set[str] = set()
     for token in added_tokens:
@@ -266,9 +270,9 @@ def _vocabulary_errors(
     special_texts: set[str],
     vocabulary_size: int,
 ) -> Iterator[UserError]:
-    """Yield the error for text tokens without a row in the embedding.
+    """Yield the error for tokens whose id has no row in the embedding.
 
-    Special tokens beyond it are common in published checkpoints, and no text contains them.
+    Special tokens with such an id are common in published checkpoints, and valid: no text contains them.
     """
     out_of_vocabulary_ids: dict[str, int] = {}
     for text, token_id in ids.items():
@@ -277,7 +281,9 @@ def _vocabulary_errors(
     if not out_of_vocabulary_ids:
         return
 
-    text, token_id = max(out_of_vocabulary_ids.items(), key=lambda item: item[1])
+    # Show the token with the largest id.
+    text = max(out_of_vocabulary_ids, key=out_of_vocabulary_ids.__getitem__)
+    token_id = out_of_vocabulary_ids[text]
     yield UserError(
         "the tokenizer has more tokens than the model has embeddings",
         where=str(path),
@@ -322,14 +328,14 @@ def _generation_end_errors(
     vocabulary_size: int | None,
 ) -> Iterator[UserError]:
     """Yield the error for an ``eos_token_id`` in generation_config.json that is not a token id."""
-    eos = generation_config.get("eos_token_id")
-    if eos is None:
+    id_or_ids = generation_config.get("eos_token_id")
+    if id_or_ids is None:
         return
 
-    # One end token, or a list of them.
-    token_ids = [eos]
-    if isinstance(eos, list):
-        token_ids = eos
+    # The value is the id of one end token, or a list of ids.
+    token_ids = [id_or_ids]
+    if isinstance(id_or_ids, list):
+        token_ids = id_or_ids
     if all(_is_token_id(token_id, vocabulary_size) for token_id in token_ids):
         return
 
@@ -340,13 +346,13 @@ def _generation_end_errors(
         "the generation config ends responses at an id that is not a token of the model",
         where=f"{path / 'generation_config.json'}: eos_token_id",
         expected=expected,
-        got=repr(eos)[:200],
+        got=repr(id_or_ids)[:200],
         fix="correct eos_token_id, or copy generation_config.json again from the checkpoint",
     )
 
 
 def _is_token_id(value: Any, vocabulary_size: int | None) -> bool:
-    """Return whether a value is an int, not a bool, in [0, ``vocabulary_size``); None is no upper bound."""
+    """Return whether a value is an integer of at least 0 and, if it is given, below ``vocabulary_size``."""
     if type(value) is not int or value < 0:
         return False
     return vocabulary_size is None or value < vocabulary_size
@@ -366,7 +372,7 @@ def build_template_renderer(path: Path) -> TemplateRenderer | None:
 
 
 def read_chat_templates(path: Path) -> dict[str, str]:
-    """Return a checkpoint's chat templates by name, from the files in which transformers looks for them."""
+    """Return a checkpoint's chat templates by name, from the same files as transformers."""
     # Files have precedence over the tokenizer's settings.
     templates: dict[str, str] = {}
     for file in sorted(path.glob("additional_chat_templates/*.jinja")):
@@ -380,8 +386,8 @@ def read_chat_templates(path: Path) -> dict[str, str]:
     # Older checkpoints have one template, or a list of named ones, in the tokenizer's settings.
     setting = _read_object_or_empty(path / "tokenizer_config.json").get("chat_template")
     if isinstance(setting, list):
-        entries = [entry for entry in setting if isinstance(entry, Mapping)]
-        setting = {entry.get("name"): entry.get("template") for entry in entries}
+        named_templates = [template for template in setting if isinstance(template, Mapping)]
+        setting = {template.get("name"): template.get("template") for template in named_templates}
     if isinstance(setting, str):
         setting = {DEFAULT: setting}
     if not isinstance(setting, Mapping):
@@ -394,7 +400,7 @@ def read_chat_templates(path: Path) -> dict[str, str]:
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
-    """Return role -> text for a checkpoint's special tokens; a role is a name such as ``eos_token``."""
+    """Return a checkpoint's special tokens: setting, such as ``eos_token`` -> text of the token."""
     # tokenizer_config.json has precedence.
     settings = dict(_read_object_or_empty(path / "special_tokens_map.json"))
     settings |= _read_object_or_empty(path / "tokenizer_config.json")
@@ -415,7 +421,7 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_texts(tokenizer: Any) -> dict[int, str]:
-    """Return the tokens that are added to the vocabulary of a `tokenizers.Tokenizer`: id -> text."""
+    """Return the added tokens of a `tokenizers.Tokenizer`, which its base vocabulary lacks: id -> text."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 

@@ -44,7 +44,7 @@ _MAX_HEADER_BYTES = 100_000_000
 """Largest valid header of a file in bytes; safetensors itself refuses longer ones."""
 
 _LENGTH_BYTES = 8
-"""Bytes at the start of a file that hold the length of its header, little-endian."""
+"""Number of bytes at the start of a file with the length of its header, a little-endian integer."""
 
 _POINTER_BYTES = 1024
 """Size in bytes below which a file may be a Git LFS pointer, in place of a file that was not downloaded."""
@@ -59,7 +59,7 @@ _CONVERT = (
     'python -c "import sys; from transformers import AutoModelForCausalLM as Model; '
     "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[1])\""
 )
-"""Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
+"""Command that converts the pickled weights in a folder, its last argument, to safetensors in the folder."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Exceptions of reading a header that is damaged or has an unexpected JSON structure."""
@@ -85,9 +85,9 @@ class StoredTensor:
 
 
 def check_weights(path: Path, key: str, files: FileFindings, model: PretrainedModel | None) -> None:
-    """Check that every weight file is complete and, where ``model`` is available, that its tensors match.
+    """Check that every weight file is complete, and that the tensors match the model if it is not None.
 
-    ``path`` is the checkpoint's folder, and ``key`` the key that names it.
+    ``path`` is the checkpoint's folder, and ``key`` the key that names it. Errors are added to ``files``.
     """
     if (path / POINTER).is_file():
         return  # a Megatron-LM checkpoint, which `check.model.megatron_lm` checks
@@ -119,11 +119,11 @@ def check_weights(path: Path, key: str, files: FileFindings, model: PretrainedMo
         message = f"a weight file is missing: {shard.name}"
         files.record_missing(shard, message, key, expected, "download the checkpoint again")
 
-    # With a missing or broken file, its tensors would also be reported as missing.
+    # Stop after a missing or broken file: its tensors would be reported a second time.
     if _count_findings(files) != findings_before:
         return
 
-    # Compare with the index first: a tensor in another file than listed is not missing from the model.
+    # Compare with the index first: a tensor in a different file than listed has its own error.
     misplaced_names: list[str] = []
     for name, file in sorted(weight_map.items()):
         if name not in stored_tensors or stored_tensors[name].file != path / file:
@@ -135,7 +135,7 @@ def check_weights(path: Path, key: str, files: FileFindings, model: PretrainedMo
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name; raises OSError, or ValueError for a damaged file."""
+    """Read the header of a safetensors file: name -> tensor; raise ValueError for a damaged file."""
     size = path.stat().st_size
 
     with path.open("rb") as stream:
@@ -171,7 +171,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _count_findings(files: FileFindings) -> tuple[int, int, int]:
-    """Return the numbers of findings of each kind, to detect whether a rule has added any."""
+    """Return the numbers of errors, missing files and unmade directories, to detect new findings."""
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
@@ -185,10 +185,10 @@ def _read_index(path: Path, files: FileFindings) -> dict[str, str] | None:
 
 
 def _report_no_weights(path: Path, key: str, files: FileFindings) -> None:
-    """Record the error of a checkpoint that has no safetensors file."""
+    """Record the error of a checkpoint without a safetensors file in ``files``."""
     fix = "copy the weight files into the directory"
 
-    # Pickled weights are not read: they could run code.
+    # Pickled weights are not read, since unpickling can run code.
     if any(path.glob("*.bin")):
         fix = f"convert the .bin files: {_CONVERT} {path}"
     file = path / "model.safetensors"
@@ -200,7 +200,7 @@ def _read_shard(path: Path, files: FileFindings) -> dict[str, StoredTensor]:
     try:
         return read_header(path)
     except _MALFORMED_HEADER as error:
-        # A plain ValueError of `read_header` has a complete message; other exceptions need their type's name.
+        # A ValueError of `read_header` has a complete message. For other exceptions, add the type.
         got = str(error)
         if type(error) is not ValueError:
             got = f"{type(error).__name__}: {error}"
@@ -235,20 +235,20 @@ def _tensor_errors(
 ) -> list[UserError]:
     """Return the error for stored tensors that do not match the model in config.json.
 
-    At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
+    At most one error is returned: for quantised tensors, other names, an untied output layer, or a shape.
     """
     errors = _mxfp4_errors(tensors, model.quantization)
     if errors:
         return errors
     tensors = _model_tensors(tensors, model)
 
-    # Scales belong to their weights, and are not tensors of the model.
+    # Merge quantised weights with their scales, which are not tensors of the model.
     if model.quantization is not None:
         tensors, errors = _dequantised_tensors(tensors, model.quantization)
         if errors:
             return errors
 
-    # The remaining tensors of integers and 8-bit numbers have no scales, and cannot be trained.
+    # Remaining tensors of integers or 8-bit numbers have no scales, and cannot be read.
     quantised_names = [name for name, tensor in tensors.items() if tensor.dtype not in _FLOATS]
     if quantised_names:
         return [_quantised_error(path, quantised_names, tensors[quantised_names[0]].dtype)]
@@ -284,9 +284,9 @@ def _model_tensors(
     stored_tensors: Mapping[str, StoredTensor],
     model: PretrainedModel,
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of the model that a run reads from the stored ones.
+    """Convert stored tensors to the tensors of the model: name -> tensor.
 
-    They have the names of a text-only checkpoint with one tensor per expert. A tensor in mxfp4 has the dtype
+    Names are those in a text-only checkpoint with one tensor per expert. A tensor in mxfp4 has the dtype
     float32, to which the run dequantises it.
     """
     stored_names = {name: name for name in stored_tensors}
@@ -313,7 +313,7 @@ def _mxfp4_errors(
     stored_tensors: Mapping[str, StoredTensor],
     quantization: Quantization | None,
 ) -> list[UserError]:
-    """Return the error for the first mxfp4 matrix whose blocks and scales do not fit together, if any."""
+    """Return the error for the first mxfp4 matrix whose blocks and scales do not match, if any."""
     for name, tensor in stored_tensors.items():
         if not name.endswith(BLOCKS):
             continue
@@ -331,10 +331,10 @@ def _dequantised_tensors(
     stored_tensors: Mapping[str, StoredTensor],
     quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
-    """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
+    """Return the tensors of a quantised checkpoint after dequantisation, and the errors for their scales.
 
-    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. Only
-    headers are read.
+    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. No
+    tensor data is read or converted: these are headers.
     """
     scales_name_by_weight = scales_by_weight(stored_tensors)
     tensor_scale_by_weight: dict[str, str] = {}
@@ -403,7 +403,7 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
 
 def _mismatched_tensors_error(path: Path, missing_names: list[str], unexpected_names: list[str]) -> UserError:
     """Return the error for a checkpoint that lacks tensors of its model, or has unexpected ones."""
-    # One absent head has a likelier cause than another model.
+    # A single missing head usually has another cause than a wrong checkpoint.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_names == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"
