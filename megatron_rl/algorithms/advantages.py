@@ -264,16 +264,16 @@ class Grpo(GroupAdvantage):
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute each row's reward minus its group's mean: [B], scaled with ``scale_by_std``."""
-        count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
+        size, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.
-        advantages = inputs.rewards - torch.where(count > 1, mean, 0)
+        advantages = inputs.rewards - torch.where(size > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
                 # With all rows in one group, the group's standard deviation is the step's.
                 one_group = torch.zeros_like(inputs.group)
-                count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
-            scale = torch.where(count > 1, std, 1) + self.epsilon
+                size, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
+            scale = torch.where(size > 1, std, 1) + self.epsilon
             advantages = advantages / scale
 
         return torch.where(inputs.valid, advantages, 0)
@@ -338,12 +338,13 @@ class GrpoPassAtK(GroupAdvantage):
         rewards = inputs.rewards
         group = inputs.group
         valid = inputs.valid
-        count, _, std = ragged.group_statistics(rewards, group, valid)
+        group_size, _, group_std = ragged.group_statistics(rewards, group, valid)
         best_reward, second_reward = ragged.group_top2(rewards, group, valid)
 
-        # The second reward of a singleton is -inf: its lead is defined as 0.
-        lead = torch.where(count > 1, best_reward - second_reward, 0) / (std + self.epsilon)
-        return torch.where(ragged.mark_first_best(rewards, group, valid), lead, 0)
+        # In a group with one valid row, the second reward is -inf: define the lead as 0.
+        lead = torch.where(group_size > 1, best_reward - second_reward, 0) / (group_std + self.epsilon)
+        is_best = ragged.mark_first_best(rewards, group, valid)
+        return torch.where(is_best, lead, 0)
 
 
 @dataclass(frozen=True)
@@ -387,7 +388,7 @@ class Opo(GroupAdvantage):
         rewards = inputs.rewards
         group = inputs.group
         valid = inputs.valid
-        count, mean, std = ragged.group_statistics(rewards, group, valid)
+        group_size, group_mean, group_std = ragged.group_statistics(rewards, group, valid)
 
         # Length-weighted mean of the valid rewards of each group.
         weights = torch.where(valid, inputs.response_lengths.to(rewards.dtype), 0)
@@ -396,8 +397,8 @@ class Opo(GroupAdvantage):
         weighted_mean = weighted_sum / total_weight.clamp(min=1)
 
         # For equal rewards use the unweighted mean, which is exact: rounding must not give an advantage.
-        baseline = torch.where(std == 0, mean, weighted_mean)
-        baseline = torch.where((count > 1) & (total_weight > 0), baseline, 0)
+        baseline = torch.where(group_std == 0, group_mean, weighted_mean)
+        baseline = torch.where((group_size > 1) & (total_weight > 0), baseline, 0)
         return torch.where(valid, rewards - baseline, 0)
 
 
@@ -418,17 +419,18 @@ class Gpg(GroupAdvantage):
     normalizer: float = setting(1.0, "Divisor of the advantages.", more_than=0)
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute each row's reward minus its group's mean, over the fraction of nonzero rewards: [B]."""
+        """Compute each row's centred reward, divided by the fraction of nonzero rewards: [B]."""
         rewards = inputs.rewards
         valid = inputs.valid
-        count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
+        group_size, group_mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
 
+        # Inverse of the fraction of valid rows with a nonzero reward (alpha).
         valid_count = valid.sum().to(rewards.dtype)
         nonzero_count = (valid & (rewards != 0)).sum()
         sparsity_scale = valid_count / nonzero_count.clamp(min=1)
 
-        centred = rewards - torch.where(count > 1, mean, 0)
-        return torch.where(valid, sparsity_scale * centred / self.normalizer, 0)
+        centred_rewards = rewards - torch.where(group_size > 1, group_mean, 0)
+        return torch.where(valid, sparsity_scale * centred_rewards / self.normalizer, 0)
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ def normalize_over_batch(
     if not bool(mask.any()):
         return weights
 
-    # All tokens of a response have its weight: a mean over tokens would count long responses more.
+    # A response's tokens share one weight, so count it once: a mean over tokens would favour long responses.
     values = weights[mask].double()
     if level != "token":
         has_tokens = ragged.row_sums(mask.double(), lengths) > 0
@@ -410,7 +410,8 @@ def mismatch_metrics(
         >>> round(m["mismatch/abs_diff"], 4), round(m["mismatch/max_diff"], 4)
         (0.05, 0.1)
     """
-    # On the host check the mask's values. On a device check only its size: reading values would wait for it.
+    # Without tokens there are no metrics. On a device check only the size of the mask: reading its values
+    # would wait for the device.
     if not len(mask) or (mask.is_cpu and not mask.any()):
         return Metrics()
 
@@ -423,7 +424,7 @@ def mismatch_metrics(
     row_means, is_row_counted = _select_counted_values(row_means, has_tokens)
     ppl_ratio = (-row_means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
-    # Outside the mask d is 0, which adds nothing to a sum of d; rho is 1 there and needs the mask.
+    # Outside the mask d is 0 and adds nothing to a sum. rho is 1 there, so that its sums need the mask.
     d, is_counted = _select_counted_values(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
@@ -437,7 +438,7 @@ def mismatch_metrics(
         "kl": (-d.sum(), token_count),
         "k3": ((rho - 1 - rho.log()).sum(), token_count),
         "chi2": ((rho**2 - 1).sum(), token_count),
-        # Not a sum over tokens: weighted by their number, so that merged metrics average it over batches.
+        # ess is not a sum over tokens. Weight it by their number, so that merged metrics average the batches.
         "ess": (ess * token_count, token_count),
         "ppl_ratio": (torch.where(is_row_counted, ppl_ratio, 0).sum(), is_row_counted.sum()),
         "token_mult_prob_error": (torch.where(is_counted, prob_error, 0).sum(), token_count),

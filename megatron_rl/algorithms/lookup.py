@@ -118,7 +118,7 @@ def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
     if isinstance(explicit_name, str):
         return explicit_name
 
-    # Several names may share a class, such as the corrections: prefer the one with the same settings.
+    # Several names may have the same class, such as the corrections: prefer a name with the same settings.
     for name, candidate in kind.named.items():
         if candidate == piece:
             return name
@@ -143,7 +143,7 @@ def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
         keys = " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)
         return f"{keys} needs it"
 
-    # Log-probs of a forward pass with dropout would not be those of the old policy.
+    # A forward pass with dropout would not compute the log-probs of the old policy.
     random_keys = [f"megatron.{name}" for name in _RANDOM_SETTINGS if config.actor.megatron.get(name)]
     if config.actor.lora is not None and config.actor.lora.dropout:
         random_keys.append("lora.dropout")
@@ -387,7 +387,7 @@ def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piec
         _check_piece_class(value, kind, path, key)
         return value
 
-    # A function has no settings and no requirements, so only some kinds accept one.
+    # A function has no settings and no requirements, so only some kinds of pieces accept functions.
     arguments = ", ".join(kind.arguments)
     if not callable(value) or kind.make_from_function is None:
         or_function = "" if kind.make_from_function is None else f" or a function({arguments})"

@@ -89,7 +89,7 @@ class PolicyLoss(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the loss selects tokens, by the old policy's log-probs or entropy of the batch."""
+        """Whether the loss selects tokens before the update, by the old policy's log-probs or entropy."""
         return type(self).select is not PolicyLoss.select or self.top_entropy is not None
 
     @abstractmethod
@@ -426,7 +426,7 @@ class ClippedValueLoss(ValueLoss):
         )
         clipped_error = (clipped_values - returns) ** 2
 
-        # The larger error: clipping removes the incentive to move far, and never hides an error.
+        # Take the larger error: the clip removes the gradient of large changes, and never hides an error.
         loss = self.coef * torch.maximum(unclipped_error, clipped_error)
         return TokenLoss(loss, {"clip_fraction": clipped_error > unclipped_error})
 
@@ -495,7 +495,8 @@ class Gmpo(PolicyLoss):
         mask = micro.response_mask
         lengths = micro.lengths
 
-        # Take the pessimistic of clipped and unclipped log ratio, as PPO does; the sign turns max into min.
+        # Take the more pessimistic of the clipped and the unclipped log ratio, as PPO does. Multiplication by
+        # the sign of A turns its maximum of losses into a minimum of log ratios.
         sign = advantages.sign()
         difference = log_probs - old_log_probs
         clamped = difference.clamp(-self.clip_low, self.clip_high)
@@ -600,12 +601,12 @@ def top_entropy_tokens(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor
         [False, False, True, True]
     """
     candidates = torch.nonzero(mask).squeeze(-1)
-    count = max(int(fraction * len(candidates)), 1)
+    selected_count = max(int(fraction * len(candidates)), 1)
 
     # A stable sort, so that every rank selects the same tokens among equal entropies.
     entropy_order = torch.argsort(entropy[candidates], descending=True, stable=True)
     selected = torch.zeros_like(mask)
-    selected[candidates[entropy_order[:count]]] = True
+    selected[candidates[entropy_order[:selected_count]]] = True
     return selected
 
 
@@ -689,10 +690,10 @@ class ClipCov(PolicyLoss):
         candidates = torch.nonzero(mask & in_range).squeeze(-1)
 
         # Draw without replacement among the candidates.
-        count = max(int(self.fraction * int(mask.sum())), 1)
+        max_count = max(int(self.fraction * int(mask.sum())), 1)
         drawn_order = torch.randperm(len(candidates), generator=generator)
         selected = torch.zeros_like(mask)
-        selected[candidates[drawn_order[:count]]] = True
+        selected[candidates[drawn_order[:max_count]]] = True
         return selected
 
 
@@ -737,8 +738,8 @@ class KlCov(PolicyLoss):
 
         # A stable sort, so that every rank selects the same tokens among equal covariances.
         ranking = torch.where(mask, covariance, -torch.inf).sort(descending=True, stable=True).indices
-        count = max(int(self.fraction * token_count), 1)
-        selected[ranking[:count]] = True
+        selected_count = max(int(self.fraction * token_count), 1)
+        selected[ranking[:selected_count]] = True
         return selected
 
 

@@ -56,12 +56,12 @@ def policy_objective(
 
     # Policy loss. A loss may be NaN or infinite outside the mask, where a weight of 0 would not remove it.
     token_loss, metrics = _corrected_loss(algorithm, micro, log_probs)
-    total = (weights * torch.where(mask, token_loss.loss, 0)).sum()
+    total_loss = (weights * torch.where(mask, token_loss.loss, 0)).sum()
 
     token_count = mask.sum()
     weight_sum = weights.sum()
     sums = {
-        "policy/loss": (total, weight_sum),
+        "policy/loss": (total_loss, weight_sum),
         "policy/entropy": (entropy.sum(), token_count),
     }
     for name, indicator in token_loss.indicators.items():
@@ -76,35 +76,35 @@ def policy_objective(
             kl = kl * log_ratio(log_probs, torch.where(mask, old_log_probs, 0)).exp()
         kl_loss = (weights * torch.where(mask, kl, 0)).sum()
         kl_coef = algorithm.kl.first_coef if state is None else state.kl_coef
-        total = total + kl_coef * kl_loss
+        total_loss = total_loss + kl_coef * kl_loss
         sums["policy/kl_loss"] = (kl_loss, weight_sum)
 
     # Divergence from the teacher over its most likely tokens.
     distillation = algorithm.distillation
     if isinstance(distillation, TopKDivergence):
         divergence, teacher_sums = _teacher_divergence(distillation, micro, bucket_log_probs)
-        total = total + distillation.coef * divergence
+        total_loss = total_loss + distillation.coef * divergence
         sums |= teacher_sums
 
     # Penalty on the distance from the old policy.
     if algorithm.policy_loss.log_ratio_coef:
         penalty = squared_log_ratio(algorithm.policy_loss, micro, log_probs)
         distance = (weights * penalty).sum()
-        total = total + algorithm.policy_loss.log_ratio_coef * distance
+        total_loss = total_loss + algorithm.policy_loss.log_ratio_coef * distance
         sums["policy/squared_log_ratio"] = (distance, weight_sum)
 
     # Entropy bonus.
     if algorithm.policy_loss.entropy_coef:
-        total = total - algorithm.policy_loss.entropy_coef * (weights * entropy).sum()
+        total_loss = total_loss - algorithm.policy_loss.entropy_coef * (weights * entropy).sum()
 
     # Imitation of good responses, with its own token weights.
     if micro.nll_weights is not None:
         nll = -(micro.nll_weights * log_probs).sum()
-        total = total + nll
+        total_loss = total_loss + nll
         sums["policy/nll"] = (nll, micro.nll_weights.sum())
 
     metrics += _policy_shift_metrics(micro, log_probs.detach(), token_count)
-    return total, metrics + Metrics.of_tensors(sums)
+    return total_loss, metrics + Metrics.of_tensors(sums)
 
 
 def _teacher_divergence(
@@ -125,7 +125,7 @@ def _teacher_divergence(
     token_loss = distillation.compute_checked_loss(bucket_log_probs, teacher_log_probs)
     divergence = (micro.loss_weights * torch.where(mask, token_loss, 0)).sum()
 
-    # Probability of all tokens outside the teacher's k most likely ones.
+    # Probability of all tokens except the teacher's k most likely tokens.
     token_count = mask.sum()
     teacher_rest = torch.where(mask, teacher_log_probs[:, -1].exp(), 0).double().sum()
     actor_rest = torch.where(mask, bucket_log_probs.detach()[:, -1].exp(), 0).double().sum()
@@ -150,7 +150,7 @@ def value_objective(
     mask = micro.response_mask
     weights, returns, old_values = fields_of(micro, "value_weights", "returns", "old_values")
 
-    # Prompt tokens get 0 everywhere: the critic's outputs there are not trained.
+    # Set prompt tokens to 0: the critic is not trained on them.
     values = mask_tokens(values, mask)
     old_values = torch.where(mask, old_values, 0)
     returns = torch.where(mask, returns, 0)
@@ -158,16 +158,16 @@ def value_objective(
     value_loss = algorithm.value_loss
     token_loss = value_loss.token_loss(values, old_values, returns)
     loss, indicators = validate_token_loss(value_loss, token_loss, values)
-    total = (weights * loss).sum()
+    total_loss = (weights * loss).sum()
 
     token_count = mask.sum()
     sums = {
-        "critic/loss": (total, weights.sum()),
+        "critic/loss": (total_loss, weights.sum()),
         "critic/value": (values.sum(), token_count),
     }
     for name, indicator in indicators.items():
         sums[f"critic/{name}"] = (torch.where(mask, indicator, 0).double().sum(), token_count)
-    return total, Metrics.of_tensors(sums)
+    return total_loss, Metrics.of_tensors(sums)
 
 
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
@@ -177,8 +177,8 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
     """
     micro = micro.to(log_probs.device)
     log_probs = mask_tokens(log_probs, micro.response_mask)
-    total = -(micro.loss_weights * log_probs).sum()
-    return total, Metrics.of_tensors({"sft/loss": (total, micro.loss_weights.sum())})
+    total_loss = -(micro.loss_weights * log_probs).sum()
+    return total_loss, Metrics.of_tensors({"sft/loss": (total_loss, micro.loss_weights.sum())})
 
 
 def _corrected_loss(

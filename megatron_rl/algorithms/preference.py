@@ -217,15 +217,15 @@ def dpo_objective(
 
     # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
-    total = (weights * loss).sum()
+    total_loss = (weights * loss).sum()
 
     # The preference loss depends only on the difference of the two log-probs, so both may fall. The SFT term
     # keeps the chosen response's log-prob from falling.
     if settings.sft_coef:
         chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
-        total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
+        total_loss = total_loss - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
 
-    return total, _pair_metrics("dpo", total, weights, chosen_rewards, rejected_rewards)
+    return total_loss, _pair_metrics("dpo", total_loss, weights, chosen_rewards, rejected_rewards)
 
 
 def _call_user_loss(function: Callable[[PreferencePairs], Tensor], pairs: PreferencePairs) -> Tensor:
@@ -261,15 +261,15 @@ def reward_model_objective(
     chosen_rewards, rejected_rewards = _split_pairs(rewards)
 
     weights = _pair_weights(micro)
-    total = (weights * bradley_terry_loss(chosen_rewards, rejected_rewards, margin)).sum()
+    total_loss = (weights * bradley_terry_loss(chosen_rewards, rejected_rewards, margin)).sum()
     metrics = _pair_metrics(
         "reward_model",
-        total,
+        total_loss,
         weights,
         chosen_rewards.detach(),
         rejected_rewards.detach(),
     )
-    return total, metrics
+    return total_loss, metrics
 
 
 def _split_pairs(row_values: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,17 +152,17 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     is_valid = valid.to(rewards.dtype)
     rewards = torch.where(valid, rewards, 0)
 
-    count = group_sums(is_valid, group)
-    mean = group_sums(rewards, group) / count.clamp(min=1)
+    size = group_sums(is_valid, group)
+    mean = group_sums(rewards, group) / size.clamp(min=1)
     squares = group_sums(is_valid * (rewards - mean) ** 2, group)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    std = (squares / (size - 1).clamp(min=1)).sqrt()
 
     # The mean of equal rewards may differ from them by rounding. Division by a tiny standard deviation would
     # turn that difference into an advantage.
     low, high = group_range(rewards, group, valid)
     equal = low == high
     return GroupStatistics(
-        size=count,
+        size=size,
         mean=torch.where(equal, low, mean),
         std=torch.where(equal, 0, std),
     )
@@ -184,15 +184,15 @@ def leave_one_out_statistics(
         >>> leave_one_out_statistics(r, g, torch.ones(3, dtype=torch.bool)).mean.tolist()
         [1.0, 1.5, 0.5]
     """
-    count, mean, _ = group_statistics(rewards, group, valid)
-    other_count = count - 1
+    size, mean, _ = group_statistics(rewards, group, valid)
+    other_count = size - 1
     centred = torch.where(valid, rewards - mean, 0)
 
     # Derive the statistics of the other rows from the group's. The centred rewards of a group sum to 0, so
     # the centred rewards of the other rows sum to minus this row's.
     other_mean = mean - centred / other_count.clamp(min=1)
     other_mean = torch.where(other_count > 0, other_mean, 0)
-    squares = group_sums(centred**2, group) - centred**2 * count / other_count.clamp(min=1)
+    squares = group_sums(centred**2, group) - centred**2 * size / other_count.clamp(min=1)
     std = (squares / (other_count - 1).clamp(min=1)).clamp(min=0).sqrt()
 
     # Largest (smallest) reward of the other rows: the group's second largest (smallest) if this row has the

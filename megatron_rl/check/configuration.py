@@ -196,8 +196,8 @@ class _Check:
         """Record errors, except for values at or below a key that is already invalid."""
         for error in errors:
             key = error.where or ""
-            is_below_invalid_key = any(key == path or key.startswith(f"{path}.") for path in self.invalid)
-            if not is_below_invalid_key:
+            is_reported = any(key == path or key.startswith(f"{path}.") for path in self.invalid)
+            if not is_reported:
                 self.errors.append(error)
 
     def add_invalidating_errors(self, errors: Iterable[UserError]) -> None:
@@ -207,12 +207,14 @@ class _Check:
         self.invalid.update(error.where for error in errors if error.where)
 
     def is_valid(self, *keys: str) -> bool:
-        """Return whether no value at, below or above the keys is invalid."""
-        return not any(
-            path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.")
-            for path in self.invalid
-            for key in keys
-        )
+        """Return whether the values at the keys, and all values below and above them, are valid."""
+        for invalid_key in self.invalid:
+            for key in keys:
+                is_below = invalid_key.startswith(f"{key}.")
+                is_above = key.startswith(f"{invalid_key}.")
+                if invalid_key == key or is_below or is_above:
+                    return False
+        return True
 
 
 class _Plans(NamedTuple):

@@ -102,7 +102,7 @@ _EMPTY_PROMPT_CHARACTERS = 256
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set to check.
+    """Data set to check, with the reader of its records and its token limit.
 
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
@@ -269,7 +269,7 @@ def check_data(data_set: DataSet, files: FileFindings, budget: ReadBudget) -> Da
 
 
 def _source_paths(source: DataPath) -> list[Path]:
-    """Return the paths and glob patterns of a data set: one, or those in a list."""
+    """Return the paths and glob patterns of a data set as a list."""
     if isinstance(source, str | Path):
         return [Path(source)]
     return [Path(path) for path in source]
@@ -356,7 +356,7 @@ def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) ->
 def _read_lines(
     path: Path, setting: str, max_bytes: int | None, min_lines: int
 ) -> Iterator[Record | UserError]:
-    """Yield each line's record, or the error of an invalid line.
+    """Yield the record of each line of a file, or an error for an invalid line.
 
     Stops after ``max_bytes``, but not before ``min_lines``. Raises UserError for a line of `MAX_LINE_BYTES`,
     which is too long for a record: the file may be endless.
@@ -514,9 +514,9 @@ class TokenCounter:
 
     @cached_property
     def thoughts_end_tag(self) -> str | None:
-        """Return the closing tag, such as ``</think>``, of the thoughts that rendered prompts open.
+        """Return the closing tag of reasoning, such as ``</think>``, if rendered prompts open reasoning.
 
-        Returns None if prompts open no thoughts.
+        Returns None for prompts without an opening tag.
         """
         if self.conversation_renderer is None:
             return None
@@ -603,7 +603,7 @@ class TokenCounter:
             if warning is not None:
                 yield warning
 
-        with suppress(UserError):  # a record that the template refuses is an error of `_count_tokens`
+        with suppress(UserError):  # `_count_tokens` reports a record that the template refuses
             texts = render_prompts(records, data, data_set.key, self.renderer)
             yield from prompt_warnings(records, texts, data, data_set.key, end_texts, self.framing_tokens)
             if data_set.response_fields:

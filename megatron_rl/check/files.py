@@ -71,21 +71,21 @@ class FileFindings:
             self.errors.append(error)
 
     def unmade_directories(self) -> list[UserError]:
-        """Return a finding for each directory that a preparation command has yet to make."""
-        findings: list[UserError] = []
+        """Return an error for each directory that a preparation command has not made yet."""
+        errors: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"
             key = "prepare"
             got = f"no directory {directory}"
             fix = f"run: {command}"
-            copy = self.hub.get(directory)
-            if copy is not None:
-                message = f"{copy.name} is not downloaded yet"
+            hub_copy = self.hub.get(directory)
+            if hub_copy is not None:
+                message = f"{hub_copy.name} is not downloaded yet"
                 key = "Hugging Face Hub"
-                got = copy.reason
+                got = hub_copy.reason
                 fix = f"`train` downloads it where the Hub can be reached; or run: {command}"
-            findings.append(UserError(message, where=key, expected="\n".join(paths), got=got, fix=fix))
-        return findings
+            errors.append(UserError(message, where=key, expected="\n".join(paths), got=got, fix=fix))
+        return errors
 
     def _source_name(self, path: Path) -> str:
         """Return the name of a missing file for messages: its name on the Hub, or else its path."""

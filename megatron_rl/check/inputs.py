@@ -504,7 +504,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 def _teacher_token_errors(inputs: Inputs, path: Path, key: str) -> Iterator[UserError]:
     """Yield the error for a teacher whose tokenizer has different ids for the actor's tokens."""
     # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
-    # teacher may have further tokens.
+    # teacher may have additional tokens.
     actor_ids = read_token_ids(Path(inputs.config.model.path))
     teacher_ids = read_token_ids(path)
     different_tokens: list[str] = []

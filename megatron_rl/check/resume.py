@@ -145,7 +145,7 @@ def resumed_build_errors(
         try:
             meta = read_meta(checkpoint)
         except UserError:
-            continue  # an error of `resume_errors`
+            continue  # reported by `resume_errors`
         try:
             require_roles(checkpoint, meta, optimizers)
             for name, optimizer in optimizers.items():
@@ -159,7 +159,7 @@ def resumed_build_errors(
         except UserError as error:
             errors.append(error)
         except _DAMAGED_META:
-            continue  # an error of `resume_errors`
+            continue  # reported by `resume_errors`
     return errors
 
 

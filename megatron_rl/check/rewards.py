@@ -105,7 +105,7 @@ def check_reward(config: RunConfig) -> list[UserError]:
         )
         errors += check_function(parser)
 
-        # The template is a text or a function.
+        # A template is either a text or a function.
         if is_function_path(reward.judge.template):
             template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
             errors += check_function(template)

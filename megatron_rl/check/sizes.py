@@ -136,7 +136,7 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
     if batch.memory_target is None:
         return
 
-    # The target is a share of a known memory.
+    # The target is a share of a GPU's memory, which must be known.
     config_with_gpu, _ = with_gpu_memory(config)
     if config_with_gpu.gpu_memory_gib is None:
         got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
@@ -148,7 +148,7 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
             fix="add gpu=h100 or gpu_memory_gib=80, or run `check` with --on h100",
         )
 
-    # An explicit number of tokens would contradict the one that the target gives.
+    # An explicit number of tokens would contradict the number that the target gives.
     if target_tokens is not None and batch.tokens_per_microbatch not in (None, target_tokens):
         yield UserError(
             "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",

@@ -382,9 +382,10 @@ def _find_sibling_keys(setting: _UnknownSetting) -> list[str]:
 
 
 def _find_keys_elsewhere(setting: _UnknownSetting, *, include_misspellings: bool = True) -> list[str]:
-    """Return the keys in other sections with the name of a setting; of a role's setting only the actor's key.
+    """Return the keys in other sections that have the name of a setting.
 
-    With ``include_misspellings``, keys with a similar name are returned if no key has the same name.
+    For a key of several roles, only the actor's is returned. With ``include_misspellings``, keys with a
+    similar name are returned if no key has the same name.
     """
     name = setting.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(setting.value, dict):

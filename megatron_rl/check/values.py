@@ -354,7 +354,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
     for steps, weights in data.weights.items():
         yield from _source_weight_errors(steps, weights, list(data.sources))
 
-    # Both kinds of section can add a system prompt and template arguments to their prompts.
+    # Sources and evaluation sets can add a system prompt and template arguments to their prompts.
     sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
     sections |= {f"data.sources.{name}": source for name, source in data.sources.items()}
     for name, evaluation_set in config.evaluation.sets.items():

@@ -157,7 +157,7 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, record_count: int | Non
             fix="choose a divisor of prompts_per_step",
         )
 
-    # A data-parallel rank without rows waits for the others.
+    # A data-parallel rank without rows waits for the other ranks.
     min_rows = batch.rows_per_minibatch[0]
     if min_rows < batch.actor_data:
         yield UserError(
@@ -186,7 +186,8 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, record_count: int | Non
 
 def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield warnings about learning rates that never finish warming up, or that do not decay."""
-    # A stage with `epochs` has no steps here, since its length depends on the data.
+    # Optimizer steps of the job, and of each stage. They are None for a stage with `epochs`, whose length
+    # depends on the data.
     optimizer_steps = config.steps * config.batch.optimizer_steps * config.batch.epochs
     stage_steps = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):

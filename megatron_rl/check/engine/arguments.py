@@ -199,7 +199,7 @@ def sampling_arguments(
     if float32_head:
         overrides["head_dtype"] = "float32"
 
-    # The job sends weights that are not quantised, also if the checkpoint's are.
+    # The job sends weights that are not quantised, even for a quantised checkpoint.
     overrides |= dict.fromkeys(quantization_keys(model.config))
 
     return {

@@ -302,7 +302,7 @@ def _peft_tensor_errors(
     """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
-    shapes = make_adapted_model(model, lora.rank, lora.alpha, targets).tensor_shapes()
+    expected_shapes = make_adapted_model(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
     # PEFT's tensor names have the prefix of its wrapper classes.
     stored_shapes: dict[str, tuple[int, ...]] = {}
@@ -311,14 +311,15 @@ def _peft_tensor_errors(
 
     unexpected_names: list[str] = []
     for name, shape in sorted(stored_shapes.items()):
-        if shapes.get(name) != tuple(shape):
+        if expected_shapes.get(name) != tuple(shape):
             unexpected_names.append(name)
     if unexpected_names:
         first_name = unexpected_names[0]
         yield UserError(
             "the adapter to start from has tensors that belong to no layer of the model",
             where=f"{key}.path",
-            expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
+            expected="A and B of layers as the model's checkpoint names them, such as "
+            f"{list(expected_shapes)[-1]}",
             got=f"{len(unexpected_names)} others in {file}, {first_name} {list(stored_shapes[first_name])} "
             "among them",
             fix="start from an adapter of this model; experts stored in one tensor have to be split",

@@ -61,7 +61,7 @@ def check_model_config(file: Path, files: FileFindings) -> PretrainedModel | Non
         files.errors.extend(errors)
         return None
 
-    # The checkpoint's own modelling code is never run, and may compute something else than the family.
+    # The checkpoint's own modelling code is never run: the family's code may compute something else.
     if full_config.get("auto_map"):
         files.warnings.append(
             UserError(
@@ -171,26 +171,26 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
 
 def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors for numbers of attention heads that do not divide evenly, and for an odd head size."""
-    heads = _positive_integer(config, "num_attention_heads")
-    key_value_heads = _positive_integer(config, "num_key_value_heads")
+    num_heads = _positive_integer(config, "num_attention_heads")
+    num_key_value_heads = _positive_integer(config, "num_key_value_heads")
     hidden_size = _positive_integer(config, "hidden_size")
     head_size = _positive_integer(config, "head_dim")
-    if heads is None:
+    if num_heads is None:
         return  # reported when the model's shape is read
 
     # Each key-value head serves the same number of query heads.
-    if key_value_heads is not None and heads % key_value_heads:
-        expected = f"a divisor of num_attention_heads ({heads})"
-        yield _config_error(file, "num_key_value_heads", expected, key_value_heads)
+    if num_key_value_heads is not None and num_heads % num_key_value_heads:
+        expected = f"a divisor of num_attention_heads ({num_heads})"
+        yield _config_error(file, "num_key_value_heads", expected, num_key_value_heads)
     if config.get("kv_lora_rank"):
         return  # multi-head latent attention has separate head sizes
 
-    # Without head_dim, the head size is hidden_size / heads.
-    if head_size is None and hidden_size is not None and hidden_size % heads:
+    # Without head_dim, the head size is hidden_size / num_attention_heads.
+    if head_size is None and hidden_size is not None and hidden_size % num_heads:
         expected = f"a divisor of hidden_size ({hidden_size}), or head_dim"
-        yield _config_error(file, "num_attention_heads", expected, heads)
+        yield _config_error(file, "num_attention_heads", expected, num_heads)
     if head_size is None:
-        head_size = (hidden_size or 0) // heads
+        head_size = (hidden_size or 0) // num_heads
 
     if head_size % 2:
         yield _config_error(file, "head_dim", "an even size: rotary embedding rotates pairs", head_size)

@@ -380,7 +380,7 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     All ranks of a job may call this at the same time: each process writes a file under a unique temporary
     name and renames it, which is atomic.
     """
-    # Leftover files of another tokenizer would be loaded together with the new ones.
+    # Leftover files of another tokenizer would be loaded together with the new files.
     folder.mkdir(parents=True, exist_ok=True)
     for name in {*TOKENIZER_FILES} - {*contents}:
         (folder / name).unlink(missing_ok=True)

@@ -383,7 +383,7 @@ def read_chat_templates(path: Path) -> dict[str, str]:
     if templates:
         return {name: text for name, text in templates.items() if text}
 
-    # Older checkpoints have one template, or a list of named ones, in the tokenizer's settings.
+    # Older checkpoints have one template, or a list of named templates, in the tokenizer's settings.
     setting = _read_object_or_empty(path / "tokenizer_config.json").get("chat_template")
     if isinstance(setting, list):
         named_templates = [template for template in setting if isinstance(template, Mapping)]

@@ -150,14 +150,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     data_start = _LENGTH_BYTES + header_length
     data_end = 0
     stored: dict[str, StoredTensor] = {}
-    for name, entry in header.items():
+    for name, attributes in header.items():
         if name == "__metadata__":
             continue
 
-        begin, end = entry["data_offsets"]
+        begin, end = attributes["data_offsets"]
         stored[name] = StoredTensor(
-            shape=tuple(entry["shape"]),
-            dtype=str(entry["dtype"]),
+            shape=tuple(attributes["shape"]),
+            dtype=str(attributes["dtype"]),
             file=path,
             begin=data_start + begin,
             size=end - begin,
@@ -301,8 +301,8 @@ def _model_tensors(
 
     model_tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
-        # The offsets remain those of the complete stored tensor: only values of the embedding and of the
-        # output layer are compared, and each of them is a complete stored tensor.
+        # Keep the offsets of the stored tensor, even if the model's tensor is a slice of it: only the values
+        # of embedding and output layer are read, and these are complete stored tensors.
         tensor = stored_tensors[location.name]
         dtype = "F32" if location.blocks else tensor.dtype
         model_tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
@@ -358,7 +358,7 @@ def _dequantised_tensors(
 
         shape = tensor.shape
         if quantization.has_tensor_scales:
-            # A byte contains two numbers.
+            # A byte contains two 4-bit numbers.
             shape = (*shape[:-1], 2 * shape[-1])
             tensor_scale = stored_tensors.get(tensor_scale_by_weight.get(name, ""))
             scale_shape = None
