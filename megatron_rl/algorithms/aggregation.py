@@ -153,7 +153,7 @@ class SeqMeanTokenSumNorm(Aggregation):
     )
 
     def within(self, max_response_tokens: int) -> Self:
-        """Set an unset ``scale_factor`` to the response limit in tokens; return the aggregation."""
+        """Return the aggregation with the response limit in tokens as ``scale_factor``, if that is unset."""
         if self.scale_factor is not None:
             return self
         return replace(self, scale_factor=max_response_tokens)
@@ -277,7 +277,7 @@ def _group_by_prompt(batch: TrainBatch, rows: list[int]) -> list[list[int]]:
         return [[row] for row in rows]
 
     prompt_index = ragged.renumber_groups(batch.group)[0].tolist()
-    prompt_rows: dict[int, list[int]] = {}
+    rows_by_prompt: dict[int, list[int]] = {}
     for row in rows:
-        prompt_rows.setdefault(prompt_index[row], []).append(row)
-    return list(prompt_rows.values())
+        rows_by_prompt.setdefault(prompt_index[row], []).append(row)
+    return list(rows_by_prompt.values())

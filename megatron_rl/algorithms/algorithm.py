@@ -1,4 +1,4 @@
-"""Algorithms as frozen values composed of pieces, and the tables of named ones; importable without torch.
+"""Algorithms as frozen values composed of pieces, and tables of named algorithms and pieces, without torch.
 
 A piece in a configuration's ``algorithm`` section is a name from a table below, or a path to a user's piece,
 ``file.py:Name`` or ``module:Name``, alone or with settings::

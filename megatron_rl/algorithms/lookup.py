@@ -27,9 +27,12 @@ _RANDOM_SETTINGS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps
 
 
 def algorithm_of(config: RunConfig) -> Algorithm:
-    """Construct the algorithm of a run; raise UserErrors with every error of its section."""
-    pieces = {key: getattr(config.algorithm, key) for key in KINDS}
-    explicit_pieces = {key: value for key, value in pieces.items() if value is not None}
+    """Construct the algorithm of a run; raise UserErrors with every error in the ``algorithm`` section."""
+    explicit_pieces: dict[str, Any] = {}
+    for key in KINDS:
+        config_value = getattr(config.algorithm, key)
+        if config_value is not None:
+            explicit_pieces[key] = config_value
     return get_algorithm(
         config.algorithm.name,
         explicit_pieces,
@@ -129,7 +132,7 @@ def _piece_name(piece: Piece, kind: PieceKind, explicit: Any) -> str | None:
 
 
 def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
-    """Return why the old log-probs need a separate forward pass of the actor, or None without such a reason.
+    """Return why the old log-probs need a separate forward pass, or None if the train step computes them.
 
     With one optimizer step per batch, the train step's own forward pass computes the old log-probs: its
     weights are still the old policy's. A separate pass is needed for more steps, for pieces that read old
@@ -216,7 +219,10 @@ def load_preference_loss(loss: str, key: str) -> Any:
 
 
 def _load_algorithm(name: str) -> Algorithm:
-    """Load the algorithm ``name``: in `ALGORITHMS`, or a user's path; raise UserError for any other value."""
+    """Return the algorithm with a name in `ALGORITHMS`, or load it from a user's path.
+
+    Raises UserError for any other name.
+    """
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]

@@ -97,7 +97,10 @@ class PolicyLoss(Piece, ABC):
         """Compute the loss of every token [N] of a micro-batch; ``log_probs`` [N] carries the gradient."""
 
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
-        """Return the tokens [N] bool of a mini-batch that get a different loss, or None for no tokens."""
+        """Select the tokens [N] bool of a mini-batch that get a different loss; None without a selection.
+
+        By default the selection of the mini-batch stays. ``generator`` is for random selections.
+        """
         return minibatch.selected
 
 
@@ -462,7 +465,7 @@ class Gspo(PolicyLoss):
         log_ratios = log_probs.detach() - old_log_probs
         row_means = ragged.masked_row_means(log_ratios, micro.response_mask, micro.lengths)
 
-        # Value of the sequence ratio, gradient of the token's own log-prob.
+        # Straight-through: the value is the mean log ratio of the response, the gradient is the token's.
         token_means = ragged.broadcast_rows(row_means, micro.lengths, len(log_probs))
         log_sequence_ratio = token_means + log_probs - log_probs.detach()
         ratio = log_sequence_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
@@ -471,7 +474,7 @@ class Gspo(PolicyLoss):
 
 @dataclass(frozen=True)
 class Gmpo(PolicyLoss):
-    """Geometric mean of the response's ratios, each clipped in log space.
+    """Loss on the geometric mean of a response's token ratios, each clipped in log space.
 
     With ``s = sign A`` and ``d_t = log_probs - old_log_probs``:
     ``d'_t = s min(s d_t, s clip(d_t, -clip_low, clip_high))`` and ``l = -mean(A) exp(mean_t d'_t)`` on every

@@ -72,7 +72,10 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Fill in the settings whose default is the run's response limit in tokens, and return the piece."""
+        """Return the piece with the settings that default to the run's response limit in tokens.
+
+        Subclasses with such settings override this.
+        """
         return self
 
 

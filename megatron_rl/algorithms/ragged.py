@@ -20,7 +20,7 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
         >>> row_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1])).tolist()
         [3.0, 0.0, 3.0]
     """
-    # A slice keeps the graph: a pipeline runs its backward pass on empty micro-batches too.
+    # An empty slice keeps the autograd graph: a pipeline runs backward passes of empty micro-batches too.
     if not len(lengths):
         return values[:0]
 
@@ -126,7 +126,7 @@ class GroupStatistics(NamedTuple):
 
 
 def renumber_groups(group: Tensor) -> tuple[Tensor, int]:
-    """Renumber the groups of rows as 0..K-1; return each row's new number and the count: ([B] int64, K)."""
+    """Renumber the groups as 0..K-1; return the new number of each row's group [B] int64, and K."""
     unique_groups, group_index = torch.unique(group, return_inverse=True)
     return group_index, len(unique_groups)
 
@@ -224,9 +224,9 @@ def group_range(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, 
 
 
 def group_top2(rewards: Tensor, group: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the largest and second largest valid reward of each row's group, ties counted: [B] each.
+    """Compute the largest and second largest valid reward of each row's group: [B] each.
 
-    The second is -inf for fewer than two valid rows.
+    They are equal if two rows have the largest reward. The second is -inf for fewer than two valid rows.
 
     Example:
         >>> best, second = group_top2(torch.tensor([1.0, 3.0, 3.0]), torch.zeros(3), torch.ones(3) > 0)

@@ -80,7 +80,7 @@ class RewardShaping(Piece):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error for a lower bound above the upper one."""
+        """Yield the error for a ``clip_low`` above ``clip_high``."""
         low = self.clip_low
         high = self.clip_high
         if low is not None and high is not None and low > high:
@@ -170,7 +170,7 @@ class Overlong(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether rows are filtered, whose metrics need the actor's log-probs before the loss."""
+        """Whether the filter is on: metrics of filtered rows need the actor's log-probs before the loss."""
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -328,8 +328,9 @@ def overlong_penalty(
         >>> overlong_penalty(torch.tensor([200, 400]), limit=100, buffer=20, penalty=1.0).tolist()
         [-1.0, -1.0]
     """
-    excess = (response_lengths - (limit - buffer)).to(torch.float64) / buffer
-    return torch.where(excess > 0, -penalty * excess.clamp(max=1.0), 0)
+    # Fraction of the buffer that a response uses: 0 at its start, 1 at the limit.
+    used_fraction = (response_lengths - (limit - buffer)).to(torch.float64) / buffer
+    return torch.where(used_fraction > 0, -penalty * used_fraction.clamp(max=1.0), 0)
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ class KeepEveryGroup(DynamicSampling):
 
 @dataclass(frozen=True)
 class RefillGroups(DynamicSampling):
-    """Dynamic sampling: groups whose raw rewards are all equal are replaced by newly sampled ones.
+    """Dynamic sampling: groups whose raw rewards are all equal are replaced by newly sampled groups.
 
     Source: DAPO, arXiv:2503.14476, equation 11.
     """

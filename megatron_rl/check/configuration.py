@@ -410,6 +410,7 @@ def _check_with_inputs(
     ``trial`` is the process in which Megatron validates its settings meanwhile. ``training`` is whether this
     is the check at the start of a run.
     """
+    # The algorithm, the user's code, and the ranks.
     config = check.config
     algorithm = None
     if check.is_valid("algorithm", "rollout.max_response_tokens"):
@@ -428,6 +429,7 @@ def _check_with_inputs(
     # Files, functions and servers: the rules below need the shapes that are read here.
     check_inputs(inputs)
 
+    # The checkpoint to resume from, the distillation, and loggers.
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add_errors(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     if algorithm is not None and inputs.shape is not None:
@@ -463,7 +465,7 @@ def _check_with_inputs(
     if config.job == TRAIN and "rollout" in layouts:
         check.add_errors(host_engine_errors(config, inputs.shape, for_this_machine=training))
 
-    # Without errors so far, wait for Megatron's validation: it would report the same mistakes again.
+    # Wait for Megatron's validation only without errors so far: it would report the same mistakes again.
     if not check.errors:
         trial_errors, check.untried = trial.wait_for_result(
             _build_trial_roles(inputs, layouts), config.model.dtype, training
@@ -769,7 +771,7 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
 def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Fill in the unset ``chat_template`` of each data set, from its first record.
 
-    Returns the configuration, and the reason of each filled-in value by its key.
+    Returns the configuration, and the reasons of the filled-in values: key -> reason.
     """
     reasons: dict[str, str] = {}
     for key, uses_template in inputs.derived_templates.items():

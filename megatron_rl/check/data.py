@@ -278,6 +278,7 @@ def _source_paths(source: DataPath) -> list[Path]:
 def _find_missing_path(source: DataPath) -> Path | None:
     """Return the first path of a data set that does not exist, or None if all exist."""
     for path in _source_paths(source):
+        # A pattern exists if it matches any path.
         is_pattern = glob.has_magic(str(path))
         if is_pattern and glob.glob(str(path), recursive=True):
             continue
@@ -670,6 +671,7 @@ class TokenCounter:
 
     def _require_tokens(self, prompt: str, record: Record, data_set: DataSet) -> None:
         """Raise UserError for a prompt without tokens, from which no response can be sampled."""
+        # A long prompt has tokens in any case, and is not tokenised here.
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
 

@@ -1,4 +1,4 @@
-"""Files that a configuration names: which are missing, and which a preparation command will still make."""
+"""Findings about the files that a configuration names: missing files, and files that a command will make."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class FileFindings:
 
     def _source_name(self, path: Path) -> str:
         """Return the name of a missing file for messages: its name on the Hub, or else its path."""
-        for directory, copy in self.hub.items():
+        for directory, hub_copy in self.hub.items():
             if path.is_relative_to(directory):
-                return f"{copy.name}/{path.relative_to(directory)}".removesuffix("/.")
+                return f"{hub_copy.name}/{path.relative_to(directory)}".removesuffix("/.")
         return str(path)
 
     def _find_preparation(self, path: Path) -> tuple[str, str] | None:
@@ -99,9 +99,10 @@ class FileFindings:
 
         Returns None if no command creates such a directory.
         """
-        commands = dict(self.prepare)
-        commands |= {directory: copy.command for directory, copy in self.hub.items()}
-        for directory, command in commands.items():
+        command_by_directory = dict(self.prepare)
+        for directory, hub_copy in self.hub.items():
+            command_by_directory[directory] = hub_copy.command
+        for directory, command in command_by_directory.items():
             if path.is_relative_to(directory):
                 return directory, command
         return None

@@ -792,24 +792,23 @@ _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
 
 
 def contained_code_limits(config: RunConfig) -> dict[str, LimitsConfig]:
-    """Return the limits of the user's code that runs in contained processes, by the key of their section."""
+    """Return the limits of the user's code that runs in contained processes: key of the limits -> limits."""
     if config.job != TRAIN:
         return {}
 
     # Functions of evaluation sets run under the limits of the reward function.
     reward = config.reward
-    sections: dict[str, LimitsConfig] = {}
+    limits_by_key: dict[str, LimitsConfig] = {}
     runs_functions = config.reward_functions or config.evaluation.sets
     if runs_functions or config.rollout.filters.function is not None:
-        sections["reward.limits"] = reward.limits
+        limits_by_key["reward.limits"] = reward.limits
     if reward.code is not None:
-        sections["reward.code.limits"] = reward.code.limits
+        limits_by_key["reward.code.limits"] = reward.code.limits
     if reward.judge is not None:
-        sections["reward.judge.limits"] = reward.judge.limits
+        limits_by_key["reward.judge.limits"] = reward.judge.limits
     if config.rollout.environment is not None:
-        sections["rollout.environment.limits"] = config.rollout.environment.limits
-
-    return sections
+        limits_by_key["rollout.environment.limits"] = config.rollout.environment.limits
+    return limits_by_key
 
 
 def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Iterator[UserError]:

@@ -172,8 +172,9 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
         gpu = load_constants().gpu(config.gpu)
     except UserError:
         return config, {}  # an unknown GPU is a warning of `check_warnings`
-    gib = round(gpu.memory / _GIB, 1)
-    return replace(config, gpu_memory_gib=gib), {"gpu_memory_gib": f"a GPU of gpu={config.gpu}"}
+    gpu_memory_gib = round(gpu.memory / _GIB, 1)
+    reasons = {"gpu_memory_gib": f"a GPU of gpu={config.gpu}"}
+    return replace(config, gpu_memory_gib=gpu_memory_gib), reasons
 
 
 def check_memory(

@@ -190,10 +190,10 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[U
             row_tokens = longest_row(config)
         if row_tokens is None:
             continue  # bounded by the longest row of reinforcement learning, which other rules check
-        for name, limit in limits.items():
+        for limit_name, limit in limits.items():
             if limit is not None and row_tokens > limit:
                 yield UserError(
-                    f"rows may be longer than {name}",
+                    f"rows may be longer than {limit_name}",
                     where=f"{plan.where}.max_row_tokens",
                     expected=f"at most {limit}",
                     got=str(row_tokens),

@@ -58,7 +58,7 @@ def comparable_settings(settings: Mapping[str, Any], key_prefix: str = "") -> di
         if key_prefix:
             is_compared = isinstance(value, int | float)
         if is_compared:
-            # Convert through JSON, as a server's response is: tuples become lists, other objects text.
+            # Convert through JSON, like the server's response: tuples become lists, other objects text.
             comparable[f"{key_prefix}{name}"] = json.loads(json.dumps(value, default=str))
     return comparable
 
@@ -108,8 +108,9 @@ def server_command_lines(config: RunConfig) -> list[str]:
     # On a host without an accelerator, the size of the cache has to be given in bytes.
     host_flags = host_arguments(max_model_len)
     host_flags["kv_cache_memory_bytes"] = _HOST_CACHE_BYTES
+    continued_lines = [f"{line} \\" for line in lines[:-1]]
     return [
-        *(f"{line} \\" for line in lines[:-1]),
+        *continued_lines,
         lines[-1],
         "on a host without accelerator, set VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1, and add:",
         " ".join(_format_flags(host_flags)),

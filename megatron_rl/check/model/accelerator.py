@@ -67,7 +67,7 @@ def accelerated_roles(
     shapes: Mapping[str, ModelShape],
     for_this_machine: bool,
 ) -> dict[str, AcceleratedRole]:
-    """Return the roles with a Megatron model on the run's GPUs by name; an empty dict for a run without GPUs.
+    """Return the roles that have a Megatron model on the run's GPUs: name -> role; empty without GPUs.
 
     Another machine than this one is assumed to have Transformer Engine, which ``launch/setup.sh --gpu``
     installs.
@@ -113,34 +113,37 @@ def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) ->
     if not roles:
         return ()
 
-    # Merge a default that applies to several roles.
-    roles_by_row: dict[AcceleratorDefault, list[str]] = {}
-    for name, role in roles.items():
-        for row in _role_defaults(config, name, role):
-            roles_by_row.setdefault(row, []).append(name)
-    applied = [AppliedDefault(tuple(names), row) for row, names in roles_by_row.items()]
+    # A default that applies to several roles is returned once, with these roles.
+    roles_by_default: dict[AcceleratorDefault, list[str]] = {}
+    for role_name, role in roles.items():
+        for default in _role_defaults(config, role_name, role):
+            roles_by_default.setdefault(default, []).append(role_name)
+    applied: list[AppliedDefault] = []
+    for default, role_names in roles_by_default.items():
+        applied.append(AppliedDefault(tuple(role_names), default))
 
     # Environment variables apply to the complete job, and depend on all of its roles.
-    layouts = {name: role.layout for name, role in roles.items()}
+    layouts = {role_name: role.layout for role_name, role in roles.items()}
     job = accelerated_job(config, layouts)
-    applied += [AppliedDefault((), row) for row in applicable_rows(job, ENVIRONMENT)]
+    for default in applicable_rows(job, ENVIRONMENT):
+        applied.append(AppliedDefault((), default))
     return tuple(applied)
 
 
-def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Iterator[AcceleratorDefault]:
+def _role_defaults(config: RunConfig, role_name: str, role: AcceleratedRole) -> Iterator[AcceleratorDefault]:
     """Yield the accelerator defaults of one role, without keys that the user has set."""
+    # Section -> settings that the user has set. Only trained roles have a DDP section.
     _, megatron_values = megatron_settings(config, role.layout)
-    explicit: dict[str, Mapping[str, object]] = {MEGATRON: megatron_values}
-    learner = learner_sections(config).get(section_of(name))
+    explicit_settings: dict[str, Mapping[str, object]] = {MEGATRON: megatron_values}
+    learner = learner_sections(config).get(section_of(role_name))
     if learner is not None:
-        explicit[DDP] = learner.ddp
+        explicit_settings[DDP] = learner.ddp
 
-    for row in applicable_rows(role):
-        # Only trained roles have settings of DDP.
-        if row.section == DDP and learner is None:
+    for default in applicable_rows(role):
+        if default.section == DDP and learner is None:
             continue
-        if row.key not in explicit.get(row.section, {}):
-            yield row
+        if default.key not in explicit_settings.get(default.section, {}):
+            yield default
 
 
 def plain_expert_errors(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:

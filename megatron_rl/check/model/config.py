@@ -102,7 +102,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for invalid values of the right types."""
+    """Yield the errors for values of a config.json that have the right type but are invalid."""
     model_type = config.get("model_type")
     if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -220,7 +220,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
 
 
 def _rope_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield the errors for rotary positions, which all layers share, or which each type of layer has."""
+    """Yield the errors for the rotary parameters of all layers, or of each type of layer."""
     # transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling`.
     key = "rope_scaling"
     if config.get("rope_parameters") is not None:

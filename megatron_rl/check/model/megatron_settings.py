@@ -615,7 +615,10 @@ def _pass_through_errors(
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
-    """Return the error for the field at ``path``, which the run sets, from our key ``key`` if it has one."""
+    """Return the error for the field at ``path``, which the run sets itself.
+
+    ``key`` is the configuration key with the value of the field, or None for a fixed value.
+    """
     expected = "no value"
     fix = f"remove `{path}`"
     if key is not None:

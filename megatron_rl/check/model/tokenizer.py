@@ -78,16 +78,16 @@ def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: 
 
     vocab_json = _read_json_or_report(path / "vocab.json", files)
     try:
-        ids, special_texts = _collect_token_ids(tokenizer or {}, vocab_json, settings)
+        id_by_text, special_texts = _collect_token_ids(tokenizer or {}, vocab_json, settings)
     except _MALFORMED_VOCABULARY as error:
         files.errors.append(_unreadable_error(path / "tokenizer.json", error))
         return
 
     # Every token id in the model's input needs a row of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary_size))
-    if vocabulary_size is not None and ids:
-        files.errors.extend(_vocabulary_errors(path, ids, special_texts, vocabulary_size))
-        files.errors.extend(_end_token_errors(path, settings, ids, vocabulary_size))
+    if vocabulary_size is not None and id_by_text:
+        files.errors.extend(_vocabulary_errors(path, id_by_text, special_texts, vocabulary_size))
+        files.errors.extend(_end_token_errors(path, settings, id_by_text, vocabulary_size))
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
@@ -177,18 +177,18 @@ def read_token_ids(path: Path) -> dict[str, int]:
     settings = _read_json_or_report(path / "tokenizer_config.json", files) or {}
     vocab_json = _read_json_or_report(path / "vocab.json", files)
     try:
-        ids, _ = _collect_token_ids(tokenizer, vocab_json, settings)
+        id_by_text, _ = _collect_token_ids(tokenizer, vocab_json, settings)
     except _MALFORMED_VOCABULARY:
         return {}  # reported by `check_tokenizer`
-    return ids
+    return id_by_text
 
 
 def read_vocabulary_size(path: Path) -> int | None:
     """Return the number of token ids in a tokenizer's files, or None if the files contain no ids."""
-    ids = read_token_ids(path)
-    if not ids:
+    id_by_text = read_token_ids(path)
+    if not id_by_text:
         return None
-    return 1 + max(ids.values())
+    return 1 + max(id_by_text.values())
 
 
 def _load_tokenizer(path: Path) -> Any:
@@ -242,9 +242,9 @@ def _collect_token_ids(
     # A unigram model lists [text, score] in the order of the ids.
     vocabulary = tokenizer.get("model", {}).get("vocab") or vocab_json or {}
     if isinstance(vocabulary, list):
-        ids = {text_and_score[0]: token_id for token_id, text_and_score in enumerate(vocabulary)}
+        id_by_text = {text_and_score[0]: token_id for token_id, text_and_score in enumerate(vocabulary)}
     else:
-        ids = dict(vocabulary)
+        id_by_text = dict(vocabulary)
 
     # Added tokens extend the vocabulary; older checkpoints list them in tokenizer_config.json.
     added_tokens: list[Any] = list(tokenizer.get("added_tokens") or ())
@@ -255,18 +255,18 @@ def _collect_token_ids(
     special_texts: set[str] = set()
     for token in added_tokens:
         text = token["content"]
-        ids[text] = token["id"]
+        id_by_text[text] = token["id"]
         if token.get("special"):
             special_texts.add(text)
 
-    if not all(isinstance(token_id, int) for token_id in ids.values()):
+    if not all(isinstance(token_id, int) for token_id in id_by_text.values()):
         raise ValueError("a token whose id is not an integer")
-    return ids, special_texts
+    return id_by_text, special_texts
 
 
 def _vocabulary_errors(
     path: Path,
-    ids: Mapping[str, int],
+    id_by_text: Mapping[str, int],
     special_texts: set[str],
     vocabulary_size: int,
 ) -> Iterator[UserError]:
@@ -275,7 +275,7 @@ def _vocabulary_errors(
     Special tokens with such an id are common in published checkpoints, and valid: no text contains them.
     """
     out_of_vocabulary_ids: dict[str, int] = {}
-    for text, token_id in ids.items():
+    for text, token_id in id_by_text.items():
         if token_id >= vocabulary_size and text not in special_texts:
             out_of_vocabulary_ids[text] = token_id
     if not out_of_vocabulary_ids:
@@ -296,7 +296,7 @@ def _vocabulary_errors(
 def _end_token_errors(
     path: Path,
     settings: Mapping[str, Any],
-    ids: Mapping[str, int],
+    id_by_text: Mapping[str, int],
     vocabulary_size: int,
 ) -> Iterator[UserError]:
     """Yield the error for an ``eos_token`` that the tokenizer or the embedding lacks."""
@@ -306,7 +306,7 @@ def _end_token_errors(
 
     token_id = None
     if isinstance(text, str):
-        token_id = ids.get(text)
+        token_id = id_by_text.get(text)
     if token_id is not None and token_id < vocabulary_size:
         return
 
@@ -352,7 +352,7 @@ def _generation_end_errors(
 
 
 def _is_token_id(value: Any, vocabulary_size: int | None) -> bool:
-    """Return whether a value is an integer of at least 0 and, if it is given, below ``vocabulary_size``."""
+    """Return whether a value is an integer of at least 0, and below ``vocabulary_size`` if that is known."""
     if type(value) is not int or value < 0:
         return False
     return vocabulary_size is None or value < vocabulary_size

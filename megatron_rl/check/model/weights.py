@@ -67,7 +67,7 @@ _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a tensor in a safetensors file: where its bytes are, and how to read them.
+    """Tensor in a safetensors file, from the file's header: shape, dtype and position of its bytes.
 
     Example: ``StoredTensor((8, 64), "BF16", Path("model.safetensors"), begin=2048, size=1024)``.
     """
@@ -85,7 +85,7 @@ class StoredTensor:
 
 
 def check_weights(path: Path, key: str, files: FileFindings, model: PretrainedModel | None) -> None:
-    """Check that every weight file is complete, and that the tensors match the model if it is not None.
+    """Check that every weight file is complete, and that its tensors match ``model`` if that is available.
 
     ``path`` is the checkpoint's folder, and ``key`` the key that names it. Errors are added to ``files``.
     """
@@ -217,13 +217,17 @@ def _read_shard(path: Path, files: FileFindings) -> dict[str, StoredTensor]:
         return {}
 
 
-def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
-    """Return the error for tensors that are not in the file that the index names for them."""
+def _misplaced_error(path: Path, weight_map: Mapping[str, str], misplaced_names: list[str]) -> UserError:
+    """Return the error for tensors that are not in the file that the index lists for them.
+
+    ``weight_map`` is the index: tensor name -> file name. ``path`` is the folder with the index.
+    """
+    listed_tensors = [f"{name} in {weight_map[name]}" for name in misplaced_names]
     return UserError(
         "the model's list of weight files names tensors that the files do not contain",
         where=str(path / INDEX),
-        expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_NAMES_LISTED),
-        got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
+        expected=join_names(listed_tensors, _MAX_NAMES_LISTED),
+        got=f"{len(misplaced_names)} of {len(weight_map)} tensors that are not in the listed file",
         fix="download the checkpoint again, index and weight files together",
     )
 
@@ -384,25 +388,25 @@ def _have_equal_values(first: StoredTensor, second: StoredTensor) -> bool:
         second_stream.seek(second.begin)
 
         for offset in range(0, first.size, _COMPARED_BYTES):
-            count = min(_COMPARED_BYTES, first.size - offset)
-            if first_stream.read(count) != second_stream.read(count):
+            chunk_size = min(_COMPARED_BYTES, first.size - offset)
+            if first_stream.read(chunk_size) != second_stream.read(chunk_size):
                 return False
     return True
 
 
-def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
+def _quantised_error(path: Path, tensor_names: list[str], dtype: str) -> UserError:
     """Return the error for tensors in a ``dtype`` that is neither a float nor an 8-bit type with scales."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}, or {FP8} with scales and a quantization_config",
-        got=f"{join_names(names, _MAX_NAMES_LISTED)} in {dtype}",
+        got=f"{join_names(tensor_names, _MAX_NAMES_LISTED)} in {dtype}",
         fix="use the original checkpoint in bfloat16 or float32, from which this one was quantised",
     )
 
 
 def _mismatched_tensors_error(path: Path, missing_names: list[str], unexpected_names: list[str]) -> UserError:
-    """Return the error for a checkpoint that lacks tensors of its model, or has unexpected ones."""
+    """Return the error for a checkpoint that lacks tensors of its model, or has unexpected tensors."""
     # A single missing head usually has another cause than a wrong checkpoint.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_names == [OUTPUT]:
