@@ -1,11 +1,10 @@
-"""Text and tokens that a chat template makes of conversations, turn by turn.
+"""Render conversations with a chat template, turn by turn, as text and as tokens.
 
 A chat template renders only complete conversations, and may render an old turn differently from the sampled
 text. The one idea: the text between two turns comes from an artificial conversation. The template renders
 ``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the close of the turn,
-the new messages, and the opening of the next turn. A turn that is trained on is the text that the template
-writes after the opening of the turn, up to the first token that ends a response. So sampled turns are never
-tokenised again.
+the new messages, and the opening of the next turn. A trained turn is the text that the template writes after
+the opening of the turn, up to the first end token. So sampled turns are never tokenised again.
 
 The module also defines which tokens of a response are in the text for rewards and logs (`VisibleText`). It
 imports neither torch nor transformers, so that `check` renders the same texts as a run.
@@ -78,15 +77,16 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _parse_arguments(call: Any) -> Any:
-    """Parse the JSON text of a tool call's arguments; return a call without such text unchanged."""
-    # Keep text that is not JSON: the template may print it.
+    """Return a tool call with its arguments parsed from JSON text; other calls are returned unchanged."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
 
-    with suppress(ValueError):
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call  # keep text that is not JSON: the template may print it
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _has_thoughts(message: Message) -> bool:
@@ -104,16 +104,26 @@ def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
         '4<end>'
     """
-    # Remove end tokens from the back. The last length is that of the text with only its first end token.
+    # Remove end tokens from the back, until only the first of them is left at position `length`.
     remainder = text.rstrip()
     length = None
-    while end := next((end for end in end_texts if remainder.endswith(end)), None):
+    end_text = _find_trailing_end(remainder, end_texts)
+    while end_text:
         length = len(remainder)
-        remainder = remainder[: -len(end)].rstrip()
+        remainder = remainder[: -len(end_text)].rstrip()
+        end_text = _find_trailing_end(remainder, end_texts)
 
     if length is None:
         return None
     return text[:length]
+
+
+def _find_trailing_end(text: str, end_texts: Sequence[str]) -> str:
+    """Return the end token at the end of ``text``, or "" for a text that ends with another token."""
+    for end_text in end_texts:
+        if text.endswith(end_text):
+            return end_text
+    return ""
 
 
 def leading_end(text: str, end_texts: Sequence[str]) -> str:
@@ -121,16 +131,16 @@ def leading_end(text: str, end_texts: Sequence[str]) -> str:
 
     ``end_texts`` are the texts of the tokens that end responses.
     """
-    stripped = text.lstrip()
-    end = next((end for end in end_texts if stripped.startswith(end)), None)
-    if end is None:
-        return ""
-    return text[: len(text) - len(stripped) + len(end)]
+    num_whitespace = len(text) - len(text.lstrip())
+    for end_text in end_texts:
+        if text.startswith(end_text, num_whitespace):
+            return text[: num_whitespace + len(end_text)]
+    return ""
 
 
 @dataclass(frozen=True)
 class TrainedConversation:
-    """Conversation from its first trained turn on, as text.
+    """Text of a conversation, split into prompt, trained turns and the text between the turns.
 
     Example:
         >>> TrainedConversation("Q: 1+1 A:", ["2<end>", " Q: and 1? A:", "3<end>"], True).pieces[::2]
@@ -149,11 +159,10 @@ class TrainedConversation:
 
 
 class ConversationText:
-    """Texts of conversations under a chat template.
+    """Renderer of conversations with a chat template, which can split a conversation into turns.
 
-    ``end_texts`` are the texts of the tokens that end responses, and ``kwargs`` the template's arguments in
-    all renderings. Methods raise UserError if the template raises an error for messages or omits their
-    content.
+    ``end_texts`` are the texts of the tokens that end responses. ``kwargs`` are passed to the template in
+    every rendering. Methods raise UserError if the template rejects messages or omits their content.
     """
 
     def __init__(
@@ -170,13 +179,13 @@ class ConversationText:
         self._make_with_kwargs = cache_by_kwargs(partial(ConversationText, renderer, self.end_texts))
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
-        """Return the texts of conversations with other arguments of the template."""
+        """Return the instance that passes ``kwargs`` to the same template; instances are cached."""
         if kwargs == self._kwargs:
             return self
         return self._make_with_kwargs(kwargs)
 
     def render_prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """Render messages as text, followed by the opening of the assistant's turn."""
+        """Render messages as text that ends with the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
 
@@ -203,18 +212,18 @@ class ConversationText:
         self._has_steady_tails = True
 
     def render_tail(self, new_messages: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
-        """Return the text between two turns of the assistant, of which the first follows ``history``.
+        """Render the text between two assistant turns: close, ``new_messages`` and the next opening.
 
-        It contains ``new_messages``, such as the user's or a tool's. Raises UserError if the template omits
-        the content of one.
+        ``history`` are the messages before the first of the two turns. Raises UserError if the template omits
+        the content of a new message.
         """
         tail = self._after_sentinel([*history, _SENTINEL_TURN, *new_messages])
         for index, message in enumerate(new_messages):
             if str(message.get("content") or "").strip() in tail:
                 continue
 
-            # The template may write the content in another form, such as escaped. It omits the content if
-            # the rendered text is equal for another content.
+            # The template may escape the content. It omits the content only if changing the content does not
+            # change the rendered text.
             changed_messages = list(new_messages)
             changed_messages[index] = {**message, "content": "?"}
             if self._after_sentinel([*history, _SENTINEL_TURN, *changed_messages]) == tail:
@@ -225,10 +234,10 @@ class ConversationText:
 
     @cached_property
     def after_turn(self) -> str | None:
-        """Text that the template writes after a turn, or None if it renders no question with an answer.
+        """Text that the template writes after a turn, or None if it rejects a question with an answer.
 
-        Some templates write nothing there and end a turn by opening the next message: then it is the text
-        from the turn to the end of the next question.
+        Some templates write nothing after the last turn, and close a turn by opening the next message. For
+        these, it is the text from the turn to the end of the next question.
         """
         with suppress(UserError):
             close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], add_generation_prompt=False)
@@ -266,10 +275,10 @@ class ConversationText:
         return ""
 
     def format_response(self, text: str) -> str:
-        """Return a response that is given as text in the form in which the template writes a turn.
+        """Convert the text of a response to the text that the template would write for the turn.
 
-        A repeated opening of the turn and a repeated BOS are removed, missing leading whitespace is added,
-        and the response ends with exactly one end token.
+        Remove a repeated opening of the turn and a repeated BOS, add missing leading whitespace, and end the
+        response with exactly one end token.
         """
         # In data sets that are already rendered, responses often repeat the opening and the BOS.
         opening = self.opening.strip()
@@ -303,7 +312,7 @@ class ConversationText:
         prompt = ""
         conversation = ""
         pieces: list[str] = []
-        for number, index in enumerate(turn_indices):
+        for turn_number, index in enumerate(turn_indices):
             message = response_messages[index]
             history = [*prompt_messages, *response_messages[:index]]
             opening, conversation = self._render(
@@ -313,20 +322,20 @@ class ConversationText:
             prompt = prompt or opening
             turn = self._extract_turn(message, history, tools, opening, conversation)
 
-            if number + 1 == len(turn_indices):
+            if turn_number + 1 == len(turn_indices):
                 has_end = cut_at_end(turn, self.end_texts) is not None
                 pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
-            # A turn without thoughts is trained on in the form that it has before later turns: some templates
-            # write empty thoughts only into the last turn. A turn with thoughts keeps them, although the
-            # template omits them once later turns follow.
-            next_index = turn_indices[number + 1]
+            # Train on a turn without thoughts as it is rendered before later turns: some templates write
+            # empty thoughts only into the last turn. A turn with thoughts keeps them, although the template
+            # omits them once later turns follow.
+            next_index = turn_indices[turn_number + 1]
             tail = self.render_tail(response_messages[index + 1 : next_index], history)
             later_history = [*prompt_messages, *response_messages[:next_index]]
             (later_text,) = self._render(Rendering(later_history, tools))
-            is_steady = later_text.startswith(opening) and later_text.endswith(tail)
-            if is_steady and not _has_thoughts(message):
+            can_extract_turn = later_text.startswith(opening) and later_text.endswith(tail)
+            if can_extract_turn and not _has_thoughts(message):
                 turn = later_text[len(opening) : len(later_text) - len(tail)]
 
             # An end token before the next message is part of the turn: the policy samples it.
@@ -337,8 +346,8 @@ class ConversationText:
 
         text = "".join([prompt, *pieces]).rstrip()
         rendered_text = conversation.rstrip()
-        is_same = text.startswith(rendered_text) or rendered_text.startswith(text)
-        return TrainedConversation(prompt, pieces, as_written=is_same or len(turn_indices) == 1)
+        is_equal = text.startswith(rendered_text) or rendered_text.startswith(text)
+        return TrainedConversation(prompt, pieces, as_written=is_equal or len(turn_indices) == 1)
 
     @cached_property
     def _turn_end(self) -> str:
@@ -370,8 +379,9 @@ class ConversationText:
         # The usual case: the turn is the text after its opening, up to an end token or to the turn's close.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
-            if cut := cut_at_end(turn, self.end_texts):
-                return cut
+            turn_with_end = cut_at_end(turn, self.end_texts)
+            if turn_with_end:
+                return turn_with_end
             close = self._after_sentinel([*history, _SENTINEL_TURN], tools, add_generation_prompt=False)
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
@@ -454,7 +464,7 @@ def find_turn_end(
     added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
-    """Return the text that ends a turn under a template, or None if it renders no question with an answer.
+    """Return the text with which a template ends turns, or None if it rejects a question with an answer.
 
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS after a turn belongs to the next turn.
@@ -476,11 +486,11 @@ def unnamed_turn_end_warning(
     end_names: str,
     model_path: str,
 ) -> UserError | None:
-    """Return a warning if the template ends turns with a token that is not an end in the model's files.
+    """Return the warning about a template whose end-of-turn token is not an end token of the model's files.
 
-    ``turn_end`` is the text that the template writes at the end of a turn. ``end_ids`` are the tokens that
-    the files define as ends of responses, and ``end_names`` lists their texts for the warning. Returns None
-    if the template's token is one of them, or if ``turn_end`` is None.
+    ``turn_end`` is the text that the template writes at the end of a turn. ``end_ids`` are the end tokens
+    that the model's files define, and ``end_names`` lists their texts for the warning. Returns None if the
+    template's token is in ``end_ids``, or for a template without a ``turn_end``.
     """
     if turn_end is None or turn_end.token in end_ids:
         return None
@@ -512,17 +522,17 @@ def unnamed_turn_end_warning(
 def added_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the special and other added tokens of a tokenizer: id -> text."""
     special_tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    texts = dict(special_tokens)
-    for number, token in tokenizer.added_tokens_decoder.items():
-        texts[number] = token.content
-    return texts
+    text_by_id = dict(special_tokens)
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        text_by_id[token_id] = token.content
+    return text_by_id
 
 
 def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, ...]:
-    """Return the token ids that a model's files define as ends of responses, the tokenizer's EOS first.
+    """Return the ids of the end tokens that a model's files define, the tokenizer's EOS first.
 
-    As in transformers, config.json is read only if generation_config.json defines none. Its value is often a
-    library default, so only ids of added tokens are read there.
+    As in transformers, config.json is read only if generation_config.json defines no end tokens. The value
+    in config.json is often a library default, so only ids of added tokens are read from it.
     """
     ids: list[int] = []
     if tokenizer.eos_token_id is not None:
@@ -546,14 +556,14 @@ def listed_end_ids(model_folder: Path, added_ids: Collection[int]) -> list[int]:
 
 
 def _eos_token_ids(file: Path) -> list[int]:
-    """Return the ids in a JSON file's ``eos_token_id``; no ids for an absent or malformed file."""
+    """Return the ids in a JSON file's ``eos_token_id``, or no ids for an absent or malformed file."""
     try:
-        value = read_json_object(file).get("eos_token_id")
+        eos_token_id = read_json_object(file).get("eos_token_id")
     except (OSError, ValueError):
         return []
 
-    items = value if isinstance(value, list) else [value]
-    return [number for number in items if type(number) is int]
+    token_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return [token_id for token_id in token_ids if type(token_id) is int]
 
 
 def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
@@ -571,9 +581,9 @@ def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str
 class VisibleText:
     """Decoder of responses for rewards, environments and stored samples.
 
-    Special tokens that a user added for responses, such as ``<answer>``, are part of the text. Tokens that
-    only delimit a turn are not: the tokens that end responses, the tokenizer's BOS, EOS, padding and similar
-    tokens, and those that the chat template writes around messages.
+    The text contains special tokens that a user added for responses, such as ``<answer>``. It omits tokens
+    that only delimit a turn: end tokens, the tokenizer's BOS, EOS, padding and similar tokens, and the tokens
+    that the chat template writes around messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -635,28 +645,29 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Prepend the part of a prefix with which the tokens do not already start.
+    """Prepend a prefix to tokens, without the end of the prefix that the tokens already start with.
 
     Prompts that are stored as rendered text already start with the BOS.
     """
-    for start in range(len(prefix)):
-        if tokens[: len(prefix) - start] == prefix[start:]:
-            return prefix[:start] + tokens
+    for num_missing in range(len(prefix)):
+        suffix = prefix[num_missing:]
+        if tokens[: len(suffix)] == suffix:
+            return prefix[:num_missing] + tokens
     return prefix + tokens
 
 
 class ChatFormat(Protocol):
-    """Tokens of prompts, and of the text between a turn of the policy and the next."""
+    """Interface that tokenises prompts and the text between two turns, and decodes responses."""
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """Return the tokens of a prompt of ``messages`` and ``tools``; raises UserError for invalid ones."""
+        """Return the tokens of a prompt; raises UserError for invalid ``messages`` or ``tools``."""
         ...
 
     def encode_between_turns(self, stop_token: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between two turns of the policy, with the environment's ``messages`` in them.
+        """Return the tokens between two turns of the policy, which contain the environment's ``messages``.
 
-        ``stop_token`` is the token with which the policy ended its turn, which is not repeated, or None if a
-        limit ended the turn.
+        ``stop_token`` is the last sampled token of the previous turn, which the result does not repeat, or
+        None if a length limit ended the turn.
         """
         ...
 
@@ -712,7 +723,7 @@ class ChatTemplate(PlainText):
         self._conversation_text.require_steady_tails()
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-        """Return the tokens of the prompt that the template renders, with the assistant's turn opened."""
+        """Return the tokens of the rendered prompt, which ends with the opening of the assistant's turn."""
         text = self._conversation_text.render_prompt(messages, tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
@@ -735,9 +746,9 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: for the prompts of its data, and for conversations of environments.
+    """Chat formats of a run: one for prompts of the data set, and one for environments.
 
-    ``templated``: whether the prompts of the data are rendered by the tokenizer's chat template.
+    ``templated``: whether the tokenizer's chat template renders the prompts of the data set.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
@@ -748,19 +759,20 @@ class ChatFormats:
         self._template_format = cache_by_kwargs(partial(ChatTemplate, tokenizer))
 
     def prompt_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
-        """Return the format of conversations that begin with a prompt of the data.
+        """Return the chat format of conversations that start with a prompt of the data set.
 
-        ``kwargs`` are the template's arguments of the prompt. Raises UserError as `ChatTemplate` does.
+        ``kwargs`` are the prompt's arguments of the template. Raises UserError as `ChatTemplate` does.
         """
         if self._templated:
             return self._template_format(kwargs)
         return self.text
 
     def environment_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
-        """Return the format of conversations that an environment opens: the chat template if there is one.
+        """Return the chat format of conversations that an environment starts.
 
-        The template is used even if the prompts of the data are text, since an environment supplies messages.
-        ``kwargs`` are the template's arguments of the record. Raises UserError as `ChatTemplate` does.
+        This is the chat template, if the tokenizer has one, even for a data set whose prompts are text: an
+        environment supplies messages. ``kwargs`` are the record's arguments of the template. Raises UserError
+        as `ChatTemplate` does.
         """
         if getattr(self.tokenizer, "chat_template", None):
             return self._template_format(kwargs)

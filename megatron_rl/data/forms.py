@@ -1,10 +1,10 @@
-"""Conversion of records in the forms of OpenAI, TRL, verl, ShareGPT, OpenRLHF and axolotl to one normal form.
+"""Convert records in the formats of OpenAI, TRL, verl, ShareGPT, OpenRLHF and axolotl to one normal form.
 
-The one idea: every record passes `RecordReader.read` once, in `check` as in a run, so that both accept the
-same records and no other module handles another form. In the normal form a prompt is text or a list of
-messages, a message has a role and a text, the arguments of a call are an object, and tools are a list of
-objects. A value that cannot be converted is an error that names the record and the message. A field or key
-that nothing reads is a warning, once per data set.
+The one idea: `RecordReader.read` converts every record once, both in `check` and in a run. So both accept the
+same records, and all other modules handle only the normal form: a prompt is text or a list of messages, a
+message has a role and a text, the arguments of a call are an object, and tools are a list of objects. A value
+that cannot be converted is an error that names the record and the message. A field or key that nothing reads
+is a warning, once per data set.
 """
 
 from __future__ import annotations
@@ -108,27 +108,28 @@ def prompt_consumers(
 ) -> Consumers:
     """Find the settings whose code reads the records of ``data.train``, or of the named set or source.
 
-    A ground truth is required if any code may read it. No code is imported to find out: a file that does not
-    contain the text ``ground_truth`` counts as not reading it.
+    A ground truth is required if any code may read it. The code is searched and not imported: a file without
+    the text ``ground_truth`` does not read the ground truth.
     """
-    readers = dict(_find_field_readers(config, evaluation_set, source))
-    return Consumers(readers.get(_GROUND_TRUTH), readers.get(_METADATA))
+    # Of several settings that read a field, the last one is named in errors.
+    setting_by_field = dict(_find_field_readers(config, evaluation_set, source))
+    return Consumers(setting_by_field.get(_GROUND_TRUTH), setting_by_field.get(_METADATA))
 
 
 def _find_field_readers(
     config: RunConfig, evaluation_set: str | None, source: str | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield which fields the code of each setting reads: pairs (``ground_truth`` or ``metadata``, setting).
+    """Yield (field, setting) for each setting whose code reads a field: ``ground_truth`` or ``metadata``.
 
-    ``evaluation_set`` is the name of the evaluation set that has the records, or None for training data.
-    ``source`` is the name of the source that has them, or None.
+    ``evaluation_set`` is the evaluation set of the records, or None for training data. ``source`` is their
+    source in ``data.sources``, or None.
     """
     set_config = config.evaluation.sets.get(evaluation_set or "")
     if set_config is not None:
         for name, function in set_config.user_functions().items():
             yield from _fields_read_by_code(function, f"evaluation.sets.{evaluation_set}.{name}")
 
-    # An evaluation set without a separate reward uses the run's.
+    # An evaluation set without a separate reward uses the reward of the run.
     if set_config is None or set_config.reward is None:
         yield from _fields_read_by_rewards(config, source)
     if config.rollout.environment is not None:
@@ -136,9 +137,9 @@ def _find_field_readers(
 
 
 def _fields_read_by_rewards(config: RunConfig, source: str | None) -> Iterator[tuple[str, str]]:
-    """Yield which fields of a record each reward of the run reads: pairs (field, setting).
+    """Yield (field, setting) for each reward of the run that reads a field of a record.
 
-    ``source`` is the name of the source that has the record, or None.
+    ``source`` is the source of the record in ``data.sources``, or None.
     """
     reward = config.reward
     source_function = config.data.source_rewards.get(source or "")
@@ -156,35 +157,36 @@ def _fields_read_by_rewards(config: RunConfig, source: str | None) -> Iterator[t
 
 
 def _fields_read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
-    """Yield which fields of a record a judge's template and parser read: pairs (field, setting)."""
-    key = "reward.judge.template"
+    """Yield (field, setting) for each field of a record that a judge's template or parser reads."""
+    # A template is text with fields in braces, or the path of a function.
+    template_setting = "reward.judge.template"
     if "{" not in judge.template:
-        yield from _fields_read_by_code(judge.template, key)
+        yield from _fields_read_by_code(judge.template, template_setting)
     elif "{ground_truth}" in judge.template:
-        yield _GROUND_TRUTH, key
+        yield _GROUND_TRUTH, template_setting
     if judge.parser != _DEFAULT_PARSER:
         yield from _fields_read_by_code(judge.parser, "reward.judge.parser")
 
 
-def _fields_read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield which fields of a record a user's function or class may read: pairs (field, setting).
+def _fields_read_by_code(code_path: str, setting: str) -> Iterator[tuple[str, str]]:
+    """Yield (field, ``setting``) for each field of a record that a user's function or class may read.
 
-    ``spec`` is the path of the code, ``file.py:name`` or ``module:name``, and ``key`` its setting. The file
-    is searched for the name of the field, and not imported.
+    ``code_path`` is the value of the setting: ``file.py:name`` or ``module:name``. The file is searched for
+    the name of the field, and not imported.
     """
-    yield _METADATA, key
+    yield _METADATA, setting
 
-    module, _, name = spec.rpartition(":")
+    module, _, name = code_path.rpartition(":")
     try:
         file = Path(module) if module.endswith(".py") else find_module(module)[0]
-        source = "" if file is None else file.read_text(encoding="utf-8")
+        source_code = "" if file is None else file.read_text(encoding="utf-8")
     except (OSError, ValueError):
-        source = ""
+        source_code = ""
 
-    # A name that the file only imports is defined in a file that is not read here.
-    definition = re.search(rf"\b(def|class)\s+{re.escape(name)}\b", source)
-    if definition is None or _GROUND_TRUTH in source:
-        yield _GROUND_TRUTH, key
+    # Code that is defined elsewhere and only imported here may read the ground truth.
+    definition = re.search(rf"\b(def|class)\s+{re.escape(name)}\b", source_code)
+    if definition is None or _GROUND_TRUTH in source_code:
+        yield _GROUND_TRUTH, setting
 
 
 # The reader
@@ -242,11 +244,11 @@ class RecordReader:
             values[kwargs_field] = self._read_template_kwargs(values[kwargs_field], record)
         record = replace(record, values=values)
 
-        # Split before the rules: splitting may create the field of a response from the prompt's messages.
+        # Split before validation: splitting may create the field of a response from the prompt's messages.
         if responses:
             record = split_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
 
-        # First require the fields, then validate their values.
+        # Check that the fields exist, then validate their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
         self._require_same_prompt_form(record)
@@ -260,7 +262,7 @@ class RecordReader:
         return record
 
     def remarks(self) -> Iterator[UserError]:
-        """Yield the warnings about the records that were read so far."""
+        """Yield the warnings about the records that have been read so far."""
         if self._unread_fields:
             yield self._unread_fields_warning()
 
@@ -317,7 +319,7 @@ class RecordReader:
     # Rules on a complete record
 
     def _require_fields(self, record: Record) -> None:
-        """Raise UserError for a record without prompt, response, or a ground truth that some code reads."""
+        """Raise UserError for a record without a prompt, a response, or a required ground truth."""
         data = self.data
         other_fields = [data.tools_field, data.task_field, data.chat_template_kwargs_field]
         if not self.responses:
@@ -336,7 +338,7 @@ class RecordReader:
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
     def _require_same_prompt_form(self, record: Record) -> None:
-        """Raise UserError for a prompt that is messages if the data set's first prompt is plain text."""
+        """Raise UserError for a prompt of messages in a data set whose first prompt is plain text."""
         prompt = record.values[self.data.prompt_field]
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
@@ -381,7 +383,7 @@ class RecordReader:
                 self._reject_broken_messages(value, record)
             value = messages or value
 
-        # The value may be a single message, or a mapping of columns.
+        # The value may also be a single message, or a mapping of columns.
         if isinstance(value, Mapping):
             messages = _messages_of_columns(value)
             if not messages and _is_message(value):
@@ -406,7 +408,7 @@ class RecordReader:
         return messages
 
     def _reject_broken_messages(self, text: str, record: Record) -> None:
-        """Raise UserError for a prompt that begins like a list of messages but is not JSON."""
+        """Raise UserError for prompt text that begins like a list of messages but is not JSON."""
         if _BEGINS_AS_MESSAGES.match(text):
             raise UserError(
                 "a prompt begins like a list of messages, but is not JSON",
@@ -418,7 +420,10 @@ class RecordReader:
             )
 
     def _read_message(self, original: Any, record: Record) -> dict[str, Any]:
-        """Convert a message to the normal form: role, content and further keys; raises _MessageError."""
+        """Convert a message to the normal form: a mapping with role, content and the message's other keys.
+
+        Raises _MessageError for a value that is not a message.
+        """
         if not isinstance(original, Mapping):
             raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
@@ -451,9 +456,10 @@ class RecordReader:
         location: str,
         is_sharegpt: bool,
     ) -> dict[str, Any]:
-        """Return a message with a role that templates use, and with its calls as a list of objects.
+        """Build a message from its role, content and other keys, with tool calls in OpenAI's format.
 
-        ``message`` contains the further keys of the message; keys of calls are removed from it.
+        ``message`` contains the other keys; keys of calls are removed from it. Raises _MessageError for an
+        invalid role, content or call.
         """
         if not isinstance(role, str):
             raise _MessageError("has no role", "a role, such as user or assistant", _excerpt(role))
@@ -506,10 +512,10 @@ class RecordReader:
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.template or ""))
 
     def _read_tools(self, tools: Any, record: Record) -> list[Any] | None:
-        """Return the tools of a record as a list of objects, or None without tools.
+        """Convert the tools of a record to a list of objects; return None for a record without tools.
 
-        A column of JSON text contains an empty text, or ``null``, in rows without tools. Raises UserError for
-        other values.
+        A column of JSON text has an empty text or ``null`` in rows without tools. Raises UserError for a
+        value that is not a list of objects.
         """
         if isinstance(tools, str) and tools.strip() in ("", "null"):
             return None
@@ -535,10 +541,10 @@ class RecordReader:
         return cleaned_schemas or None
 
     def _read_template_kwargs(self, value: Any, record: Record) -> dict[str, Any] | None:
-        """Return the chat template's arguments of a record, or None without arguments.
+        """Convert the chat template's arguments of a record to a mapping; return None without arguments.
 
-        A table has null for an argument that only other rows have. Raises UserError for a value other than
-        a mapping or JSON text of one, and for an argument that the renderer passes itself.
+        Raises UserError for a value that is neither a mapping nor its JSON text, and for an argument that
+        the renderer passes itself.
         """
         if isinstance(value, str) and value.strip() in ("", "null"):
             return None
@@ -561,7 +567,7 @@ class RecordReader:
         if error is not None:
             raise error
 
-        # Nulls in JSON text were written by its author; nulls in a table come from Arrow.
+        # A table has null for an argument that only other rows have. Nulls in JSON text are the user's.
         if record.from_table and not isinstance(value, str):
             kwargs = remove_nulls(kwargs)
         self._note_unused_kwargs(kwargs, record.where)
@@ -570,7 +576,7 @@ class RecordReader:
     # Fields and keys that nothing reads
 
     def _note_unused_kwargs(self, kwargs: Mapping[str, Any], location: str) -> None:
-        """Record the arguments that the chat template does not contain, for a warning about the data set."""
+        """Record template arguments that the chat template does not contain, for a warning."""
         if self.template is None:
             return
         for name in kwargs:
@@ -578,7 +584,7 @@ class RecordReader:
                 self._unused_kwargs.setdefault(name, location)
 
     def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
-        """Record the names of a record's fields that nothing reads, for a warning about the data set."""
+        """Record the fields of a record that nothing reads, for a warning."""
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
         if not self.responses:
@@ -586,8 +592,7 @@ class RecordReader:
         # The outer field of a dotted name is read, too.
         read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
-        # User code gets every further field as metadata, but fields that belong in the prompt have no effect
-        # there.
+        # User code gets all other fields as metadata. Fields that belong in the prompt have no effect there.
         has_metadata = not self.responses and self.consumers.metadata is not None
         for name, value in values.items():
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):
@@ -596,8 +601,8 @@ class RecordReader:
                 self._unread_fields[name] = location
 
     def _unread_fields_warning(self) -> UserError:
-        """Return the warning about fields that nothing reads, with hints for the known ones."""
-        # Hints for fields that a setting, or another form of the record, can use.
+        """Return the warning about fields that nothing reads, with hints for well-known fields."""
+        # Give a hint for each field that has an effect under another setting or in another format.
         names = set(self._unread_fields)
         hints = []
         if "tools" in names and self.data.tools_field is None:
@@ -624,7 +629,7 @@ class RecordReader:
         )
 
     def _note_unread_keys(self, message: Mapping[str, Any], location: str) -> None:
-        """Record the keys of a message that the chat template does not contain, for a warning."""
+        """Record keys of a message that the chat template does not contain, for a warning."""
         if self.template is None:
             return
 
@@ -635,7 +640,7 @@ class RecordReader:
                 self._unread_keys[name] = location
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
-        """Record null arguments of calls, which the user or an export of a table wrote, for a warning."""
+        """Record the null arguments of tool calls, for a warning."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if not isinstance(arguments, Mapping):
@@ -665,9 +670,9 @@ def _excerpt(value: Any) -> str:
 
 
 def join_text_parts(content: Any) -> str:
-    """Return the text of a message's content: the text itself, or its parts of text joined by line breaks.
+    """Return the text of a message's content; text parts are joined by line breaks, as in vLLM.
 
-    vLLM joins parts in the same way for text-only models. Raises _MessageError for any other content.
+    Raises _MessageError for any other content.
 
     Example:
         >>> join_text_parts([{"type": "text", "text": "Add:"}, {"type": "text", "text": "2+2"}])
@@ -676,31 +681,31 @@ def join_text_parts(content: Any) -> str:
     if isinstance(content, str):
         return content
 
-    items = content
+    content_parts = content
     if isinstance(content, Mapping) and "type" in content:
-        items = [content]
-    if items == []:
+        content_parts = [content]
+    if content_parts == []:
         return ""
-    if not isinstance(items, list):
+    if not isinstance(content_parts, list):
         raise _MessageError(
             "has content other than text",
             "text, or a list of parts of text",
             _excerpt(content),
             "write it as text, such as JSON",
         )
-    return "\n".join(map(_part_text, items))
+    return "\n".join(map(_part_text, content_parts))
 
 
-def _part_text(item: Any) -> str:
-    """Return the text of one part of a message's content; raises _MessageError for other media."""
+def _part_text(content_part: Any) -> str:
+    """Return the text of one part of a message's content; raises _MessageError for images and sounds."""
     # A part may be bare text, or an object with or without a type.
     text = None
     part_type = None
-    if isinstance(item, str):
-        text = item
-    elif isinstance(item, Mapping):
-        part_type = item.get("type")
-        fields = {name: value for name, value in item.items() if value is not None}
+    if isinstance(content_part, str):
+        text = content_part
+    elif isinstance(content_part, Mapping):
+        part_type = content_part.get("type")
+        fields = {name: value for name, value in content_part.items() if value is not None}
         if fields.get("type", "text") in _TEXT_PARTS:
             text = fields.get("text", fields.get("content"))
     if isinstance(text, str):
@@ -712,7 +717,7 @@ def _part_text(item: Any) -> str:
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',
-        _excerpt(item),
+        _excerpt(content_part),
         "remove the record, or its parts other than text",
     )
 
@@ -762,7 +767,7 @@ def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether a value is a message in any form: it has a role or sender, and content or calls."""
+    """Return whether a value is a message of OpenAI or ShareGPT: it has a role, and content or calls."""
     if not isinstance(value, Mapping):
         return False
     has_role = value.get("role") is not None or value.get("from") is not None
@@ -770,11 +775,11 @@ def _is_message(value: Any) -> bool:
 
 
 def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
-    """Return the messages in a mapping of lists, the form of a ``Sequence`` of structs in ``datasets``.
+    """Convert a mapping of columns to messages; return None for any other mapping.
 
-    Returns None for any other mapping.
+    HF ``datasets`` stores a ``Sequence`` of structs as a mapping of columns: key -> list of values.
     """
-    # All columns must have the length of the column of roles.
+    # Every column must have one value per role.
     columns = {name: column for name, column in value.items() if column is not None}
     roles = columns.get("role", columns.get("from"))
     if not isinstance(roles, list):
@@ -790,7 +795,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _parse_messages(text: str) -> list[Any] | None:
-    """Return the messages of a text that is a JSON list of messages, or None for any other text."""
+    """Parse a text that is a JSON list of messages; return None for any other text."""
     parsed = _parse_json(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
         return parsed
@@ -823,20 +828,20 @@ def _parse_sharegpt_calls(content: Any, role: str) -> list[Any]:
 def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
     """Convert tool calls to objects with a name and arguments; raises _MessageError for other values."""
     parsed = _parse_json(calls)
-    items = parsed if isinstance(parsed, list) else [parsed]
+    original_calls = parsed if isinstance(parsed, list) else [parsed]
 
     converted_calls = []
-    for item in items:
-        call = _parse_json(item)
+    for original_call in original_calls:
+        call = _parse_json(original_call)
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise _MessageError(
                 "has a tool call without a name",
                 'calls such as {"type": "function", "function": {"name": "...", "arguments": {...}}}',
-                _excerpt(item),
+                _excerpt(original_call),
             )
 
-        # Templates print the arguments of every call, and fail for a call without arguments.
+        # Give every call arguments: templates print them, and fail for a call without arguments.
         converted_call = {name: value for name, value in function.items() if value is not None}
         converted_call["arguments"] = _parse_json(converted_call.get("arguments", {}))
         if "function" in call:
@@ -847,7 +852,10 @@ def _parse_tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) -> None:
-    """Raise _MessageError for a message without content; an empty content is valid."""
+    """Raise _MessageError for a message without content, unless it has calls or thoughts.
+
+    ``original`` is the message before its conversion to ``message``. Empty content is valid.
+    """
     if original.get("content") is not None or original.get("value") is not None:
         return
     has_substitute = set(message) & {"tool_calls", "reasoning_content", "thinking", "reasoning"}
@@ -861,10 +869,10 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
 
 
 def _normalise_weight(message: dict[str, Any]) -> None:
-    """Replace keys that exclude a turn from training by ``weight: 0``; remove such keys from a trained turn.
+    """Convert the keys that exclude a turn from training to OpenAI's ``weight: 0``.
 
-    `is_trained_turn` reads only OpenAI's ``weight``. Raises _MessageError for a weight other than 0 and 1,
-    and for weights of spans within the message.
+    A trained turn loses all such keys. Raises _MessageError for a weight other than 0 and 1, and for weights
+    of spans within the message.
     """
     # A turn is trained on unless one of the keys excludes it.
     is_trained = True
@@ -895,9 +903,10 @@ def _normalise_weight(message: dict[str, Any]) -> None:
 
 
 def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
-    """Remove the weight of a message that is never trained on; raises _MessageError for a weight of 1.
+    """Remove the weight of a message that is never trained on.
 
-    In data without given responses (``has_responses`` false) weights have no effect, so any value is valid.
+    Raises _MessageError for a weight of 1 in data with responses (``has_responses``). In data without
+    responses any value is valid, because weights have no effect.
     """
     for name in (*_TRAINED_IF_TRUE, *_TRAINED_IF_FALSE):
         value = message.pop(name, None)
@@ -913,7 +922,10 @@ def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
 
 
 def template_source(template: Any) -> str | None:
-    """Return the source text of a tokenizer's chat template, or None; several templates are joined."""
+    """Return the source text of a tokenizer's chat template, or None without a template.
+
+    Several templates, by name or in a list as in tokenizer_config.json, are joined by line breaks.
+    """
     if isinstance(template, Mapping):
         return "\n".join(text for text in template.values() if isinstance(text, str))
     if isinstance(template, Collection) and not isinstance(template, str):

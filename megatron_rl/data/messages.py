@@ -1,8 +1,8 @@
-"""Fields of a record: its prompt, its tools and its responses, as text or as messages.
+"""Validate the prompt, tools and responses of a record, and split conversations into prompt and response.
 
-The functions here validate and split the values that `megatron_rl.data.forms` has normalised. The one idea: a
-conversation is split once, into the messages of the prompt and those of the response, at the first turn of
-the assistant that is trained on. Nothing here needs torch or a tokenizer.
+The values have been normalised by `megatron_rl.data.forms`. The one idea: a conversation is split once, at
+the first trained turn of the assistant, into the messages of the prompt and the messages of the response.
+Nothing here needs torch or a tokenizer.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _THOUGHTS_OPENED = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*
 
 
 def with_nested_fields(record: Record, names: Iterable[str | None]) -> Record:
-    """Add the nested fields of dotted ``names`` to the top level of a record.
+    """Copy nested fields to the top level of a record, for each of ``names`` that contains a dot.
 
-    ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, unless the record has a
-    field with the complete name.
+    The name ``reward_model.ground_truth`` means ``ground_truth`` in the mapping ``reward_model``, unless the
+    record has a field with the complete name.
     """
-    nested = {}
+    nested_values = {}
     for name in names:
         if name is None or name in record.values or "." not in name:
             continue
@@ -52,11 +52,11 @@ def with_nested_fields(record: Record, names: Iterable[str | None]) -> Record:
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
-            nested[name] = value
+            nested_values[name] = value
 
-    if not nested:
+    if not nested_values:
         return record
-    return replace(record, values={**record.values, **nested})
+    return replace(record, values={**record.values, **nested_values})
 
 
 def require_fields(
@@ -67,8 +67,8 @@ def require_fields(
 ) -> None:
     """Raise UserError for the first of ``fields`` that is absent or null in a record.
 
-    ``fields`` maps the names of fields to the settings that define these names. The fields in
-    ``read_elsewhere`` have another meaning, so they are not suggested for an absent field.
+    ``fields`` maps the name of a field to the setting that contains the name. The error for an absent field
+    suggests another field of the record, but no field in ``read_elsewhere``, which have other uses.
     """
     for name, name_setting in fields.items():
         if record.values.get(name) is not None:
@@ -85,6 +85,7 @@ def require_fields(
             fix = "fill it in, or remove the record"
         else:
             message = f"a record has no `{name}`"
+            # Suggest no field that already has another use.
             occupied_fields = {*fields, *read_elsewhere}
             fix = _absent_field_fix(record, name, name_setting, nested_fields, occupied_fields)
         raise UserError(
@@ -103,11 +104,11 @@ def _absent_field_fix(
     nested_fields: Sequence[str],
     occupied_fields: Collection[str | None],
 ) -> str:
-    """Return the advice for an absent field ``name``: another field to name in its setting, if one fits.
+    """Return the fix for an absent field ``name``: the field that its setting should name, if one fits.
 
     The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
-    public data sets use, the only field without another meaning. ``name_setting`` is the setting that defines
-    the name; the ``occupied_fields`` have another meaning.
+    public data sets use, the only field without another use. ``name_setting`` is the setting that contains
+    the name. ``occupied_fields`` are the fields with another use.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
     free_fields = [field for field in filled_fields if field not in occupied_fields]
@@ -132,17 +133,17 @@ def _absent_field_fix(
 def require_last_answer(
     record: Record, prompt_field: str, responses: Mapping[str, str], setting: str
 ) -> None:
-    """Raise UserError for messages that do not end with an answer of the assistant to train on.
+    """Raise UserError for a conversation to train on that does not end with an answer of the assistant.
 
     ``responses`` maps fields of responses to the settings that name them. If another field of the record may
-    contain the response, `require_fields` raises the error and names that field.
+    contain the response, `require_fields` raises the error instead and suggests that field.
     """
     messages = record.values.get(prompt_field)
     absent_fields = [name for name in responses if record.values.get(name) is None]
     if len(responses) != 1 or not absent_fields or not isinstance(messages, list) or not messages:
         return
 
-    # Another field may contain the response under another name.
+    # Leave the error to `require_fields` if a field with another name may contain the response.
     name = absent_fields[0]
     other_fields = [key for key, value in record.values.items() if value is not None and key != prompt_field]
     usual_names = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
@@ -169,16 +170,16 @@ def uses_chat_template(record: Record, data: DataConfig) -> bool:
 
 
 def get_tools(record: Record, data: DataConfig) -> list[Any] | None:
-    """Return the tools of a record that `RecordReader` has read, or None for a record without tools."""
+    """Return the tools of a normalised record, or None for a record without tools."""
     if data.tools_field is None:
         return None
     return record.values.get(data.tools_field)
 
 
 def get_template_kwargs(record: Record, data: DataConfig) -> dict[str, Any]:
-    """Return the chat template's arguments of a record: the data set's, replaced by the record's own.
+    """Return the chat template's arguments for a normalised record.
 
-    `RecordReader` has read the record.
+    They are the arguments of the data set, updated with the record's own arguments.
     """
     kwargs = dict(data.prompt_template.kwargs)
     if data.chat_template_kwargs_field is not None:
@@ -187,7 +188,7 @@ def get_template_kwargs(record: Record, data: DataConfig) -> dict[str, Any]:
 
 
 def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """Return the messages of a record's prompt, which goes through the chat template."""
+    """Return a prompt as messages for the chat template, with the system prompt of the data set if set."""
     prompt = record.values[data.prompt_field]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -232,7 +233,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"remove {template}=false, or set {template}=true for this data",
         )
 
-    # Neither text nor messages: usually the wrong field.
+    # A prompt is text or messages. Any other value usually means that the setting names the wrong field.
     if not isinstance(prompt, str) and not _are_messages(prompt):
         expected = "a string"
         if data.chat_template is not False:
@@ -245,7 +246,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
 
-    # Only the template can render tools into the prompt, and reads arguments.
+    # Only the template can render tools into the prompt, and only it has arguments.
     if uses_chat_template(record, data):
         return
     if get_tools(record, data):
@@ -273,7 +274,7 @@ def require_template_for(
     data: DataConfig,
     setting: str,
 ) -> None:
-    """Raise UserError if a response is a list of messages, but its prompt bypasses the chat template."""
+    """Raise UserError for a response of messages to a prompt that does not use the chat template."""
     responses = [record.values[field] for field in response_fields]
     conversations = [response for response in responses if not isinstance(response, str)]
     if not conversations or uses_chat_template(record, data):
@@ -290,7 +291,7 @@ def require_template_for(
 
 
 def no_tokens_error(prompt: str, location: str) -> UserError:
-    """Return the error for a prompt for which the tokenizer returns no token."""
+    """Return the error for a prompt that the tokenizer encodes to no tokens."""
     return UserError(
         "a prompt has no tokens",
         where=location,
@@ -322,27 +323,27 @@ def split_responses(
 ) -> Record:
     """Split a record's conversations into the prompt and the responses in ``fields``.
 
-    - A record without a field for its single response has it at the end of the prompt's messages: the last
-      turn that is trained on or, with ``every_turn``, all messages from the first such turn.
-    - Several responses may be complete conversations. The messages that they share are the prompt.
-    - Messages after the last turn that is trained on are dropped.
-    - After a prompt of text, a response of one message with only text becomes text. After messages it remains
-      a message, which the chat template renders.
+    - A single response without a field is the end of the prompt's messages: the last trained turn or, with
+      ``every_turn``, all messages from the first trained turn on.
+    - Several responses may be complete conversations. The messages at the start that they share become the
+      prompt.
+    - Messages after the last trained turn are dropped.
+    - A response of one message with only text becomes text if the prompt is text.
 
-    Raises UserError for a response without a turn to train on.
+    Raises UserError for a response without a trained turn.
     """
     values = dict(record.values)
     field, *further_fields = fields
 
-    # A pair of complete conversations: the prompt is the messages at the start that they share.
+    # Complete conversations: split them after the messages that they share, which are the prompt.
     if further_fields and all(_begins_with_prompt(values.get(name)) for name in fields):
         conversations = [values[name] for name in fields]
-        length = _count_shared_messages(conversations)
-        values[prompt_field] = conversations[0][:length]
+        num_shared = _count_shared_messages(conversations)
+        values[prompt_field] = conversations[0][:num_shared]
         for name, conversation in zip(fields, conversations, strict=True):
-            values[name] = conversation[length:]
+            values[name] = conversation[num_shared:]
 
-    # One conversation in the prompt's field: the response is its end.
+    # One conversation in the prompt's field: its end is the response.
     messages = values.get(prompt_field)
     has_response = bool(further_fields) or values.get(field) is not None
     if not has_response and isinstance(messages, list) and _ends_with_turn(messages):
@@ -383,29 +384,31 @@ def require_responses(record: Record, fields: Mapping[str, str], setting: str) -
 
 
 def is_trained_turn(message: Mapping[str, Any]) -> bool:
-    """Return whether a turn of the assistant is trained on; one with ``weight: 0`` is only context."""
+    """Return whether a turn of the assistant is trained on; a turn with ``weight: 0`` is only context."""
     return message.get("weight") != 0
 
 
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the response's first message in a complete conversation.
 
-    With ``every_turn`` it is the first turn that is trained on, otherwise the last one. A conversation
-    without a trained turn is split, too: `_cut_after_last_trained` later raises the error for it.
+    This is the first trained turn with ``every_turn``, otherwise the last trained turn. For a conversation
+    without a trained turn any turn is returned: `_cut_after_last_trained` raises the error for it.
     """
     # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
     trained_turns = [index for index in turns if is_trained_turn(messages[index])]
-    candidates = trained_turns or turns or [0]
+    candidates = trained_turns or turns
+    if not candidates:
+        return 0
     if every_turn:
         return candidates[0]
     return candidates[-1]
 
 
 def _cut_after_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
-    """Return the messages of a response up to its last trained turn.
+    """Drop the messages of a response after its last trained turn; raises UserError if no turn is trained.
 
-    Raises UserError for a response without a trained turn.
+    ``field`` is the field of the response, for the error.
     """
     trained_turns = [
         index
@@ -429,9 +432,9 @@ def _begins_with_prompt(messages: Any) -> bool:
 
 
 def _count_shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
-    """Return the number of messages at the start that all conversations share.
+    """Return the length of the longest common prefix of conversations, in messages.
 
-    The last message of the shortest conversation is not counted, so that every response has a message.
+    The prefix is shorter than every conversation, so that every response has at least one message.
     """
     max_count = min(map(len, conversations)) - 1
     first_conversation = conversations[0]
@@ -450,7 +453,7 @@ def _ends_with_turn(messages: Sequence[Any]) -> bool:
 
 
 def _is_text_turn(messages: Sequence[Any]) -> bool:
-    """Return whether messages are a single turn of the assistant without fields other than its text."""
+    """Return whether messages are a single turn of the assistant with only text."""
     if len(messages) != 1 or not _ends_with_turn(messages):
         return False
     message = messages[0]
@@ -458,7 +461,10 @@ def _is_text_turn(messages: Sequence[Any]) -> bool:
 
 
 def _are_turns(messages: Any) -> bool:
-    """Return whether a value is messages with text or calls that start and end with the assistant's turn."""
+    """Return whether a value is a valid response of messages: its first and last are the assistant's.
+
+    Every message must have a role, and text or calls.
+    """
     if not isinstance(messages, list) or not _ends_with_turn(messages[:1]) or not _ends_with_turn(messages):
         return False
     return all(
@@ -473,7 +479,7 @@ def _are_turns(messages: Any) -> bool:
 
 
 def is_uninformative(response: object, *alternatives: object) -> bool:
-    """Return whether a single response is empty or, with ``alternatives``, equals one of them.
+    """Return whether a response equals one of its ``alternatives`` or, without alternatives, is empty.
 
     Responses are texts or tokens.
     """
@@ -483,9 +489,9 @@ def is_uninformative(response: object, *alternatives: object) -> bool:
 
 
 def uninformative_warning(locations: Sequence[str], total: int, are_pairs: bool) -> str:
-    """Return the warning about records that teach nothing.
+    """Return the warning about records from which a model cannot learn.
 
-    ``locations`` are those of the uninformative ones among ``total`` records. ``are_pairs``: whether the
+    ``locations`` are the locations of these records, out of ``total`` records. ``are_pairs``: whether the
     records are preference pairs, not single responses.
     """
     count = f"{len(locations)} of {total}"
@@ -556,9 +562,10 @@ def _closes_thoughts(response: Any, closing_tag: str) -> bool:
 
 
 def mixed_templates_error(first: str, first_uses_template: bool, second: str) -> UserError:
-    """Return the error for two sources of prompts, named ``first`` and ``second``, with different forms.
+    """Return the error for two sources of prompts, if only one goes through the chat template.
 
-    Only one of them goes through the chat template: the first if ``first_uses_template``.
+    ``first`` and ``second`` are the names of the sources. The first source goes through the template if
+    ``first_uses_template``, otherwise the second.
     """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(

@@ -1,4 +1,4 @@
-"""Training prompts of one data set, or of several sources in exact shares.
+"""Training prompts of one data set, or of several sources in proportion to their weights.
 
 The one idea: the next prompt comes from the source that is furthest behind its share of the prompts so far.
 So the order is a function of the weights, and its state is one count per source.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class ShareOrder:
-    """Order of sources in which each source has its share of the prompts.
+    """Deterministic order of sources that draws each source in proportion to its weight.
 
-    With the weights scaled to the smallest integers, the order repeats after as many prompts as their sum,
-    and every window of that length has exactly the shares. Of two sources that are equally far behind, the
-    first comes next. This is smooth weighted round robin, as nginx balances servers.
+    If the weights, scaled to the smallest integers, have the sum N, the order repeats every N prompts, and
+    any N consecutive prompts have exactly these proportions. Ties go to the first source in ``weights``. This
+    is the smooth weighted round robin with which nginx balances servers.
 
     Example:
         >>> ShareOrder().next_sources(4, {"math": 3.0, "code": 1.0})
@@ -41,7 +41,7 @@ class ShareOrder:
     def __init__(self) -> None:
         self.weights: dict[str, float] = {}
         self.counts: dict[str, int] = {}
-        """Prompts of each source since the weights changed."""
+        """Number of prompts drawn from each source since the weights changed."""
 
     def next_sources(self, count: int, weights: Mapping[str, float]) -> list[str]:
         """Return the sources of the next ``count`` prompts; changed ``weights`` start a new order."""
@@ -52,26 +52,27 @@ class ShareOrder:
         # Exact fractions of the decimal digits: 0.1 and 0.2 are one to two, and no rounding accumulates.
         exact_weights = {name: Fraction(repr(weight)) for name, weight in weights.items()}
         total_weight = sum(exact_weights.values())
-        drawn_count = sum(self.counts.values())
+
         names: list[str] = []
-        for prompt_count in range(drawn_count + 1, drawn_count + count + 1):
-            # Number of prompts that each source lacks to its share, times the sum of the weights.
+        num_drawn = sum(self.counts.values())
+        for num_prompts in range(num_drawn + 1, num_drawn + count + 1):
+            # Deficit: prompts that a source lacks for its share of `num_prompts`, times the total weight.
             deficits: dict[str, Fraction] = {}
             for name, weight in exact_weights.items():
-                deficits[name] = weight * prompt_count - total_weight * self.counts[name]
-            name = max(deficits, key=deficits.__getitem__)
-            self.counts[name] += 1
-            names.append(name)
+                deficits[name] = weight * num_prompts - total_weight * self.counts[name]
+
+            next_name = max(deficits, key=deficits.__getitem__)
+            self.counts[next_name] += 1
+            names.append(next_name)
         return names
 
 
 class MixedPrompts:
-    """Prompts of several sources in given shares; each source has a separate order and separate epochs.
+    """Prompts of several sources in proportion to their weights; each source has its own order and epochs.
 
-    ``weights`` maps each source to its weight. ``schedule`` maps a number of steps to the weights that apply
-    after it; a source that they omit supplies no prompts. ``prompt_ids`` number the records of all sources
-    consecutively, source after source. Raises UserError unless all prompts or none go through the chat
-    template.
+    ``weights`` maps each source to its weight. ``schedule`` maps a number of steps to the weights of later
+    steps; a source without a weight supplies no prompts. ``prompt_ids`` number the records of all sources
+    consecutively, source after source. Raises UserError if only some sources go through the chat template.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class MixedPrompts:
         self._order = ShareOrder()
         self._step = 1
         self._id_ends = list(accumulate(source.record_count for source in self.sources.values()))
-        """End of each source's range of prompt ids."""
+        """End (exclusive) of each source's range of prompt ids."""
 
         first, *further_names = self.sources
         self.templated = self.sources[first].templated
@@ -103,13 +104,13 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Apply the weights and schedules of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the weights and schedules of ``step``, which counts from 1, to all further prompts."""
         self._step = step
         for source in self.sources.values():
             source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
-        """Return the weight of each source that has a positive weight in the current step, by name."""
+        """Return the positive weights of the current step, by name of the source."""
         weights = self._weights
         for steps, later_weights in self._schedule.items():
             if steps < self._step:
@@ -135,7 +136,7 @@ class MixedPrompts:
         return prompts.rows([rows_of_source[name].pop(0) for name in names])
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """Record whether a group's rewards were all equal, at the source that the prompt came from."""
+        """Record in the source of a prompt whether all rewards of the prompt's group were equal."""
         name, record = self._find_record(prompt_id)
         self.sources[name].record_group(record, is_uniform=is_uniform)
 
@@ -177,18 +178,18 @@ class MixedPrompts:
         return name
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return metric suffix ``/SOURCE`` -> fractions of the source's prompts, for every source.
+        """Return two fractions of each source's prompts, by metric suffix ``/SOURCE``.
 
         They are the fraction of prompts with equal rewards, and the fraction that this epoch skips.
         """
-        fractions: dict[str, tuple[float, float]] = {}
+        fractions_by_suffix: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():
-            for shares in source.uniform_fractions().values():
-                fractions[f"/{name}"] = shares
-        return fractions
+            for fractions in source.uniform_fractions().values():
+                fractions_by_suffix[f"/{name}"] = fractions
+        return fractions_by_suffix
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sources' states, the weights, and the number of prompts per source at these weights."""
+        """Return the states of the sources, and the weights and counts of `ShareOrder`."""
         return {
             "sources": {name: source.state_dict() for name, source in self.sources.items()},
             "weights": dict(self._order.weights),
@@ -196,9 +197,9 @@ class MixedPrompts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Restore the position in all sources; raises UserError for the state of a run with other sources.
+        """Restore the position in all sources; raises UserError if the state has other sources.
 
-        Returns a warning, or None, as `PromptSource.load_state_dict` does.
+        Returns the warnings of `PromptSource.load_state_dict` as one text, or None without warnings.
         """
         source_states = state.get("sources")
         if source_states is None or list(source_states) != list(self.sources):
@@ -234,7 +235,7 @@ def prompt_data_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
 def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
-    """Load the training prompts; return them, and the sources by configuration key of their data set."""
+    """Load the training prompts; return them and a mapping from each data set's key to its source."""
     data_sets: dict[str, PromptSource] = {}
     for key, path in prompt_data_sets(config).items():
         data_sets[key] = load_prompts(config, key, path, tokenizer, files)

@@ -22,7 +22,7 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""Characters of the problems, each of which is one token. With the special tokens there are 21, an odd
+"""Characters of the problems, one token each. With the special tokens the vocabulary has 21 tokens, an odd
 number that tensor parallelism 2 must pad."""
 
 
@@ -59,11 +59,12 @@ DEMONSTRATIONS = 8
 
 
 def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
-    """Write the model, its tokenizer and the problems into ``directory`` and return it.
+    """Write the model, its tokenizer and the problems into ``directory``; return the directory.
 
-    The problems are two-digit numbers whose sum is below 100, half of them with a carry: 500 are held out in
-    ``eval.jsonl``, 2020 are in ``train.jsonl``. ``sft.jsonl`` and ``pairs.jsonl`` contain demonstrations and
-    preferences for all problems that are not held out, ``sft_eval.jsonl`` demonstrations for the others.
+    A problem adds two two-digit numbers whose sum is below 100. Half of the problems have a carry. 500
+    problems are held out in ``eval.jsonl``, and 2020 are in ``train.jsonl``. ``sft.jsonl`` has demonstrations
+    and ``pairs.jsonl`` preferences for all problems that are not held out. ``sft_eval.jsonl`` has
+    demonstrations for the held-out problems.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -115,11 +116,11 @@ def _make_problem(pair: tuple[int, int]) -> dict[str, str]:
     return {"prompt": f"{first}+{second}=", "ground_truth": str(first + second), "task": "addition"}
 
 
-def _make_demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
-    """Return a record with the sum as response, which is 10 too small if ``careless``: without the carry."""
+def _make_demonstration(pair: tuple[int, int], is_careless: bool) -> dict[str, str]:
+    """Return a record with the sum as response; a careless demonstration forgets to carry the 10."""
     first, second = pair
     response = first + second
-    if careless:
+    if is_careless:
         response -= 10
     return {"prompt": f"{first}+{second}=", "response": str(response)}
 
@@ -144,9 +145,8 @@ def build_tokenizer():
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
-    # A Qwen2Tokenizer, because AutoTokenizer constructs one for every Qwen2 model and ignores the class that
-    # the files name.
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    # AutoTokenizer constructs a Qwen2Tokenizer for every Qwen2 model, and ignores the class in the files.
+    vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=[],

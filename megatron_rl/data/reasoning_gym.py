@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ _INSTRUCTION = "\n\nEnd with the answer between <answer> and </answer>."
 def write_data_sets(
     directory: str | Path, tasks: Sequence[str], problems: int, held_out: int, seed: int
 ) -> None:
-    """Write two data sets of problems to ``directory``, both alternating between ``tasks``.
+    """Write ``train.jsonl`` and ``eval.jsonl`` with problems of reasoning-gym, alternating between ``tasks``.
 
-    ``train.jsonl`` gets ``problems`` problems to train on, and ``eval.jsonl`` ``held_out`` other ones. Raises
-    UserError if the package reasoning-gym is not installed or lacks a task.
+    ``problems`` is the number of problems in ``train.jsonl``, and ``held_out`` the number in ``eval.jsonl``.
+    Raises UserError if the package reasoning-gym is not installed or lacks a task.
     """
     try:
         from reasoning_gym import create_dataset
@@ -39,12 +40,12 @@ def write_data_sets(
             raise _unknown_task_error(task, sorted(DATASETS))
 
     # Alternate between the tasks, so that both files have problems of every task.
-    size = -(-(problems + held_out) // len(tasks))
-    data_sets = [create_dataset(task, size=size, seed=seed) for task in tasks]
+    problems_per_task = math.ceil((problems + held_out) / len(tasks))
+    data_sets = [create_dataset(task, size=problems_per_task, seed=seed) for task in tasks]
     records = []
-    for row in range(size):
-        for task, data in zip(tasks, data_sets, strict=True):
-            records.append(_make_record(data[row], task))
+    for index in range(problems_per_task):
+        for task, data_set in zip(tasks, data_sets, strict=True):
+            records.append(_make_record(data_set[index], task))
 
     # The first problems are held out.
     directory = Path(directory)
@@ -69,17 +70,18 @@ def _unknown_task_error(task: str, tasks: Sequence[str]) -> UserError:
 
 
 def _write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write records to a file, one JSON object per line."""
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _make_record(entry: dict[str, Any], task: str) -> dict[str, Any]:
-    """Convert an entry of reasoning-gym to a record, which keeps the entry as JSON for its reward."""
+def _make_record(problem: dict[str, Any], task: str) -> dict[str, Any]:
+    """Convert a problem of reasoning-gym to a record; the reward reads the complete problem in ``entry``."""
     return {
-        "prompt": entry["question"].rstrip() + _INSTRUCTION,
-        "ground_truth": str(entry["answer"]),
+        "prompt": problem["question"].rstrip() + _INSTRUCTION,
+        "ground_truth": str(problem["answer"]),
         "task": task,
-        "entry": json.dumps(entry, default=str),
+        "entry": json.dumps(problem, default=str),
     }
 
 

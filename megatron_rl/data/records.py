@@ -1,9 +1,9 @@
-"""Records of a data set: from a setting's paths to files, and from files to records.
+"""Find the files of a data set, and read their records.
 
 A setting names one file, a directory saved by HF ``datasets``, a folder of shards, a pattern, or a list of
-these. The one idea: each form resolves to one sequence of files (`data_files`), whose records are
-concatenated. The reader of a run, the digest of token files and the rules of `check` all use that sequence,
-so they read the same records in the same order.
+these. The one idea: every such setting resolves to one sequence of files (`data_files`), whose records are
+concatenated. A run, the digest of token files and the rules of `check` all use that sequence, so they read
+the same records in the same order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ KINDS = (
     "a pattern such as data/train-*.parquet, or a list of these"
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
-"""Pattern of the name of a shard on the Hub: train-00000-of-00002.parquet, with a digest before the suffix
-in older ones."""
+"""Pattern of a shard's file name on the Hub: train-00000-of-00002.parquet. Older names have a digest before
+the suffix."""
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
 _DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
@@ -90,7 +90,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
 
     files: list[Path] = []
     for item in source:
-        # Path("") is the current folder, which an empty entry does not mean.
+        # Reject an empty path, which pathlib would turn into the current folder.
         if not str(item).strip():
             raise missing_data_error(Path(item), setting)
         files.extend(_expand_path(Path(item), setting))
@@ -131,26 +131,27 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
         >>> missing_shards([Path("a/train-00000-of-00002.parquet")])
         ['train-00001-of-00002.parquet']
     """
-    indices_of_set: dict[tuple[Path, str, str, str], set[int]] = {}
+    # Group the shards by set: folder, split, count and suffix.
+    indices_by_set: dict[tuple[Path, str, str, str], set[int]] = {}
     for file in files:
-        name = _SHARD.fullmatch(file.name)
-        if name is not None:
-            shard_set = (file.parent, name["split"], name["count"], name["suffix"])
-            indices_of_set.setdefault(shard_set, set()).add(int(name["index"]))
+        match = _SHARD.fullmatch(file.name)
+        if match is not None:
+            shard_set = (file.parent, match["split"], match["count"], match["suffix"])
+            indices_by_set.setdefault(shard_set, set()).add(int(match["index"]))
 
-    # List the numbers that are missing from each set.
-    names = []
-    for (_, split, count, suffix), indices in indices_of_set.items():
-        # Shards are numbered from 0 or from 1. With 1, an index equals the count and no index is 0.
-        first = 0
+    # List the shards that are missing from each set.
+    missing_names = []
+    for (_, split, count, suffix), indices in indices_by_set.items():
+        # Shards are numbered from 0 or from 1. From 1, the last index equals the count and no index is 0.
+        first_index = 0
         if int(count) in indices and 0 not in indices:
-            first = 1
+            first_index = 1
 
-        # A file name may contain any count, so it is bounded: a message quotes only a few names.
-        for index in range(first, first + min(int(count), 100_000)):
+        # Bound the count: a file name may contain any number, and messages quote only a few names.
+        for index in range(first_index, first_index + min(int(count), 100_000)):
             if index not in indices:
-                names.append(f"{split}-{index:0{len(count)}d}-of-{count}.{suffix}")
-    return names
+                missing_names.append(f"{split}-{index:0{len(count)}d}-of-{count}.{suffix}")
+    return missing_names
 
 
 def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
@@ -169,14 +170,16 @@ def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str
 
 
 def data_path_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a path whose type, suffix or first bytes show that it contains no records.
+    """Return the error for a path that is not a file of records by its type, suffix or first bytes.
 
-    None for other paths. Raises OSError if the file cannot be opened.
+    Returns None for other paths. Raises OSError if the file cannot be opened.
     """
-    # Not a regular file: a directory written by `save_to_disk` is a data set, but a pipe is not.
+    # A directory written by `save_to_disk` is a data set; a pipe or a device is not.
     if path.is_dir():
         is_saved_data_set = (path / "state.json").is_file()
-        return None if is_saved_data_set else _splits_error(path, setting)
+        if is_saved_data_set:
+            return None
+        return _splits_error(path, setting)
     if not path.is_file():
         return unreadable_data_error(path, setting, "a pipe, a socket or a device", "name a file of records")
     if path.suffix == ".jsonl":
@@ -184,7 +187,7 @@ def data_path_error(path: Path, setting: str) -> UserError | None:
     if path.suffix == ".parquet":
         return None
 
-    # An unknown suffix: a compressed file, a format that must be converted, or a typo.
+    # Any other suffix is an error: a compressed file, a format that must be converted, or a typo.
     fix = "convert the file, or correct its suffix"
     for _, suffix, _, command in _COMPRESSIONS:
         if path.suffix == suffix:
@@ -201,9 +204,10 @@ def data_path_error(path: Path, setting: str) -> UserError | None:
 
 
 def _first_bytes_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a ``.jsonl`` file that is compressed, a table, or not encoded in UTF-8, or None.
+    """Return the error for a ``.jsonl`` file that is compressed, a table, or not encoded in UTF-8.
 
-    Without this check, each line of such a file would raise a JSON error that does not mention the cause.
+    Returns None for other files. Without this check, the first line would raise a JSON error that does not
+    mention the cause.
     """
     with path.open("rb") as stream:
         first_bytes = stream.read(8)
@@ -292,7 +296,10 @@ def empty_data_error(source: DataPath, setting: str) -> UserError:
 
 
 def _expand_path(path: Path, setting: str) -> tuple[Path, ...]:
-    """Return the files that one path or pattern names: a file, a saved directory, shards or matches."""
+    """Return the files of one path or pattern; raises UserError for a file that cannot contain records.
+
+    A path is a file, a saved directory, or a folder of shards.
+    """
     if not path.exists():
         # Only an absent path is a pattern: the name of an existing file may contain [ or *.
         matches = []
@@ -315,7 +322,7 @@ def _expand_path(path: Path, setting: str) -> tuple[Path, ...]:
 
 
 def _list_shards(folder: Path, setting: str) -> list[Path]:
-    """Return the shards of a folder; raises UserError unless they are one complete data set."""
+    """Return the shards of a folder, sorted by name; raises UserError unless they are one complete set."""
     error = _splits_error(folder, setting)
     if error is not None:
         raise error
@@ -368,7 +375,7 @@ def _list_shards(folder: Path, setting: str) -> list[Path]:
 
 
 def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
-    """Return the path of one split's shards: the only file, or a pattern for several files."""
+    """Return the path of one split's shards: the file itself for one shard, else a pattern."""
     files = [shard for shard in shards if _parse_split(shard.name) == split]
     if len(files) == 1:
         return str(files[0])
@@ -378,7 +385,7 @@ def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
 def _splits_error(folder: Path, setting: str) -> UserError | None:
     """Return the error for a folder written by ``DatasetDict.save_to_disk``, which has a folder per split.
 
-    None for other folders.
+    Returns None for other folders.
     """
     splits = sorted(item.name for item in folder.iterdir() if (item / "state.json").is_file())
     if not splits:
@@ -395,7 +402,7 @@ def _splits_error(folder: Path, setting: str) -> UserError | None:
 
 def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
     """Return the fix for a folder without shards: name a subfolder with shards, or decompress files."""
-    # Subfolders with files of records: repositories on the Hub usually have one.
+    # Suggest subfolders with files of records: repositories on the Hub usually have one.
     files = sorted(item for item in folder.rglob("*") if _is_record_file(item.name) and item.is_file())
     folders = sorted({item.parent for item in files})
     if len(folders) == 1:
@@ -404,15 +411,15 @@ def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
         return f"set {setting} to one of the folders {', '.join(map(str, folders[:5]))}"
 
     for _, suffix, _, command in _COMPRESSIONS:
-        name = next((name for name in names if name.endswith(f".jsonl{suffix}")), None)
-        if name is not None:
-            file = folder / name
+        compressed_names = [name for name in names if name.endswith(f".jsonl{suffix}")]
+        if compressed_names:
+            file = folder / compressed_names[0]
             return f"decompress the files, each as in: {command} {file} > {file.with_suffix('')}"
     return "write the data set with save_to_disk, or name a file"
 
 
 def _is_record_file(name: str) -> bool:
-    """Return whether a file name is that of a file of records; tools write files that start with . or _."""
+    """Return whether a file of this name contains records; tools' files start with . or _."""
     return name.endswith(SUFFIXES) and not name.startswith((".", "_"))
 
 
@@ -432,7 +439,7 @@ def _parse_split(name: str) -> str:
 
 
 def _likely_split(splits: Sequence[str], setting: str) -> str:
-    """Return the split that a setting most likely means: training data, or data to evaluate on."""
+    """Return the split that a setting most likely means: a training split, or one for evaluation."""
     is_training_data = not (setting.startswith("evaluation.") or setting.endswith(".held_out"))
     for split in splits:
         if split.startswith("train") == is_training_data:
@@ -464,9 +471,9 @@ def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record,
 def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
     """Yield the records of a JSONL file; blank lines are skipped, but count in line numbers."""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for line_number, line in enumerate(lines, start=1):
             if line.strip():
-                location = f"{path}:{number}"
+                location = f"{path}:{line_number}"
                 yield Record(parse_line(line, f"{location} ({setting})"), location)
 
 
@@ -524,7 +531,7 @@ def _make_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def require_encodable_text(values: Mapping[str, Any], location: str) -> None:
-    """Raise UserError for half of a surrogate pair, which tokenizers reject and UTF-8 cannot encode."""
+    """Raise UserError for text with half of a surrogate pair, which UTF-8 and tokenizers cannot encode."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -555,7 +562,6 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         _require_unique_names(file.schema_arrow, path)
-
         yield from _table_records(file.iter_batches(_TABLE_BATCH), path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise unreadable_file_error(
@@ -605,6 +611,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
 
 def _require_unique_names(schema: Any, path: Path) -> None:
     """Raise UserError for two columns, or two fields of a struct, with the same name: one would be lost."""
+    # Visit the columns and, by their dotted prefix, the fields of nested structs.
     pending = [("", list(schema))]
     while pending:
         prefix, fields = pending.pop()
@@ -619,17 +626,18 @@ def _require_unique_names(schema: Any, path: Path) -> None:
                 fix="rename or drop one of them, and write the file again",
             )
 
-        # Structs may be nested. A map's fields are key and value; its keys are data, which the conversion to
-        # Python values checks.
+        # The fields of a map are always key and value. Repeated keys in the data are detected when the values
+        # are converted to Python.
         for field in fields:
             children = [field.type.field(index) for index in range(field.type.num_fields)]
             pending.append((f"{prefix}{field.name}.", children))
 
 
 def _to_python_values(column: Any) -> list[Any]:
-    """Convert an Arrow column to Python values: maps to dictionaries, Arrow's JSON type to its parsed value.
+    """Convert an Arrow column to Python values, with maps as dictionaries and JSON values parsed.
 
-    ``datasets`` writes columns of mixed types as ``arrow.json``, whose ``to_pylist`` returns text.
+    ``datasets`` writes columns of mixed types as ``arrow.json``, whose ``to_pylist`` returns text. Raises
+    KeyError for a map with a repeated key.
     """
     values = column.to_pylist(maps_as_pydicts="strict")
     if not _contains_json(column.type):
@@ -638,7 +646,7 @@ def _to_python_values(column: Any) -> list[Any]:
 
 
 def _contains_json(arrow_type: Any) -> bool:
-    """Return whether an Arrow type is Arrow's JSON type, or has a field of it at any depth."""
+    """Return whether an Arrow type contains Arrow's JSON type at any depth."""
     if _is_json(arrow_type):
         return True
     return any(_contains_json(arrow_type.field(index).type) for index in range(arrow_type.num_fields))
@@ -660,7 +668,7 @@ def _parse_json_values(value: Any, arrow_type: Any) -> Any:
         except ValueError:
             return value
 
-    # A struct's fields are the keys of the value, unlike the fields of a map, which are key and value.
+    # The type of a struct has one field per key of the value; the type of a map has only the field `entries`.
     if isinstance(value, dict) and arrow_type.num_fields == len(value):
         field_types: dict[str, Any] = {}
         for index in range(arrow_type.num_fields):

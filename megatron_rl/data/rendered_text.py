@@ -1,6 +1,6 @@
-"""Prompts and responses as rendered text, and the warnings about unusual texts.
+"""Render prompts and responses as text, and warn about unusual texts.
 
-`check` and a run render through the same functions, so that they accept the same records. Nothing here needs
+`check` and a run render with the same functions, so that they accept the same records. Nothing here needs
 torch or transformers.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.data.template_renderer import Rendering, RenderRefused, Templat
 from megatron_rl.errors import UserError
 
 EXAMINED_RECORDS = 200
-"""Number of records at the start of a data set to examine: mistakes of this kind are in every record."""
+"""Number of records at the start of a data set to examine: a rendering mistake is in every record."""
 
 
 def render_prompts(
@@ -32,11 +32,12 @@ def render_prompts(
     setting: str,
     renderer: TemplateRenderer | None,
 ) -> list[str]:
-    """Return the prompts as text, rendered by the chat template unless they bypass it.
+    """Return the prompt of each record as text; render prompts of messages with the chat template.
 
-    ``renderer`` is None for a tokenizer without a template. Raises UserError for messages that the template
-    rejects, and for prompts that need a template if there is none.
+    ``renderer`` may be None for a tokenizer without a template. Raises UserError for messages that the
+    template rejects, and for a prompt of messages without a template.
     """
+    # Prompts of text bypass the template.
     texts = [record.values[data.prompt_field] for record in records]
     rows = [row for row, record in enumerate(records) if uses_chat_template(record, data)]
     if not rows:
@@ -113,11 +114,11 @@ def response_pieces(
     end_texts: Sequence[str],
     alternative_fix: str | None = None,
 ) -> list[str]:
-    """Return the text of a response in pieces: turns at even indices, the text between turns at odd indices.
+    """Render a response as a list of texts: turns at even indices, the text between turns at odd indices.
 
-    ``chat`` is None for a model without a chat template. ``end_texts`` are the texts of the tokens that end
-    responses to prompts of plain text. ``alternative_fix`` is added to the UserError for a template that
-    cannot render conversations turn by turn.
+    ``chat`` renders with the chat template; None for a model without a template. ``end_texts`` are the texts
+    of the tokens that end responses to prompts of plain text. ``alternative_fix`` is appended to the fix in
+    the UserError for a template that cannot render conversations turn by turn.
     """
     response: Any = record.values[field]
     if chat is None or not uses_chat_template(record, data):
@@ -131,7 +132,7 @@ def response_pieces(
         tools = get_tools(record, data)
         return chat.split_turns(prompt_messages(record, data), response, tools).pieces
     except UserError as error:
-        # The template's error does not name the record: add it.
+        # Add the record to the template's error.
         raise UserError(
             error.message,
             where=f"{record.where} ({setting})",
@@ -149,7 +150,7 @@ def prompt_warnings(
     end_texts: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield the warnings about prompts that do not open a turn, and about prompts that were rendered twice.
+    """Yield warnings about prompts that end without opening a turn, or that were rendered before.
 
     ``texts`` are the rendered prompts, ``end_texts`` the texts of the tokens that end responses, and
     ``marks`` the added tokens that the chat template writes around messages.
@@ -173,7 +174,7 @@ def prompt_warnings(
             "no turn needs an add_generation_prompt part",
         )
 
-    # The template would render a text that contains `<|im_start|>` inside another such pair of marks.
+    # A message that contains marks such as `<|im_start|>` would be rendered inside a second pair of marks.
     rendered_records: list[Record] = []
     for record, _ in examined_prompts:
         if uses_chat_template(record, data) and _has_marks(record, data, marks):
@@ -194,7 +195,10 @@ def prompt_warnings(
 
 
 def _has_marks(record: Record, data: DataConfig, marks: Collection[str]) -> bool:
-    """Return whether the prompt contains a mark, a token that the chat template writes around messages."""
+    """Return whether a message of the prompt contains a token that the chat template writes around messages.
+
+    ``marks`` are the texts of these tokens.
+    """
     texts = message_texts(prompt_messages(record, data))
     return any(mark in text for text in texts for mark in marks)
 
@@ -207,7 +211,7 @@ def response_warnings(
     chat: ConversationText | None,
     end_texts: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about responses with text after their end, and turns that the template rewrites."""
+    """Yield warnings about responses with text after an end token, and turns that the template changes."""
     # A response may have text after its end, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
     continued_records = [
@@ -243,18 +247,18 @@ def response_warnings(
 
 
 def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
-    """Return whether a response of text has an end token before the one at its end.
+    """Return whether the text of a response contains an end token before its last token.
 
-    ``end_texts`` are the texts of the tokens that end responses.
+    ``end_texts`` are the texts of the tokens that end responses. Responses of messages have no such text.
     """
     if not isinstance(response, str):
         return False
     text = cut_at_end(response, end_texts) or response
-    return any(end in text[: -len(end)] for end in end_texts)
+    return any(end_text in text[: -len(end_text)] for end_text in end_texts)
 
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
-    """Return whether the template renders a complete conversation differently from its separate turns."""
+    """Return whether the template renders a complete conversation differently from its single turns."""
     if not uses_chat_template(record, data):
         return False
 
@@ -272,18 +276,18 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
 def _records_warning(
     message: str,
     records: Sequence[Record],
-    examined_count: int,
+    num_examined: int,
     setting: str,
     *,
     expected: str,
     fix: str,
 ) -> UserError:
-    """Return a warning about ``records``, found among the first ``examined_count`` records of the data."""
-    first = ", ".join(record.where for record in records[:3])
+    """Return a warning about some ``records`` out of the first ``num_examined`` records of the data set."""
+    first_locations = ", ".join(record.where for record in records[:3])
     return UserError(
         message,
         where=setting,
         expected=expected,
-        got=f"{len(records)} of the first {examined_count} records; first: {first}",
+        got=f"{len(records)} of the first {num_examined} records; first: {first_locations}",
         fix=fix,
     )

@@ -1,11 +1,11 @@
-"""Data sources of a run: prompts, and rows with given responses.
+"""Data sources of a run: prompts to sample responses for, and prompts with responses to train on.
 
 The order of an epoch is a function of (seed, epoch), so the state of a source is its epoch and position. A
 fingerprint of the items ensures that a restored state belongs to the same items.
 
-A row with a given response has the tokens that the policy would have sampled. A token of the response that is
-not trained on, such as a token of the user's message, is stored as its complement (``~token``, a negative
-number), so that a row and its loss mask are one array.
+A response of the data set is encoded to the tokens that the policy would have sampled. A token of the
+response that is not trained on, such as a token of the user's message, is stored as its complement
+(``~token``, a negative number), so that a row and its loss mask are one array.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
 class ShuffledOrder:
     """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
 
-    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint.
-    An epoch skips each item in the set `uniform` with probability 1 - ``uniform_share``, by a random number
-    that depends on (seed, epoch, item), but never all items.
+    ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint. An epoch
+    skips each item of the set `uniform` with probability 1 - ``uniform_share``. The draw depends on (seed,
+    epoch, item). An epoch never skips all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -111,11 +111,11 @@ class ShuffledOrder:
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped_items(self) -> set[int]:
-        """Draw the items that the current epoch skips, out of those with equal rewards."""
+        """Draw the items with equal rewards that the current epoch skips."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
-        # A random stream other than that of the permutation, which is seeded with (seed, epoch).
+        # The added 1 gives a random stream that is independent of the permutation's stream.
         generator = numpy.random.default_rng([self.seed, self.epoch, 1])
         draws = generator.random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
@@ -126,32 +126,32 @@ class ShuffledOrder:
         return skipped
 
     def set_uniform(self, item: int, *, is_uniform: bool) -> None:
-        """Set whether the item's last group of responses had equal rewards, so that epochs may skip it."""
+        """Set whether an item's last group of responses had equal rewards; epochs may skip such items."""
         if is_uniform:
             self.uniform.add(item)
         else:
             self.uniform.discard(item)
 
     def next_items(self, count: int) -> list[int]:
-        """Return the next ``count`` item numbers, crossing into further epochs as needed."""
+        """Return the next ``count`` item numbers; start further epochs as needed."""
         items: list[int] = []
         while len(items) < count:
-            # Start the next epoch only when its first item is drawn: a source at the end of its data is still
-            # in the epoch that it has finished.
+            # Start the next epoch only when its first item is drawn: until then, `epoch` is the number of the
+            # epoch that has just ended.
             if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
                 self.skipped = self._draw_skipped_items()
                 self._order = self._permute_items()
 
-            remaining_count = count - len(items)
-            epoch_items = self._order[self.position : self.position + remaining_count]
+            num_remaining = count - len(items)
+            epoch_items = self._order[self.position : self.position + num_remaining]
             items.extend(epoch_items)
             self.position += len(epoch_items)
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position, and what identifies the items, for `load_state_dict`."""
+        """Return the epoch, position, skipped items and identity of the data, for `load_state_dict`."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -164,7 +164,7 @@ class ShuffledOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``; raises UserError for a state with different data, seed or shuffling."""
-        # Compare the fingerprint first: with other data, seed and shuffling do not matter.
+        # Compare the fingerprint first, so that the error for different data names the data and not the seed.
         current = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
             if state[name] == current[name]:
@@ -180,8 +180,8 @@ class ShuffledOrder:
 
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
-        # Checkpoints of older versions lack both keys. The skipped items are restored and not drawn again, so
-        # that an epoch keeps its order even if `data.uniform_share` has changed.
+        # Checkpoints of older versions lack both keys. Restore the skipped items instead of drawing them
+        # again: the epoch keeps its order even if `data.uniform_share` has changed.
         self.uniform = set(state.get("uniform", ()))
         self.skipped = set(state.get("skipped", ()))
         self._order = self._permute_items()
@@ -193,7 +193,7 @@ def concatenate_rows(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
 
 
 def compute_fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
-    """Return a digest of 16 hexadecimal digits of the number, order, lengths and token ids of rows."""
+    """Compute a digest (16 hexadecimal digits) of rows of token ids, including their order and lengths."""
     digest = hashlib.sha256(numpy.asarray(lengths, numpy.int64).tobytes())
     for ids in rows:
         digest.update(ids.tobytes())
@@ -205,7 +205,7 @@ DEFAULT_TASK = "default"
 
 
 class PromptSource:
-    """Source of prompts in batches, in an order that the seed determines, over epochs.
+    """Source of prompt batches over epochs, in an order that depends on the seed.
 
     ``encoded`` is the result of `encode_prompts`. Prompts over ``data.max_prompt_tokens`` are dropped and
     counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
@@ -213,7 +213,7 @@ class PromptSource:
     ground truth become metadata. ``prompt_ids`` are indices of records.
 
     ``source`` is the name of the source in `data.sources`, or None. ``profile`` is the sampling profile of
-    records without a task of their own that has one; None for the profile of their task.
+    records whose task has no profile; None selects the profile named like the task.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class PromptSource:
         self.remarks = encoded.remarks
         """Warnings about the records, for the console."""
 
-        # `RecordReader` rejects data sets with both text and messages, so the first prompt decides for all.
+        # The first prompt decides for all: `RecordReader` rejects data sets with both text and messages.
         templated = data.chat_template
         if templated is None:
             templated = not isinstance(self._records[0].values[data.prompt_field], str)
@@ -260,7 +260,7 @@ class PromptSource:
         if renderer is not None and renderer.has_clock:
             self._clock = renderer.now.isoformat()
 
-        # Indices of the records within the limit, which are the items of the order.
+        # Select the records within the limit. Their indices are the items of the order.
         lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
             lengths,
@@ -271,7 +271,7 @@ class PromptSource:
             "data.max_prompt_tokens",
         )
 
-        # The fingerprint covers the prompts within the limit: if they change, a run cannot resume.
+        # The fingerprint covers only prompts within the limit: a run cannot resume if these prompts change.
         row_lengths = [lengths[row] for row in self._ids]
         row_tokens = (self._tokens[row] for row in self._ids)
         self._order = ShuffledOrder(
@@ -294,9 +294,9 @@ class PromptSource:
     ) -> Iterator[UserError]:
         """Yield the warnings about the chat template and about the texts of the first records."""
         if self.templated and model_path:
-            problem = turn_end_warning(tokenizer, model_path)
-            if problem is not None:
-                yield problem
+            warning = turn_end_warning(tokenizer, model_path)
+            if warning is not None:
+                yield warning
 
         # A rendering mistake is in every record, so examining the first records is enough.
         records = self._records[:EXAMINED_RECORDS]
@@ -314,7 +314,7 @@ class PromptSource:
         return self._tokens[record].tolist() == tokens.tolist()
 
     def begin_step(self, step: int) -> None:
-        """Apply the schedules of ``step``, which counts from 1, to the prompts from now on."""
+        """Apply the sampling schedules of ``step``, which counts from 1, to all further prompts."""
         self._step = step
 
     @property
@@ -323,7 +323,7 @@ class PromptSource:
         return self._order.epoch
 
     def next_batch(self, count: int) -> PromptBatch:
-        """Return the next ``count`` prompts, crossing into further epochs as needed."""
+        """Return the next ``count`` prompts; start further epochs as needed."""
         batch = self._make_batch(self._order.next_items(count))
         if not self._rollout.changes_over_steps:
             return batch
@@ -337,14 +337,15 @@ class PromptSource:
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
-        # `_ids` is sorted: find the prompt's index among the items of the order.
-        self._order.set_uniform(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
+        # `_ids` is sorted: find the item of the order by bisection.
+        item = bisect_left(self._ids, prompt_id)
+        self._order.set_uniform(item, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return metric suffix -> (fraction of prompts with equal rewards, fraction that this epoch skips).
+        """Return the fractions of prompts with equal rewards and of skipped prompts, by metric suffix.
 
-        The suffix is empty here, and names the source in `MixedPrompts`. The mapping is empty if
-        `data.uniform_share` is 1.
+        The suffix of a single source is empty; `MixedPrompts` returns one suffix per source. The mapping is
+        empty if `data.uniform_share` is 1.
         """
         order = self._order
         if order.uniform_share == 1:
@@ -359,15 +360,15 @@ class PromptSource:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> PromptBatch:
-        """Return the first ``limit`` prompts in file order, without moving the source's position.
+        """Return the first ``limit`` prompts in file order; the position of the source does not change.
 
-        ``limit`` None means all prompts. ``temperature`` and ``top_p`` override the sampling profiles;
-        temperature 0 is greedy and disables their filters.
+        ``limit`` None means all prompts. ``temperature`` and ``top_p`` override the sampling profiles.
+        Temperature 0 is greedy decoding without the filters of the profiles.
         """
-        count = len(self)
+        num_prompts = len(self)
         if limit is not None:
-            count = min(limit, count)
-        batch = self._make_batch(range(count))
+            num_prompts = min(limit, num_prompts)
+        batch = self._make_batch(range(num_prompts))
         if temperature is None:
             return batch
 
@@ -385,10 +386,9 @@ class PromptSource:
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Restore ``state``, so that exactly the prompts that followed it come next.
+        """Restore the position of a checkpoint; raises UserError for different prompts.
 
-        Raises UserError for other data. Returns a warning if the prompts are equal but other fields of the
-        records differ, else None.
+        Returns a warning if the prompts are equal but other fields of the records differ, else None.
         """
         if "sources" in state:
             raise UserError(
@@ -399,10 +399,11 @@ class PromptSource:
                 fix="resume with the data of the checkpoint, or start a new run",
             )
 
-        # Older checkpoints have neither `clock` nor `records`.
+        # If the prompts differ because the template writes the date, say so. Older checkpoints have neither
+        # `clock` nor `records`.
         clock = state.get("clock") or None
-        has_other_prompts = state["fingerprint"] != self._order.fingerprint
-        if has_other_prompts and clock is not None and clock != self._clock:
+        prompts_differ = state["fingerprint"] != self._order.fingerprint
+        if prompts_differ and clock is not None and clock != self._clock:
             raise UserError(
                 "the chat template writes the date, and the checkpoint's prompts have another one",
                 where="data",
@@ -419,26 +420,27 @@ class PromptSource:
 
     @cached_property
     def _digest(self) -> str:
-        """Digest of all fields of the data set's records, which identifies them in checkpoints."""
+        """Digest of all fields of all records, which checkpoints store to detect changed records."""
         return self._encoded.digest()
 
     def _make_batch(self, positions: Sequence[int]) -> PromptBatch:
-        """Return a batch of the prompts at ``positions`` in the source, which has no over-long prompts."""
+        """Return the prompts at ``positions`` among the prompts within the limit, as a batch."""
         ids = [self._ids[position] for position in positions]
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
 
-        # A record without a task has its source as its task.
+        # The task of a record without a task is the name of its source. A profile of the record's own task
+        # takes precedence over the profile of the source.
         data = self._data
         tasks: list[str] = []
         profiles: list[str] = []
         for record in records:
-            task = record.values.get(data.task_field)
-            tasks.append(str(task or self._source or DEFAULT_TASK))
-            # A profile of the record's own task is more specific than that of its source.
-            has_own_profile = bool(task) and str(task) in self._rollout.sampling_profiles
+            own_task = record.values.get(data.task_field)
+            task = str(own_task or self._source or DEFAULT_TASK)
+            tasks.append(task)
+            has_own_profile = bool(own_task) and task in self._rollout.sampling_profiles
             if self._profile is None or has_own_profile:
-                profiles.append(tasks[-1])
+                profiles.append(task)
             else:
                 profiles.append(self._profile)
 
@@ -449,13 +451,13 @@ class PromptSource:
         if self._source is not None:
             sources = (self._source,) * len(ids)
 
-        # Most data sets have no arguments of the template.
+        # Omit the template's arguments if neither the data set nor a record of the batch has any.
         template_kwargs = None
         kwargs_field = data.chat_template_kwargs_field
-        has_own_kwargs = kwargs_field is not None and any(
+        records_have_kwargs = kwargs_field is not None and any(
             record.values.get(kwargs_field) for record in records
         )
-        if self._has_template_kwargs or has_own_kwargs:
+        if self._has_template_kwargs or records_have_kwargs:
             template_kwargs = tuple(get_template_kwargs(record, data) for record in records)
 
         return PromptBatch(
@@ -473,10 +475,13 @@ class PromptSource:
         )
 
     def _sampling_parameters(self, profile: str, prompt_tokens: int) -> SamplingParameters:
-        """Return the sampling parameters of a prompt, with the length limit of its responses."""
+        """Return the sampling parameters of a profile for a prompt of ``prompt_tokens`` tokens.
+
+        The limit of response tokens may depend on the length of the prompt.
+        """
         sampling = self._sampling_by_task.get(profile, self._default_sampling)
         limit = self._rollout.limit_of(profile, prompt_tokens)
-        # Most prompts have the largest limit, so they share one object.
+        # Share one object between the prompts with the largest limit, which are most prompts.
         if limit == sampling.max_response_tokens:
             return sampling
         return sampling._replace(max_response_tokens=limit)
@@ -494,9 +499,10 @@ def encode_prompts(
     records: Sequence[Record],
     consumers: Consumers = REWARDED,
 ) -> EncodedData:
-    """Tokenise the prompts of records; raises UserError as `RecordReader` does.
+    """Normalise records and tokenise their prompts; raises UserError as `RecordReader` does.
 
-    ``setting`` is the key of the data set, for errors; ``consumers`` name the settings whose code reads it.
+    ``setting`` is the configuration key of the data set, for errors. ``consumers`` names the settings whose
+    code reads the records.
     """
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, consumers=consumers, template=template)
@@ -514,9 +520,10 @@ def load_prompts(
 ) -> PromptSource:
     """Load the prompts of the data set at ``path``.
 
-    ``setting`` is its configuration key: ``data.train``, ``data.sources.NAME.path`` or
+    ``setting`` is the configuration key of the data set: ``data.train``, ``data.sources.NAME.path`` or
     ``evaluation.sets.NAME.data``. The section of the key may override the names of fields.
     """
+    # Find the section of the data set, whose settings override the section `data`.
     data = config.data
     evaluation_set = None
     source = None
@@ -531,7 +538,7 @@ def load_prompts(
         evaluation_set = section.removeprefix("evaluation.sets.")
         data = fields_of(data, config.evaluation.sets[evaluation_set], section)
 
-    # Every setting that changes the encoded records must be in `inputs`: they identify the file of tokens.
+    # `inputs` identifies the token file, so it must contain every setting that changes the encoded records.
     consumers = prompt_consumers(config, evaluation_set, source)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
     inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
@@ -557,11 +564,12 @@ def load_prompts(
 
 
 class ResponseSource:
-    """Source of rows with given responses in batches, in an order that the seed determines, over epochs.
+    """Source of batches of prompts with responses over epochs, in an order that depends on the seed.
 
-    ``encoded`` is the result of `encode_responses`; a record has one row per field of responses, in the order
-    of the fields. A record with a row over ``max_tokens`` is dropped and counted in ``length_report``, or
-    raises a UserError under ``data.over_long: error``. ``setting`` is the configuration key of the data.
+    ``encoded`` is the result of `encode_responses`. A record has one row (prompt and response) per field of
+    responses, in the order of the fields. A record with a row over ``max_tokens`` is dropped and counted in
+    ``length_report``, or raises a UserError under ``data.over_long: error``. ``setting`` is the configuration
+    key of the data.
     """
 
     def __init__(
@@ -580,7 +588,7 @@ class ResponseSource:
         self.text_warnings: Sequence[UserError] = ()
         """Warnings about the texts of the first records."""
 
-        # A record is over the limit if its longest row is.
+        # The length of a record is the length of its longest row.
         lengths = [
             [len(prompt) + len(response) for response in responses]
             for prompt, *responses in zip(self._prompts, *self._responses, strict=True)
@@ -594,12 +602,12 @@ class ResponseSource:
             f"{setting.rpartition('.')[0]}.max_row_tokens",
         )
 
-        # Compare without the last token, because an empty response has an end token, too.
-        self._uninformative = [
-            encoded.records[index].where
-            for index in self._indices
-            if is_uninformative(*(responses[index][:-1].tobytes() for responses in self._responses))
-        ]
+        # Compare responses without their last token, because even an empty response has an end token.
+        self._uninformative: list[str] = []
+        for index in self._indices:
+            contents = [responses[index][:-1].tobytes() for responses in self._responses]
+            if is_uninformative(*contents):
+                self._uninformative.append(encoded.records[index].where)
 
         row_lengths: list[int] = []
         for index in self._indices:
@@ -608,7 +616,7 @@ class ResponseSource:
         self._order = ShuffledOrder(len(self), seed, data.shuffle, compute_fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
-        """Return the number of records in an epoch, without those that were too long."""
+        """Return the number of records in an epoch, without the dropped records."""
         return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
@@ -618,14 +626,14 @@ class ResponseSource:
         if self._uninformative:
             are_pairs = self.rows_per_record > 1
             yield f"warning: {uninformative_warning(self._uninformative, len(self), are_pairs)}"
-        for problem in self.text_warnings:
-            yield format_warning(problem)
+        for warning in self.text_warnings:
+            yield format_warning(warning)
 
     def next_batch(self, count: int) -> TrainBatch:
         """Return the rows of the next ``count`` records, record after record.
 
-        For records with one row, each trained token has the same loss weight, and the weights sum to 1. For
-        records with more rows, each trained token has weight 1 / rows, so that the loss is a mean over rows.
+        For records with one row, all trained tokens have the same loss weight, and the weights sum to 1. For
+        records with several rows, the loss weight is 1 / rows, so that the loss is a mean over rows.
         """
         return self._make_batch(self._order.next_items(count))
 
@@ -642,11 +650,12 @@ class ResponseSource:
             rows.extend(self._join_rows(index))
             response_starts.extend([len(self._prompts[index])] * self.rows_per_record)
 
-        # Neither tokens of the prompt are trained on, nor those that a row has as their complement (~token).
+        # Mask the tokens of prompts, and the untrained tokens of responses, which are complements (~token).
         tokens = concatenate_rows(rows)
-        mask = torch.cat(
-            [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]
-        )
+        row_masks = [
+            torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)
+        ]
+        mask = torch.cat(row_masks)
         mask &= tokens >= 0
 
         # Single responses have a mean over tokens; pairs have one loss per row.
@@ -660,19 +669,16 @@ class ResponseSource:
         )
 
     def _join_rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows (prompt and response) of the record with this index in the data."""
+        """Return the rows (prompt and response) of the record at ``index`` in the data set."""
         prompt = self._prompts[index]
         return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return the epoch and position in the data, and what identifies the data, for a checkpoint."""
+        """Return the epoch, position and identity of the data, for a checkpoint."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Restore ``state``, so that exactly the rows that followed it come next.
-
-        Raises UserError for other data.
-        """
+        """Restore the position of a checkpoint; raises UserError for different data."""
         self._order.load_state_dict(state)
 
 
@@ -686,39 +692,44 @@ def encode_responses(
     records: Sequence[Record],
     every_turn: bool = False,
 ) -> EncodedData:
-    """Tokenise the prompts and the responses of records.
+    """Normalise records and tokenise their prompts and responses.
 
-    ``fields`` maps the fields of responses to the settings that name them. Raises UserError for a record that
-    lacks one of the fields, and for a value that is not a response. See `RecordReader` for the form of the
-    values and `_ResponseEncoder` for the tokens.
+    ``fields`` maps the fields of responses to the settings that name them. ``ends`` are the ids of the tokens
+    that end responses. Raises UserError for a record that lacks one of the fields, and for a value that is
+    not a response. See `RecordReader` for the values and `_ResponseEncoder` for the tokens.
     """
     # Convert records to the normal form, with conversations split into prompt and response.
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, fields, every_turn, template=template)
     records = [reader.read(record) for record in records]
 
-    # Prompts first: a response is tokenised together with the text of its prompt.
-    prompts = PromptEncoder(tokenizer, data, setting)
-    texts, tokens = prompts.encode(records, max_tokens)
-    alternative = "set sft.turns=last" if every_turn else None
-    responses = _ResponseEncoder(prompts, ends, alternative)
-    columns = [responses.encode(records, texts, tokens, field, max_tokens) for field in fields]
-    return EncodedData(records, texts, (tokens, *columns), remarks=reader.remark_lines())
+    # Encode the prompts first: a response is tokenised together with the text of its prompt.
+    prompt_encoder = PromptEncoder(tokenizer, data, setting)
+    prompt_texts, prompt_tokens = prompt_encoder.encode(records, max_tokens)
+    alternative_fix = "set sft.turns=last" if every_turn else None
+    response_encoder = _ResponseEncoder(prompt_encoder, ends, alternative_fix)
+    response_columns = [
+        response_encoder.encode(records, prompt_texts, prompt_tokens, field, max_tokens) for field in fields
+    ]
+    return EncodedData(
+        records, prompt_texts, (prompt_tokens, *response_columns), remarks=reader.remark_lines()
+    )
 
 
 class _ResponseEncoder:
-    """Encoder of responses, with the tokens that they would have in a sampled conversation.
+    """Encoder of responses to the tokens that they would have in a sampled conversation.
 
-    The complete text of a row is tokenised at once, so that it has the tokens of the template's own text. If
-    a token would span two pieces (prompt, turns, text between turns), the pieces are tokenised separately,
-    since the policy samples after the tokens of the prompt alone. A turn that does not end with one of
-    ``ends`` gets the token with which the chat template ends turns, or else the first of ``ends``.
-    ``alternative`` is a further fix in the error for a template that cannot render conversations.
+    A row consists of pieces: the prompt, turns, and the text between turns. The complete text of a row is
+    tokenised at once. If a token would span two pieces, the pieces are tokenised separately instead, since
+    the policy samples after the tokens of the prompt alone.
+
+    A turn without an end token (``ends``) gets the chat template's end token, or else the first of ``ends``.
+    ``alternative_fix`` is appended to the error for a template that cannot render conversations.
     """
 
-    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], alternative: str | None) -> None:
+    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], alternative_fix: str | None) -> None:
         self._prompts = prompts
-        self._alternative = alternative
+        self._alternative_fix = alternative_fix
         self._plain_end = ends[0]
         self._template_end = ends[0]
         self._ends = frozenset(ends)
@@ -726,13 +737,13 @@ class _ResponseEncoder:
         self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in ends]
         self._chat: ConversationText | None = None
 
-        # A template may end turns with a token that the model's files do not name.
+        # A template may end turns with a token that the model's files do not define as an end token.
         if prompts.renderer is not None:
-            end = template_turn_end(tokenizer)
-            if end is not None and end.token is not None:
-                self._template_end = end.token
-                self._ends |= {end.token}
-                self._end_texts.append(tokenizer.convert_ids_to_tokens(end.token))
+            turn_end = template_turn_end(tokenizer)
+            if turn_end is not None and turn_end.token is not None:
+                self._template_end = turn_end.token
+                self._ends |= {turn_end.token}
+                self._end_texts.append(tokenizer.convert_ids_to_tokens(turn_end.token))
             self._chat = ConversationText(prompts.renderer, self._end_texts)
 
     def encode(
@@ -743,42 +754,43 @@ class _ResponseEncoder:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Tokenise each record's response: int32, with ~token for tokens that are not trained on.
+        """Return the tokens of each record's response: int32, with ~token for tokens that are not trained on.
 
-        ``prompts`` and ``prompt_tokens`` are the text and the tokens of each record's prompt, ``field`` is
+        ``prompts`` and ``prompt_tokens`` are the text and the tokens of each record's prompt. ``field`` is
         the field of the response, and ``limit`` the length limit of a row in tokens.
         """
         data = self._prompts.data
         setting = self._prompts.setting
         tokenizer = self._prompts.tokenizer
         pieces = [
-            response_pieces(record, field, data, setting, self._chat, self._end_texts, self._alternative)
+            response_pieces(record, field, data, setting, self._chat, self._end_texts, self._alternative_fix)
             for record in records
         ]
 
-        # Tokenise the complete text of each row: prompt and pieces.
-        row_texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
-        rows = encode_pieces(tokenizer, row_texts, limit)
+        # Tokenise the complete text of each row: prompt and pieces of the response.
+        row_texts = [[prompt, *row_pieces] for prompt, row_pieces in zip(prompts, pieces, strict=True)]
+        tokens_of_rows = encode_pieces(tokenizer, row_texts, limit)
 
-        # Tokenise the pieces separately if a token spans two of them, or if a following response changes the
-        # prompt's tokens: the policy samples after the tokens of the prompt alone.
+        # Find the rows in which a token spans two pieces, or whose response changes the tokens of the prompt.
+        # Tokenise their pieces separately: the policy samples after the tokens of the prompt alone.
         separate_rows: list[int] = []
         separate_texts: list[str] = []
-        for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True)):
-            if row is None or not _ends_with(prompt, row[0]):
+        for index, (row_tokens, prompt) in enumerate(zip(tokens_of_rows, prompt_tokens, strict=True)):
+            if row_tokens is None or not _ends_with(prompt, row_tokens[0]):
                 separate_rows.append(index)
                 separate_texts.extend(pieces[index])
         separate_tokens = iter(encode_texts(tokenizer, separate_texts, limit))
         no_prompt = numpy.empty(0, numpy.int32)
         for index in separate_rows:
-            rows[index] = [no_prompt, *(next(separate_tokens) for _ in pieces[index])]
+            tokens_of_rows[index] = [no_prompt, *(next(separate_tokens) for _ in pieces[index])]
 
+        # Join the pieces of each response. The first piece of a row is the prompt.
         responses = []
-        for record, row in zip(records, rows, strict=True):
+        for record, row_tokens in zip(records, tokens_of_rows, strict=True):
+            assert row_tokens is not None
             end_token = self._template_end if uses_chat_template(record, data) else self._plain_end
             trained_turns = _trained_turns(record.values[field])
-            # The first piece of a row is the prompt.
-            responses.append(self._join_pieces((row or [])[1:], end_token, trained_turns))
+            responses.append(self._join_pieces(row_tokens[1:], end_token, trained_turns))
         return responses
 
     def _join_pieces(
@@ -787,10 +799,10 @@ class _ResponseEncoder:
         end_token: int,
         trained_turns: Sequence[bool],
     ) -> numpy.ndarray:
-        """Join the pieces of one response: turns at even indices, and the text between turns at odd indices.
+        """Concatenate the tokens of one response's pieces; untrained tokens become complements (~token).
 
-        ``end_token`` is appended to a turn that does not end with an end token. ``trained_turns`` tells for
-        each turn whether it is trained on; all other tokens are returned as their complements.
+        ``pieces`` are turns (even indices) and the text between turns (odd indices). ``end_token`` is added
+        to a turn without an end token. ``trained_turns`` has one boolean per turn: whether it is trained on.
         """
         response: list[numpy.ndarray] = []
         last_token = None
@@ -810,13 +822,13 @@ class _ResponseEncoder:
 
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
-    """Return whether tokens end with ``end``; a prompt's tokens may start with the tokenizer's prefix."""
+    """Return whether ``tokens`` end with the tokens ``end``."""
     start = len(tokens) - len(end)
     return start >= 0 and numpy.array_equal(tokens[start:], end)
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return, for each turn of the assistant in a response, whether it is trained on."""
+    """Return for each assistant turn of a response whether it is trained on."""
     if isinstance(response, str):
         return [True]
     return [is_trained_turn(message) for message in response if message["role"] == "assistant"]
@@ -833,10 +845,10 @@ def load_responses(
     every_turn: bool = False,
     data: DataConfig | None = None,
 ) -> ResponseSource:
-    """Load the rows of the data set at ``path``; ``setting`` is its configuration key.
+    """Load the data set of prompts with responses at ``path``; ``setting`` is its configuration key.
 
-    ``fields`` maps fields of responses to the settings that name them. ``data`` names the fields other than
-    the responses; None means the configuration's section ``data``.
+    ``fields`` maps the fields of responses to the settings that name them. ``data`` names the other fields;
+    None means the section ``data`` of the configuration.
     """
     data = data or config.data
     ends = end_token_ids(tokenizer, config.model.path)
@@ -854,7 +866,7 @@ def load_responses(
     encoded = files.load_or_encode(path, setting, tokenizer, inputs, encode)
 
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
-    # Held-out data have the same form as the training data, whose warnings are enough.
+    # Warn only about the training data: mistakes in held-out data are usually the same.
     if not setting.endswith(".held_out"):
         source.text_warnings = list(_text_warnings(config, tokenizer, encoded, fields, data, setting))
     return source
@@ -875,7 +887,7 @@ def _text_warnings(
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
-    # Warn of a template that ends turns with an unknown token, or that opens thoughts in the prompt.
+    # Warn about a template that ends turns with an undefined end token, or that opens thoughts in the prompt.
     if uses_template:
         warning = turn_end_warning(tokenizer, config.model.path)
         if warning is not None:
@@ -884,7 +896,7 @@ def _text_warnings(
         if warning is not None:
             yield warning
 
-    # Warn of marks of a template, or of ends, inside the texts.
+    # Warn about texts that contain end tokens or the template's own tokens.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
     yield from response_warnings(records, fields, data, setting, chat, end_texts)
 
@@ -896,7 +908,7 @@ def _thoughts_warning(
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return a warning if the chat template opens thoughts in the prompt that some responses do not close.
+    """Return the warning about responses that do not close the thoughts that the chat template opens.
 
     ``fields`` are the fields of responses. Returns None for a template that opens no thoughts, and without a
     template.

@@ -1,14 +1,14 @@
-"""Renderer of a model's chat templates, in a process with limits.
+"""Render a model's chat templates in a process with limits.
 
 The one idea: templates never run in the trainer. jinja2's sandbox protects files and attributes from a
 template, but does not prevent ``'a' * 10**10`` or ``9**9**9``, and such an operation cannot be interrupted
 from inside the interpreter. So `TemplateRenderer` starts a process with a memory limit, and with a limit of
 processor time per rendering. `check` and a run render in the same way.
 
-Both ends exchange JSON, one value per line. The first line contains the templates by name, the special tokens
-and the time that templates use as the current time. Each later line is a list of renderings, answered by a
-list of the same length. The template language is that of transformers' ``apply_chat_template``; rendering
-needs neither transformers nor torch.
+The trainer and the process exchange one JSON value per line. The first line contains the templates by name,
+the special tokens and the time that templates use as the current time. Each later line is a list of
+renderings, and the reply is a list of the same length. Templates are rendered as by transformers'
+``apply_chat_template``, but without transformers and torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LONGEST_TEXT = 64 << 20
 _BATCH = 64
 """Renderings per line: enough to hide the pipe's latency, few enough to repeat if the process ends."""
 _CLOCK = "strftime_now"
-"""Name of the function with which a template writes the time, as in transformers."""
+"""Name of the function that returns the current time to a template, as in transformers."""
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
     "from megatron_rl.data.template_renderer import main; main()"
@@ -56,11 +56,11 @@ _PACKAGES = str(Path(__file__).resolve().parents[2])
 """Folder that contains the package ``megatron_rl``."""
 
 
-# The trainer's side
+# In the trainer
 
 
 class RenderRefused(Exception):
-    """Error of a chat template that does not render messages; the text is the reason."""
+    """Error for messages that a chat template cannot render; the text is the reason."""
 
 
 class Rendering(NamedTuple):
@@ -82,11 +82,11 @@ class Rendering(NamedTuple):
 
 
 class TemplateRenderer:
-    """Renderer of the chat templates of one tokenizer, by name.
+    """Renderer of one tokenizer's chat templates, which runs them in a separate process.
 
-    ``special`` are the special tokens that the templates may write, by name; ``now`` is the time that they
-    use as the current time. The process starts with the first rendering and ends with `close`, or when this
-    object is deleted.
+    ``templates`` are the source texts of the templates, by name. ``special`` are the special tokens that they
+    may write, by name, and ``now`` is the time that they use as the current time. The process starts with the
+    first rendering, and ends with `close` or when this object is deleted.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class TemplateRenderer:
         self._lock = threading.Lock()
 
     def matches(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
-        """Return whether the renderer has these templates, special tokens and time."""
-        return (self.templates, self.special) == (templates, special) and now in (None, self.now)
+        """Return whether the renderer has these templates, tokens and time; ``now`` None means any time."""
+        is_same_time = now is None or now == self.now
+        return self.templates == templates and self.special == special and is_same_time
 
     @property
     def has_clock(self) -> bool:
@@ -120,7 +121,7 @@ class TemplateRenderer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of one rendering; raises RenderRefused if the template does not render it.
+        """Render one conversation to text; raises RenderRefused if the template cannot render it.
 
         See `Rendering` for ``add_generation_prompt``.
         """
@@ -130,7 +131,7 @@ class TemplateRenderer:
         return text
 
     def render_all(self, renderings: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Return the text of each rendering, or the reason why the template does not render it."""
+        """Return the text of each rendering, or a RenderRefused if the template cannot render it."""
         results: list[str | RenderRefused] = []
         for start in range(0, len(renderings), _BATCH):
             with self._lock:  # rewards may be computed in a separate thread
@@ -138,37 +139,43 @@ class TemplateRenderer:
         return results
 
     def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Render a batch; if that ends the process, render its items one by one."""
-        answers = self._request_texts(batch)
-        if answers is not None:
-            return answers
+        """Render a batch; if the process ends meanwhile, repeat the renderings one by one."""
+        texts = self._request_texts(batch)
+        if texts is not None:
+            return texts
         if len(batch) == 1:
             return [RenderRefused(self._end_reason or "")]
 
-        # The end of the process lost the whole batch: repeat its renderings one by one to find the cause.
+        # All results of the batch are lost: render one by one to find the rendering that ended the process.
         results: list[str | RenderRefused] = []
         for rendering in batch:
             results += self._render_batch([rendering])
         return results
 
     def _request_texts(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Send a batch to the process; return a text or a refusal for each, or None if the process ended."""
+        """Send a batch to the process; return a text or RenderRefused per rendering.
+
+        Returns None if the process ended before it sent the reply.
+        """
         if self._end_reason is not None and len(batch) == 1:
             return [RenderRefused(self._end_reason)]
 
         # Writing fails, or reading ends early, if the process ends during the batch.
         process = self._ensure_process()
         assert process.stdin is not None and process.stdout is not None
-        line = ""
+        reply = ""
         with contextlib.suppress(BrokenPipeError):
             request = [_to_json_values(rendering) for rendering in batch]
             process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
-            line = process.stdout.readline()
+            reply = process.stdout.readline()
 
-        # A line without a line break was cut by the end of the process.
-        if line.endswith("\n"):
-            return [RenderRefused(reason) if text is None else text for text, reason in json.loads(line)]
+        # A reply without a line break was truncated by the end of the process.
+        if reply.endswith("\n"):
+            results: list[str | RenderRefused] = []
+            for text, reason in json.loads(reply):
+                results.append(RenderRefused(reason) if text is None else text)
+            return results
 
         status = process.wait()
         self.close()
@@ -208,9 +215,9 @@ class TemplateRenderer:
 
 
 def _to_json_values(rendering: Rendering) -> tuple[Any, ...]:
-    """Return the fields of a rendering as values that JSON can encode."""
-    # The last field, `kwargs`, may be a read-only mapping, which JSON cannot encode.
-    return (*rendering[:-1], dict(rendering.kwargs))
+    """Return the fields of a rendering in order, as values that JSON can encode."""
+    # `kwargs` may be a read-only mapping, which JSON cannot encode.
+    return (rendering.messages, rendering.tools, rendering.add_generation_prompt, dict(rendering.kwargs))
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
@@ -233,7 +240,7 @@ def _exit_reason(status: int) -> str:
 
 
 _RENDERERS: weakref.WeakKeyDictionary[Any, TemplateRenderer] = weakref.WeakKeyDictionary()
-"""Tokenizer -> its renderer, so that each process of a run starts one process for its templates."""
+"""Tokenizer -> renderer. Each process of a run then starts only one rendering process per tokenizer."""
 
 
 def get_renderer(tokenizer: Any) -> TemplateRenderer | None:
@@ -256,11 +263,11 @@ def get_renderer(tokenizer: Any) -> TemplateRenderer | None:
 
 
 def can_render() -> bool:
-    """Return whether this machine has the library that renders templates."""
+    """Return whether jinja2, which renders the templates, is installed."""
     return find_spec("jinja2") is not None
 
 
-# The side of the process with limits
+# In the process with limits
 
 
 class _Refused(Exception):
@@ -324,18 +331,22 @@ def _render_request(
     setup: Mapping[str, Any],
     request: Sequence[Any],
 ) -> list[Any]:
-    """Render one request; return ``[text, None]``, or ``[None, reason]`` if the template does not render it.
+    """Render one request; return ``[text, None]``, or ``[None, reason]`` if the template cannot render it.
 
-    ``compile_template`` maps the source of a template to a jinja2 template. ``setup`` has the templates and
-    the special tokens by name, and ``request`` the fields of a `Rendering`.
+    ``compile_template`` compiles the source of a template to a jinja2 template. ``setup`` contains the
+    templates and the special tokens by name, and ``request`` the fields of a `Rendering`.
     """
-    # transformers rejects such tools, too; a template would fail on them with an obscure error.
     messages, tools, add_generation_prompt, kwargs = request
+
+    # Reject other tools, as transformers does: a template would fail on them with an obscure error.
     are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not are_schemas:
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
 
-    values = {
+    # Arguments of the user may replace special tokens, but not the variables of the conversation.
+    variables = {
+        **setup["special"],
+        **kwargs,
         "messages": messages,
         "tools": tools,
         "documents": None,
@@ -343,7 +354,7 @@ def _render_request(
     }
     try:
         template = compile_template(_choose_template(setup["templates"], tools))
-        text = template.render(**{**setup["special"], **kwargs, **values})
+        text = template.render(**variables)
     except _Refused as error:
         return [None, str(error)]
     except MemoryError:
@@ -365,8 +376,8 @@ def _lower_limit(resource_kind: int, limit: int) -> None:
 
 
 def main() -> None:
-    """Serve the rendering requests on standard input until its end."""
-    import jinja2  # noqa: F401 - before the memory limit, which is meant for the templates
+    """Serve rendering requests from standard input until its end; write the replies to standard output."""
+    import jinja2  # noqa: F401 - import it before the memory limit, which is meant for the templates
 
     _lower_limit(resource.RLIMIT_CORE, 0)
     _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
@@ -380,14 +391,14 @@ def main() -> None:
         return templates[text]
 
     for line in sys.stdin:
-        answers = []
+        results = []
         for request in json.loads(line):
             # The kernel limits the processor time of the whole process, in whole seconds: raise the limit
             # before each rendering.
             usage = resource.getrusage(resource.RUSAGE_SELF)
             used_seconds = int(usage.ru_utime + usage.ru_stime)
             _lower_limit(resource.RLIMIT_CPU, used_seconds + 1 + CPU_SECONDS)
-            answers.append(_render_request(compile_template, setup, request))
+            results.append(_render_request(compile_template, setup, request))
 
-        sys.stdout.write(json.dumps(answers) + "\n")
+        sys.stdout.write(json.dumps(results) + "\n")
         sys.stdout.flush()

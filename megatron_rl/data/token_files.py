@@ -1,20 +1,20 @@
-"""Tokenised data sets, written by one process of a node and mapped into the memory of all its processes.
+"""Files of tokenised data sets: one process per node writes a file, and all processes map it into memory.
 
-The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
-its content, so that a file with the right name has the right tokens. Processes that share a file system
+The one idea: a token file is stored in the run folder, and its name is a digest of everything that determines
+its content. So a file with the right name has the right tokens. Processes that share a file system
 synchronise on the file's lock: the first writes the file, the others wait and map it. If the file cannot be
-written, each process tokenises the data. A digest of the content is stored next to the file; the first
-process of a node verifies it and rewrites a damaged file.
+written, each process tokenises the data. A digest of the content is stored next to the file. The first
+process of a node verifies it and replaces a damaged file.
 
-Why not the cached ``map`` of HF ``datasets``? Tried with 5.2.0 on these four points:
+Why not the cached ``map`` of HF ``datasets``? Version 5.2.0 has these problems:
 
-- Two jobs on one file: ``map`` uses no lock. Both tokenise every record, and so would every rank of a node.
-- Damage: a cached file has no digest. 32 changed bytes were read back as tokens without an error, and a
-  truncated file was a pyarrow error at every start until somebody deleted it.
-- ``kill -9``: the file gets its name only when it is complete, as it should; but it is renamed without fsync,
-  and the temporary file of the killed process is never removed.
-- Identity: the cache is keyed by a pickle of the function, but not by the versions of transformers and
-  tokenizers, on which the tokens depend, too.
+- Concurrent processes: ``map`` uses no lock, so every rank of a node would tokenise every record.
+- Damage: a cached file has no digest. 32 changed bytes were read as tokens without an error. A truncated file
+  raised a pyarrow error at every start until it was deleted by hand.
+- ``kill -9``: a file is renamed to its final name when it is complete, but without fsync. The temporary file
+  of a killed process is never removed.
+- Identity: the cache key has a pickle of the function, but not the versions of transformers and tokenizers,
+  which also determine the tokens.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = 4
-"""Version of the format of token files. Raise it when equal settings give files with other records, tokens
+"""Version of the format of token files. Raise it whenever equal settings result in different records, tokens
 or columns."""
 _REMARKS = b"remarks"
-"""Key in a token file's metadata under which it has the warnings about its records."""
+"""Key of the warnings about the records, in the metadata of a token file."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system without locks."""
 
 
 @dataclass(frozen=True)
 class EncodedData:
-    """Data set of N records with its tokens.
+    """Data set of N records with the tokens of its prompts and responses.
 
     Example:
         >>> row = numpy.array([5, 6], numpy.int32)
@@ -66,12 +66,12 @@ class EncodedData:
     texts: Sequence[str]
     """N prompts as rendered text."""
     tokens: tuple[Sequence[numpy.ndarray], ...]
-    """Columns of N int32 rows: the prompts, then each field of responses.
+    """Columns of N int32 rows: the prompts, then one column per field of responses.
 
-    In a response, ~token (a negative number) is a token that is not trained on, such as one between turns.
+    A negative number ~token in a response is a token that is not trained on, such as a token between turns.
     """
     lines: Sequence[str] | None = None
-    """N records as JSON, or None for a data set that is not in a file."""
+    """N records as JSON, or None for a data set that was not read from a token file."""
     remarks: Sequence[str] = ()
     """Warnings about the records, for the console."""
 
@@ -93,21 +93,21 @@ def _record_json(record: Record) -> str:
 
 
 class _LazyRows(Sequence[Any]):
-    """Sequence of a token file's rows, each of which is read when it is accessed."""
+    """Sequence of ``num_rows`` rows that calls ``read_row`` on each access to a row."""
 
-    def __init__(self, count: int, read: Callable[[int], Any]) -> None:
-        self._count = count
-        self._read_row = read
+    def __init__(self, num_rows: int, read_row: Callable[[int], Any]) -> None:
+        self._num_rows = num_rows
+        self._read_row = read_row
 
     def __len__(self) -> int:
-        return self._count
+        return self._num_rows
 
     def __getitem__(self, row: Any) -> Any:
         if isinstance(row, slice):
-            return [self._read_row(index) for index in range(*row.indices(self._count))]
-        if not -self._count <= row < self._count:
+            return [self._read_row(index) for index in range(*row.indices(self._num_rows))]
+        if not -self._num_rows <= row < self._num_rows:
             raise IndexError(row)
-        return self._read_row(row % self._count)
+        return self._read_row(row % self._num_rows)
 
 
 class _CannotStore(Exception):
@@ -116,12 +116,12 @@ class _CannotStore(Exception):
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Store of tokenised data sets, one file each, in a folder."""
+    """Store of tokenised data sets in a folder, with one token file per data set."""
 
     folder: Path | None
-    """Folder of the files, or None to store no files."""
+    """Folder of the token files, or None to store no files."""
     warn: Callable[[str], None]
-    """Function that is called with the warning about a file that could not be stored or was damaged."""
+    """Function that prints a warning about a file that could not be stored or was damaged."""
 
     def load_or_encode(
         self,
@@ -131,16 +131,18 @@ class TokenFiles:
         inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], EncodedData],
     ) -> EncodedData:
-        """Return the tokenised data set at ``path`` from its file of tokens, or encode it and write the file.
+        """Read the tokenised data set at ``path`` from its token file, or encode it and write the file.
 
-        ``inputs`` are all inputs of ``encode`` other than records and tokenizer; they identify the file.
-        ``setting`` is the configuration key of ``path``, for errors. Waits while another process writes the
-        file. Raises the errors of ``encode``.
+        ``inputs`` are all inputs of ``encode`` except records and tokenizer; they are part of the file's
+        identity. ``setting`` is the configuration key of ``path``, for errors. Waits while another process
+        writes the file. Raises the errors of ``encode``.
         """
+        # Only a fast tokenizer can be identified completely, by its JSON.
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
         if self.folder is None or fast_tokenizer is None:
             return encode(load_records(path, setting=setting))
 
+        # The process that locks the file first writes it; the others wait for the lock and read it.
         file = self.folder / f"{_content_digest(path, setting, tokenizer, inputs)[:32]}.arrow"
         encoded = None
         reason = f"the process that locked {file} first has not written it"
@@ -157,19 +159,19 @@ class TokenFiles:
         except (OSError, _CannotStore) as error:
             reason = str(error)
 
-        # Outside the lock, so that processes that waited in vain tokenise concurrently.
+        # The file could not be written. Encode outside the lock, so that all processes encode concurrently.
         if encoded is None:
             encoded = encode(load_records(path, setting=setting))
         self.warn(f"warning: {setting}: every process tokenises the data for itself: {reason}")
         return encoded
 
     def _read_if_intact(self, file: Path, setting: str, was_locked: bool) -> EncodedData | None:
-        """Read a file of tokens; return None if it is absent or damaged, and remove a damaged file.
+        """Read a token file; return None if it is absent or damaged, and remove a damaged file.
 
-        ``was_locked``: whether another process had the lock. That process has written the file or verified
-        its digest, so the bytes need not be verified again.
+        ``was_locked``: whether another process held the lock before. That process has written the file or
+        verified its digest, so the digest is not verified again.
         """
-        # List the folder instead of testing for the file: a network file system may cache that it is absent.
+        # List the folder instead of testing for the file: a network file system caches absent files.
         if file.name not in os.listdir(file.parent):
             return None
 
@@ -181,7 +183,7 @@ class TokenFiles:
             damage = "cannot be read"
 
         self.warn(f"warning: {setting}: {file} {damage}; the data set is tokenised again")
-        file.unlink()  # else the waiting processes would read it
+        file.unlink()  # otherwise the waiting processes would read it
         return None
 
 
@@ -191,9 +193,9 @@ def _content_digest(
     tokenizer: PreTrainedTokenizerBase,
     inputs: Sequence[Any],
 ) -> str:
-    """Return the digest of everything that determines a data set's tokens, by which its file is named.
+    """Compute the digest of everything that determines a data set's tokens: files, tokenizer and settings.
 
-    ``inputs`` are the settings that the encoding depends on, besides the files and the tokenizer.
+    ``inputs`` are the settings that the encoding depends on. The digest is the name of the token file.
     """
     fast_tokenizer: Any = tokenizer.backend_tokenizer
     # A template that writes the date renders different prompts at another time.
@@ -216,7 +218,7 @@ def _content_digest(
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return name, size and modification time of each file of a data set, which change if its data do."""
+    """Return name, size and modification time of each file, to detect changes of a data set."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -231,9 +233,9 @@ def _file_states(paths: Sequence[Path]) -> list[Any]:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path) -> Iterator[bool]:
-    """Lock a file during the block against all processes that share it, if the file system has locks.
+    """Lock a file exclusively during the block; without effect on a file system without locks.
 
-    Yields whether another process had the lock before. The kernel releases the lock of a killed process.
+    Yields whether another process held the lock before. The kernel releases the lock of a killed process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -253,13 +255,13 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
 
 
 def _write_token_file(file: Path, encoded: EncodedData) -> None:
-    """Write a data set and its digest to a token file.
+    """Write a data set to a token file, and its digest to a file next to it.
 
     Raises OSError, or _CannotStore for values that JSON cannot encode.
     """
     import pyarrow
 
-    # Write one record batch, so that rows are views of the mapped file, without a copy.
+    # Write a single record batch: rows can then be views of the mapped file, without a copy.
     columns: dict[str, Any] = {
         "record": pyarrow.array(
             [_restorable_json(record) for record in encoded.records], pyarrow.large_string()
@@ -267,7 +269,7 @@ def _write_token_file(file: Path, encoded: EncodedData) -> None:
         "where": pyarrow.array([record.where for record in encoded.records], pyarrow.large_string()),
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
-    # Ragged rows are offsets and values. Offsets have 64 bits, for data sets of more than 2**31 tokens.
+    # Store ragged rows as offsets and values, with offsets of 64 bits for more than 2**31 tokens.
     for column_index, rows in enumerate(encoded.tokens):
         offsets = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
@@ -280,16 +282,16 @@ def _write_token_file(file: Path, encoded: EncodedData) -> None:
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
 
-    # Without locks, or with locks that work only within a host, several processes may write the same file, so
-    # each writes a temporary file whose name has its host and process id.
+    # Several processes may write the same file, if locks are absent or work only within a host. So each
+    # writes a temporary file whose name has its host and process id.
     _remove_abandoned_files(file)
     temporary_file = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
     try:
         durable.replace_file(temporary_file, write_batch)
         digest = durable.compute_digests(temporary_file.parent, [temporary_file.name])[temporary_file.name]
 
-        # Rename the digest first: a kill between the two renames leaves at most an older file that does not
-        # match its digest, and the next run writes it again.
+        # Rename the digest first. If the process is killed between the two renames, an older file may remain,
+        # which does not match the new digest, and the next run writes the file again.
         digest_file = temporary_file.with_name(f"{temporary_file.name}.digest")
         durable.write_text(digest_file, f"{file.name} {digest}\n")
         os.replace(digest_file, _digest_file(file))
@@ -300,12 +302,12 @@ def _write_token_file(file: Path, encoded: EncodedData) -> None:
 
 
 def _host_prefix(file: Path) -> str:
-    """Return the prefix of the names of temporary files that this host writes for a token file."""
+    """Return the name prefix of the temporary files that this host writes for a token file."""
     return f"{file.name}.{socket.gethostname()}."
 
 
 def _remove_abandoned_files(file: Path) -> None:
-    """Remove temporary files of a token file that killed processes of this host left behind."""
+    """Remove the temporary files of a token file whose processes on this host have ended."""
     prefix = _host_prefix(file)
     for temporary_file in file.parent.glob(f"{prefix}[0-9]*"):
         process_id = temporary_file.name.removeprefix(prefix).partition(".")[0]
@@ -320,8 +322,8 @@ def _digest_file(file: Path) -> Path:
 
 
 def _find_damage(file: Path) -> str | None:
-    """Describe how a file differs from its digest; return None for an intact file."""
-    # The digest file contains the name of its file: a renamed copy must not pass.
+    """Describe how a token file differs from its stored digest; return None for an intact file."""
+    # The digest file also contains the name of the token file, so that a renamed copy is rejected.
     try:
         name, digest = _digest_file(file).read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -329,14 +331,14 @@ def _find_damage(file: Path) -> str | None:
     if name != file.name:
         return f"has the digest of {name}"
 
-    lines = durable.find_damages(file.parent, {file.name: digest}, [file.name])
-    if not lines:
+    damages = durable.find_damages(file.parent, {file.name: digest}, [file.name])
+    if not damages:
         return None
-    return lines[0].removeprefix(f"{file.name} ")
+    return damages[0].removeprefix(f"{file.name} ")
 
 
 def _restorable_json(record: Record) -> str:
-    """Return a record's fields as JSON; raises _CannotStore for values that parsing does not restore."""
+    """Return a record's fields as JSON; raises _CannotStore unless parsing restores the same values."""
     try:
         text = _record_json(record)
         if json.loads(text) == record.values:
@@ -347,7 +349,7 @@ def _restorable_json(record: Record) -> str:
 
 
 def _read_token_file(file: Path) -> EncodedData | None:
-    """Read the data set in a token file, mapped into memory; return None for a file in another format."""
+    """Map a token file into memory and return its data set; return None for a file in another format."""
     import pyarrow
 
     try:
@@ -358,24 +360,23 @@ def _read_token_file(file: Path) -> EncodedData | None:
     except (pyarrow.ArrowException, ValueError):
         return None
 
-    # Parse records on access, since a run needs only those of one batch at a time.
-    def record_at(row: int) -> Record:
+    # Parse a record only on access: a run needs the records of one batch at a time.
+    def read_record(row: int) -> Record:
         values = json.loads(lines[row].as_py())
         return Record(values, locations[row].as_py())
 
-    remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
-    count = batch.num_rows
+    metadata = batch.schema.metadata or {}
     return EncodedData(
-        _LazyRows(count, record_at),
-        _LazyRows(count, lambda row: texts[row].as_py()),
-        tokens,
-        _LazyRows(count, lambda row: lines[row].as_py()),
-        remarks,
+        records=_LazyRows(batch.num_rows, read_record),
+        texts=_LazyRows(batch.num_rows, lambda row: texts[row].as_py()),
+        tokens=tokens,
+        lines=_LazyRows(batch.num_rows, lambda row: lines[row].as_py()),
+        remarks=json.loads(metadata.get(_REMARKS, b"[]")),
     )
 
 
 def _token_rows(column: Any) -> _LazyRows:
-    """Return the rows of a column of tokens as views of the mapped file."""
+    """Return the rows of a column of tokens; each row is a view of the mapped file."""
     values = column.values.to_numpy(zero_copy_only=True)
     offsets = column.offsets.to_numpy(zero_copy_only=True)
     return _LazyRows(len(column), lambda row: values[offsets[row] : offsets[row + 1]])

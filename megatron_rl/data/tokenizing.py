@@ -1,7 +1,7 @@
-"""Tokens of prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
+"""Tokenise prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
 
-The one idea: every text is tokenised once, in large batches; of a text far over the limit only the beginning
-is tokenised, since the text is dropped. All code after this module handles rows of int32 token ids.
+The one idea: every text is tokenised once, in large batches. A text far over the length limit will be
+dropped, so only its beginning is tokenised. All code after this module handles rows of int32 token ids.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's EOS, then further ids from the model's files.
 
-    Responses to prompts that the chat template rendered (``templated``) also end with the token with which
-    the template ends turns. Raises UserError for a model without any of these tokens.
+    Responses to prompts that the chat template rendered (``templated``) also end at the template's
+    end-of-turn token. Raises UserError for a model without any of these tokens.
     """
     ids = named_end_ids(tokenizer, model_path)
-    end = template_turn_end(tokenizer) if templated else None
-    if end is not None and end.token is not None:
-        ids = tuple(dict.fromkeys((*ids, end.token)))
+    turn_end = template_turn_end(tokenizer) if templated else None
+    if turn_end is not None and turn_end.token is not None:
+        ids = tuple(dict.fromkeys((*ids, turn_end.token)))
 
     if not ids:
         raise UserError(
@@ -121,7 +121,7 @@ def end_token_ids(
 
 
 def conversation_text(tokenizer: Any, end_ids: Sequence[int] = ()) -> ConversationText | None:
-    """Build a renderer for the tokenizer's chat template, or return None if it has no template.
+    """Return a renderer of conversations for the tokenizer's chat template, or None without a template.
 
     ``end_ids`` are the ids of the tokens that end responses.
     """
@@ -141,9 +141,9 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return a warning if the chat template ends turns with a token that is not an end in the model's files.
+    """Return the warning about a chat template whose end-of-turn token the model's files do not define.
 
-    Returns None otherwise; see `unnamed_turn_end_warning`.
+    Returns None for other templates; see `unnamed_turn_end_warning`.
     """
     end_ids = named_end_ids(tokenizer, model_path)
     end_names = ", ".join(tokenizer.convert_ids_to_tokens(list(end_ids)))
@@ -171,11 +171,10 @@ def split_stop_texts(
     stop: Sequence[str],
     setting: str,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Split the stop texts ``stop`` into ids, for texts of one token, and texts of several tokens.
+    """Split stop texts into the ids of texts with one token, and the texts with several tokens.
 
-    ``setting`` is their configuration key, for errors. Raises UserError for a text that no response can
-    contain. Raises it, too, for a text of several tokens if the tokenizer has no decoder from the library
-    `tokenizers`.
+    ``setting`` is the configuration key of ``stop``, for errors. Raises UserError for a text that no response
+    can contain, and for a text of several tokens unless the tokenizer is a fast tokenizer.
     """
     unknown_token: Any = tokenizer.unk_token
     ids: list[int] = []
@@ -204,12 +203,15 @@ def split_stop_texts(
 
 
 def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
-    """Return the id of the token that a logit rule, such as a bias, names; raise UserError for none."""
-    token = explicit_token_id(text)
-    if token is not None:
-        if token >= len(tokenizer):
+    """Return the token id of a logit rule, such as a bias; raises UserError unless ``text`` is one token.
+
+    ``text`` is the text of the token or an explicit id. ``setting`` is the configuration key of the rule.
+    """
+    token_id = explicit_token_id(text)
+    if token_id is not None:
+        if token_id >= len(tokenizer):
             raise rule_id_error(setting, text, len(tokenizer))
-        return token
+        return token_id
 
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
@@ -221,9 +223,9 @@ def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -
 def logit_biases(
     tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
 ) -> tuple[tuple[int, float], ...]:
-    """Convert ``logit_bias`` of the sampling settings ``values`` to pairs (token id, bias).
+    """Convert ``logit_bias`` and ``banned_tokens`` of the sampling settings to pairs (token id, bias).
 
-    Raises UserError for an unknown token.
+    ``values`` are the settings by name, in the section ``setting``. Raises UserError for an unknown token.
     """
     biases: dict[int, float] = {}
     for text, bias in values["logit_bias"].items():
@@ -242,15 +244,15 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings, including ``stop``. The tokens ``end_ids`` always end
-    a response. Length limits are the largest possible ones, see `RolloutConfig.limit_of`; a temperature or
-    top-p that changes over steps has its last value. Raises UserError for a field that does not exist or is
-    out of range.
+    a response. A length limit that depends on the prompt has its largest value; see `RolloutConfig.limit_of`.
+    A temperature or top-p that changes over steps has its last value. Raises UserError for a field that does
+    not exist or is out of range.
     """
     errors = profile_errors(rollout)
     if errors:
         raise UserErrors(errors)
 
-    # Every field of a profile is a field of the rollout settings, too.
+    # The rollout settings have every field of a profile: they are the defaults.
     defaults = {name: getattr(rollout, name) for name in profile_fields()}
     default_parameters = _sampling_parameters(defaults, tokenizer, end_ids, "rollout", rollout.auto_limit)
 
@@ -270,16 +272,17 @@ def apply_schedules(
     top_p: ScheduledValue,
     step: int | None = None,
 ) -> SamplingParameters:
-    """Replace the temperature and top-p of sampling parameters by those of ``step``, which counts from 1.
+    """Set the temperature and top-p of sampling parameters to their scheduled values at ``step``.
 
-    ``temperature`` and ``top_p`` are values of the configuration; ``step`` None is any step after the last
-    change.
+    ``temperature`` and ``top_p`` are values of the configuration. Steps count from 1; None means any step
+    after the last change.
     """
     temperatures = token_schedule(temperature, step)
     probabilities = token_schedule(top_p, step)
     sampling = sampling._replace(temperature=temperatures.start, top_p=probabilities.start)
 
-    # Constant values leave the other fields as they are, so that equal sampling has equal parameters.
+    # Set the fields of a change over tokens only if there is a change, so that equal sampling has equal
+    # parameters.
     if temperatures.length:
         sampling = sampling._replace(
             last_temperature=temperatures.end, temperature_tokens=temperatures.length
@@ -298,12 +301,11 @@ def _sampling_parameters(
 ) -> SamplingParameters:
     """Convert the settings ``values`` to sampling parameters, with the final values of scheduled settings.
 
-    ``end_ids`` are the ids of the tokens that always end a response, and ``setting`` is the section of the
-    values, for errors.
+    ``end_ids`` are the ids of the tokens that always end a response. ``setting`` is the configuration section
+    of the values, for errors.
     """
+    # A stop text may also be an end token: dict.fromkeys removes the duplicate and keeps the order.
     stop_ids, stop_texts = split_stop_texts(tokenizer, values["stop"], f"{setting}.stop")
-
-    # A stop text may also be an end token: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*end_ids, *stop_ids)))
     parameters = SamplingParameters(
         top_k=int(values["top_k"]),
@@ -325,10 +327,10 @@ def _sampling_parameters(
 
 
 class PromptEncoder:
-    """Encoder of the prompts of one data set, which the chat template renders unless they bypass it.
+    """Encoder that renders the prompts of one data set with the chat template and tokenises them.
 
     The template renders lists of messages and, with ``data.chat_template: true``, also strings, each as one
-    user message. ``data.chat_template: false`` forbids lists of messages.
+    user message. Other strings bypass it. ``data.chat_template: false`` forbids lists of messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
@@ -342,25 +344,24 @@ class PromptEncoder:
         return get_renderer(self.tokenizer)
 
     def render_texts(self, records: Sequence[Record]) -> list[str]:
-        """Return the prompts as text; raises UserError as `render_prompts` does."""
+        """Return the prompt of each record as text; raises UserError as `render_prompts` does."""
         for record in records:
             require_prompt(record, self.data, self.setting)
-
         return render_prompts(records, self.data, self.setting, self.renderer)
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
         """Return the text and the tokens (int32) of each record's prompt, in order.
 
-        ``limit`` is the length limit in tokens: see `encode_texts` for prompts far over it.
+        ``limit`` is the length limit in tokens; `encode_texts` truncates prompts far over the limit.
         """
         texts = self.render_texts(records)
         tokens = encode_texts(self.tokenizer, texts, limit)
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
-            # The template writes the BOS itself.
+            # Add the BOS to plain text; the chat template writes it itself.
             if not uses_chat_template(record, self.data):
-                prefixed = with_prefix(prefix, tokens[row].tolist())
-                tokens[row] = numpy.asarray(prefixed, numpy.int32)
+                prompt_tokens = with_prefix(prefix, tokens[row].tolist())
+                tokens[row] = numpy.asarray(prompt_tokens, numpy.int32)
 
             if not len(tokens[row]):
                 raise no_tokens_error(texts[row], f"{record.where} ({self.setting})")
@@ -373,10 +374,10 @@ def encode_texts(
     limit: int,
     batch_size: int = 1024,
 ) -> list[numpy.ndarray]:
-    """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
+    """Tokenise texts in batches, without a BOS or EOS; return an int32 array per text.
 
-    A text far over ``limit`` tokens will be dropped, so only its beginning, of more than `counting_limit`
-    tokens, is tokenised.
+    A text far over ``limit`` tokens will be dropped, so only its beginning is tokenised, with more than
+    `counting_limit` tokens.
     """
     rows: list[numpy.ndarray] = []
     for start in range(0, len(texts), batch_size):
@@ -393,11 +394,11 @@ def encode_pieces(
     limit: int,
     batch_size: int = 256,
 ) -> list[list[numpy.ndarray] | None]:
-    """Tokenise the complete text of each row, and return the tokens (int32) of each of its pieces.
+    """Tokenise the complete text of each row, and split its tokens (int32) at the pieces of the text.
 
-    A row has the consecutive pieces of one text, such as a prompt and the turns after it. The result is None
-    for a row in which a token spans two pieces, for a text that `encode_texts` would truncate, and for every
-    row if the tokenizer has no offsets.
+    A row has the consecutive pieces of one text, such as a prompt and the turns after it. A row becomes
+    None if a token spans two pieces, or if `encode_texts` would truncate its text. Every row becomes None for
+    a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
@@ -409,6 +410,7 @@ def encode_pieces(
         texts = ["".join(pieces) for pieces in batch]
         max_characters = max(_SEGMENT, counting_limit(limit))
         indices = [index for index, text in enumerate(texts) if len(text) <= max_characters]
+
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
         if indices:
             encoded = tokenizer(
@@ -431,22 +433,22 @@ def _split_tokens(
     offsets: Sequence[tuple[int, int]],
     pieces: Sequence[str],
 ) -> list[numpy.ndarray] | None:
-    """Split tokens into those of each piece, or return None if a token spans two pieces.
+    """Split the tokens of a text at the boundaries of its pieces; return None if a token spans two pieces.
 
-    ``offsets`` are the first character of each token and the character after its last one.
+    ``offsets`` are the start and end (exclusive) of each token in characters of the text.
     """
     tokens = numpy.asarray(ids, numpy.int32)
     if not len(tokens):
         return None
 
-    # A token that starts before an edge and ends after it spans two pieces.
+    # A token that starts before a boundary and ends after it spans two pieces.
     token_starts, token_ends = numpy.asarray(offsets, numpy.int64).T
-    edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
-    splits = numpy.searchsorted(token_starts, edges)
-    for edge, split in zip(edges, splits, strict=True):
-        if split and token_ends[split - 1] > edge:
+    boundaries = numpy.cumsum([len(piece) for piece in pieces])[:-1]
+    split_indices = numpy.searchsorted(token_starts, boundaries)
+    for boundary, split_index in zip(boundaries, split_indices, strict=True):
+        if split_index and token_ends[split_index - 1] > boundary:
             return None
-    return numpy.split(tokens, splits)
+    return numpy.split(tokens, split_indices)
 
 
 # Limits of length
@@ -454,7 +456,7 @@ def _split_tokens(
 
 @dataclass(frozen=True)
 class LengthReport:
-    """Counts of items over a length limit.
+    """Numbers of items within and over a length limit.
 
     Example:
         >>> LengthReport(100, 0, 512, 300, ()).describe()
@@ -468,12 +470,12 @@ class LengthReport:
     limit: int
     """Largest number of tokens of an item."""
     longest: int
-    """Tokens of the longest item, dropped or not, as far as they were counted; see `counting_limit`."""
+    """Number of tokens of the longest item, dropped or not; not exact beyond `counting_limit`."""
     examples: tuple[str, ...]
     """Location and length of the first items over the limit."""
 
     def describe(self, item_name: str = "prompts") -> str:
-        """Describe the counts as one sentence for the console and the log."""
+        """Describe the report as one sentence for the console and the log."""
         maximum = _format_length(self.longest, self.limit)
         if not self.over_long:
             return f"{self.total} {item_name}, none over the limit of {self.limit} tokens (longest {maximum})"
@@ -486,28 +488,27 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens beyond which the tokens of a text are not counted.
+    """Return the largest number of tokens that is counted exactly for a text with the length limit ``limit``.
 
-    ``limit`` is the length limit of the text. Messages show the exact length up to this number, so that the
-    user can see how far to raise the limit.
+    It is larger than the limit, so that messages can show how far to raise the limit.
     """
     return 2 * limit + 1024
 
 
 def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
-    """Return the text or, if it is far over ``limit`` tokens, a beginning that is over the limit, too.
+    """Truncate a text that is far over ``limit`` tokens to a beginning that is still over the limit.
 
-    The tokens of its segments are counted, since a token may have any number of characters.
+    The tokens are counted segment by segment, since a token may have any number of characters.
     """
     if len(text) <= _SEGMENT:
         return text
 
-    tokens = 0
+    num_tokens = 0
     for start in range(0, len(text), _SEGMENT):
         end = start + _SEGMENT
-        tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
+        num_tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
         # A token that spans two segments is counted as two or more, so stop only at twice the limit.
-        if tokens > 2 * counting_limit(limit):
+        if num_tokens > 2 * counting_limit(limit):
             return text[:end]
     return text
 
@@ -529,9 +530,9 @@ def drop_over_long(
 ) -> tuple[list[int], LengthReport]:
     """Return the indices of the items within ``limit`` tokens, and a report.
 
-    ``policy`` is ``drop`` or ``error``. Raises UserError for an item over the limit under ``error``, and if
-    no item is within the limit under either policy. ``setting`` is the configuration key of the data and
-    ``limited_by`` that of the limit.
+    ``policy`` is ``drop`` or ``error``. Raises UserError for an item over the limit under ``error``, and
+    under either policy if no item is within the limit. ``setting`` and ``limited_by`` are the configuration
+    keys of the data set and of the limit.
     """
     # Raise if the policy is `error`, or if no item would remain.
     over_long = [index for index, length in enumerate(lengths) if length > limit]
