@@ -1,13 +1,13 @@
-"""Confinement of a process: its own user, root and namespaces, limits, and a filter of system calls.
+"""Confine a process: a separate user, root and namespaces, limits, and a filter of system calls.
 
-Like `megatron_rl.contained.process` this module imports only the standard library. A protection that the
-kernel does not allow is reported by name, and replaced by the next best one: a new root by Landlock, a
-network namespace by a filter of system calls, a control group by the measurements of the supervisor.
+Like `megatron_rl.contained.process` this module imports only the standard library. If the kernel does not
+allow a protection, the protection is reported by name and a weaker one replaces it: Landlock replaces a new
+root, a filter of system calls a network namespace, and measurements by the supervisor a control group.
 
-bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: each needs the
-same permissions as this module (they fail if namespaces are refused, as in most containers), none is
-installed on an unprepared node, none counts memory over processes, and two implementations would each be
-tested half as well.
+bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: they need the
+same permissions as this module (they fail if namespaces are refused, as in most containers), are not
+installed on most nodes, and do not count memory over processes. As an addition to this module, they would be
+a second implementation to test.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ GIB = 2**30
 SCRATCH = "/dev/shm"
 """Mount point of the file system in memory for temporary files, for a process without its own root."""
 TOO_MANY_PROCESSES = 97
-"""Exit code of a supervisor that ended its worker for having too many processes or threads."""
+"""Exit code of a supervisor that ended its worker because of too many processes or threads."""
 TOO_MUCH_MEMORY = 98
-"""Exit code of a supervisor that ended its worker for using too much memory."""
+"""Exit code of a supervisor that ended its worker because of too much memory."""
 CHECK_SECONDS = 0.1
 """Seconds between two measurements of a worker and its descendants."""
 SHARED_MEMORY_CHECKS = 5
-"""One of this many measurements includes shared mappings, which takes longer."""
+"""Number of measurements of which one includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
 """Number of threads and processes, in addition to the limit of processes, that the kernel allows."""
 _extra_processes = mmap.mmap(-1, 8)
-"""The count of `allow_processes`, in memory that is shared by a worker and its supervisor."""
+"""The ``count`` of `allow_processes`, in memory that a worker shares with its supervisor."""
 _PID_MAX_OF_NAMESPACE = (6, 14)
-"""The first version of Linux in which ``pid_max`` belongs to a namespace, not to the machine."""
+"""First version of Linux in which ``pid_max`` belongs to a namespace and not to the machine."""
 _TASKS_OF_NAMESPACE = (5, 14)
-"""The first version of Linux that counts a user's tasks (RLIMIT_NPROC) in each user namespace separately."""
+"""First version of Linux that counts a user's tasks (RLIMIT_NPROC) in each user namespace separately."""
 _FILE_DESCRIPTORS = 64
-"""Number of descriptors that the first process of a namespace closes, more than it inherits."""
+"""Number of descriptors that the first process of a namespace closes, which is more than it inherits."""
 
 # Protections that a kernel may not enforce, as in warnings of `check` and `train`; docs/limits.md lists them.
 CHILDREN_SEARCHED = "children that leave their session are found by a search"
@@ -76,7 +76,7 @@ _UNUSED_USERS = range(0x70000000, 0x70100000)
 _LARGE_MAPPING = 1000
 """Smallest size of a user namespace whose mapping has unused user numbers, such as a container's."""
 
-# Setting an interface up, from linux/sockios.h and linux/if.h.
+# Request and flag to bring up an interface, from linux/sockios.h and linux/if.h.
 _SET_INTERFACE_FLAGS = 0x8914
 _INTERFACE_UP = 1
 
@@ -91,9 +91,9 @@ class Isolation:
     namespaces: bool = False
     """Whether the process will be the first process of new namespaces."""
     scratch: int | None = None
-    """Descriptor of the file system in memory for temporary files, or None if there is none."""
+    """Descriptor of the file system in memory for temporary files, or None if the kernel refuses it."""
     folder: str | None = None
-    """Folder for temporary files if there is no ``scratch``."""
+    """Folder for temporary files without a ``scratch`` file system."""
     group: ControlGroup | None = None
     """Control group with the limits of memory and tasks."""
     unenforced: list[str] = field(default_factory=list)
@@ -106,11 +106,11 @@ class Isolation:
 def set_limits(limits: Mapping[str, Any]) -> None:
     """Limit memory, open files and file sizes of this process and of all processes that it starts.
 
-    With ``own_files`` in ``limits``, `allow_files` may later exceed ``files`` by that many files.
+    `allow_files` may later raise the limit of open files by ``own_files`` of ``limits``.
     """
     files = int(limits["files"])
     max_files = files + limits.get("own_files", 0)
-    # Limit private writable memory, not address space: programs that map large files need more of the latter.
+    # Limit private writable memory and not address space, which programs need to map large files.
     memory = int(limits["memory_gib"] * GIB)
     file_size = int(limits["file_gib"] * GIB)
 
@@ -121,9 +121,10 @@ def set_limits(limits: Mapping[str, Any]) -> None:
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        _, present_hard_limit = resource.getrlimit(resource_kind)
-        new_soft_limit = _cap_at_hard_limit(soft_limit, present_hard_limit)
-        new_hard_limit = _cap_at_hard_limit(hard_limit, present_hard_limit)
+        # A process may not raise a hard limit.
+        _, current_hard_limit = resource.getrlimit(resource_kind)
+        new_soft_limit = _cap_at_hard_limit(soft_limit, current_hard_limit)
+        new_hard_limit = _cap_at_hard_limit(hard_limit, current_hard_limit)
         resource.setrlimit(resource_kind, (new_soft_limit, new_hard_limit))
 
 
@@ -134,7 +135,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Let contained code exceed its limit of processes by ``count``, at most by ``own_processes``."""
+    """Raise the limit of processes of contained code by ``count``, at most by ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -148,7 +149,9 @@ def allow_processor_seconds(seconds: float) -> None:
 
 def _cap_at_hard_limit(value: int, hard_limit: int) -> int:
     """Return ``value``, or the hard limit if that is lower; RLIM_INFINITY means no limit."""
-    return value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
+    if hard_limit == resource.RLIM_INFINITY:
+        return value
+    return min(value, hard_limit)
 
 
 def describe_exceeded_limit(
@@ -156,9 +159,9 @@ def describe_exceeded_limit(
     limits: Mapping[str, Any],
     key: str,
 ) -> str | None:
-    """Describe the limit that a process with the exit ``status`` exceeded; return None if it exceeded none.
+    """Describe the limit that a process exceeded, according to its exit ``status``.
 
-    ``key``: configuration key of the section of ``limits``.
+    ``key`` is the configuration key of the section of ``limits``. Returns None for other exit statuses.
     """
     if status == TOO_MANY_PROCESSES:
         return f"started more than {limits['processes']} processes ({key}.processes)"
@@ -173,10 +176,10 @@ def describe_exceeded_limit(
 
 
 def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolation:
-    """Move this process into new namespaces; its next child will be their first process.
+    """Move this process into new namespaces, whose first process will be the next child of this process.
 
-    The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes
-    inside may connect to each other.
+    The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes in
+    the network namespace may connect to each other.
     """
     isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
     memory = int(limits["memory_gib"] * GIB)
@@ -195,7 +198,8 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
 
     if limits.get("loopback") and not limits["network"]:
         _bring_up_loopback()
-    # `confine_worker` reports the protections that need a mount namespace.
+
+    # Ignore errors here: `confine_worker` reports the protections that need a mount namespace.
     with contextlib.suppress(OSError):
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.make_mounts_private()
@@ -221,14 +225,15 @@ def _task_limit(limits: Mapping[str, Any]) -> int:
 def _create_namespaces(namespaces: int) -> Owner:
     """Create namespaces; return the user and group (`Owner`) that contained code will run as.
 
-    Without root's privileges they are created in a new user namespace. ``namespaces``: flags of
-    `kernel.unshare`.
+    ``namespaces`` are flags of `kernel.unshare`. Without root's privileges the namespaces are created in a
+    new user namespace.
     """
     user = os.getuid()
     group = os.getgid()
     if user == 0:
-        # Root needs no user namespace. The helper process of `_open_mapped_namespace` must be forked before:
-        # the next process that is forked afterwards is the first of the new namespace, which ends with it.
+        # Root needs no user namespace. Fork the helper process of `_open_mapped_namespace` before `unshare`:
+        # the first process that is forked after it becomes the first process of the new PID namespace, and
+        # the namespace ends with it.
         unprivileged_owner = _find_unprivileged_owner()
         with contextlib.suppress(PermissionError):
             kernel.unshare(namespaces)
@@ -238,7 +243,7 @@ def _create_namespaces(namespaces: int) -> Owner:
             _close_namespace(unprivileged_owner)
 
     kernel.unshare(kernel.NEW_USER | namespaces)
-    # Without privileges a process must give up setgroups before it may map a group.
+    # Without privileges, a process must disable setgroups before it may map a group.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -247,7 +252,10 @@ def _create_namespaces(namespaces: int) -> Owner:
 
 
 def _find_unprivileged_owner() -> Owner | None:
-    """Return a user and group that no other process has, or None if this user namespace has none left."""
+    """Return a user and group that no other process has, or None if this user namespace has too few numbers.
+
+    The owner has a user namespace that maps files to it, if the kernel allows that.
+    """
     user = _find_unused_number(Path("/proc/self/uid_map"))
     group = _find_unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
@@ -257,18 +265,18 @@ def _find_unprivileged_owner() -> Owner | None:
     return Owner(user, group)
 
 
-def _find_unused_number(file: Path) -> int | None:
-    """Return an unused number of a user or group in the mapping of ``file``, or None if all may be in use.
+def _find_unused_number(mapping_file: Path) -> int | None:
+    """Return a user or group number that is mapped in this user namespace and used by no other process.
 
-    Each process gets a different number.
+    ``mapping_file`` is uid_map or gid_map of this process. Returns None if all mapped numbers may be in use.
     """
     # A line is: first number in this namespace, first number outside of it, count.
     mapped_ranges = []
-    for line in file.read_text().splitlines():
+    for line in mapping_file.read_text().splitlines():
         first, _, count = map(int, line.split())
         mapped_ranges.append(range(first, first + count))
 
-    # The process's own number makes the choice different for each process.
+    # Choose by the process id, so that each process gets a different number.
     preferred_number = _UNUSED_USERS[os.getpid() % len(_UNUSED_USERS)]
     if any(preferred_number in mapped_range for mapped_range in mapped_ranges):
         return preferred_number
@@ -282,14 +290,15 @@ def _find_unused_number(file: Path) -> int | None:
 
 
 def _open_mapped_namespace(user: int, group: int) -> int:
-    """Return the descriptor of a user namespace that maps this process's user and group to the given ones.
+    """Create a user namespace that maps this process's user and group to ``user`` and ``group``.
 
-    A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
-    this process opens it.
+    Returns a descriptor of the namespace. A helper process creates the namespace, this process writes the
+    mappings and opens it. The namespace then exists as long as the descriptor is open.
     """
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
 
+    # The helper remains in its namespace until this process closes the pipe `done`.
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(OSError):
@@ -311,13 +320,13 @@ def _open_mapped_namespace(user: int, group: int) -> int:
 
 
 def _close_namespace(owner: Owner) -> None:
-    """Close the descriptor of an owner's user namespace, which contained code must not have."""
+    """Close the descriptor of an owner's user namespace, since contained code must not have it."""
     if owner.namespace is not None:
         os.close(owner.namespace)
 
 
 def _bring_up_loopback() -> None:
-    """Bring up the loopback interface: all interfaces of a new network namespace are down."""
+    """Bring up the loopback interface of a new network namespace, in which all interfaces are down."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sh", b"lo", _INTERFACE_UP))
 
@@ -328,11 +337,11 @@ def _bring_up_loopback() -> None:
 def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     """Confine the child of an isolated process; return the protections that the kernel does not allow.
 
-    The first process of a namespace forks the worker and does not return: it waits for the other processes,
-    and its exit ends all of them. It is not ended by signals that end other processes.
+    In new namespaces, the child is the first process: it forks the worker, waits for the other processes and
+    does not return. Its exit ends all processes of the namespace. Only the worker returns.
     """
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    # A machine that runs out of memory should end this process, not a rank.
+    # If the machine runs out of memory, the kernel should kill this process and not a rank.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolation.group is not None:
@@ -346,20 +355,20 @@ def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]
             _switch_user(isolation.owner)
             os._exit(_wait_for_worker(worker))
 
-    # Set limits first: this needs the privileges that the worker drops next.
+    # Set limits before the worker drops the privileges that this needs.
     set_limits(limits)
     _limit_tasks(limits, isolation)
     if isolation.scratch is not None:
         os.close(isolation.scratch)
     _close_namespace(isolation.owner)
     _switch_user(isolation.owner)
-    # Set these two again, since a change of the user resets them.
+    # Set these options after the change of the user, which resets them.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kernel.process_control(kernel.SET_DUMPABLE, 1)
     if os.getuid() == 0:
         isolation.unenforced.append(SAME_USER.format(name="root"))
 
-    # The filter of system calls comes last: the steps before it need calls that it refuses.
+    # Filter system calls last: the other steps need calls that the filter refuses.
     os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or "/tmp"
     has_landlock_scope = _restrict_with_landlock(limits, isolation, has_root)
     _filter_system_calls(limits, isolation, has_root, has_landlock_scope)
@@ -367,7 +376,7 @@ def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root to one with only the visible paths; return whether the kernel allowed it."""
+    """Change the root of this process to one with only the visible paths; return whether this succeeded."""
     scratch = isolation.scratch
     if scratch is None:
         return False
@@ -377,7 +386,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
     network = bool(limits["network"])
 
     try:
-        # Use another mount namespace, since the supervisor must still find all processes in its /proc.
+        # Use a separate mount namespace, since the supervisor must still find all processes in its /proc.
         kernel.unshare(kernel.NEW_MOUNTS)
         change_root_as = partial(
             change_root, isolation.visible, scratch, kernel_limits=kernel_limits, network=network
@@ -390,7 +399,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
             isolation.unenforced.append(f"{same_user}, since only root may use {unreadable}")
             proc_reason = change_root_as(isolation.owner)
     except OSError as error:
-        # Without a new root, another user could lack permission for files that the code needs.
+        # Without a new root, a separate user may lack permissions for files that the code needs.
         _run_as_own_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
@@ -404,7 +413,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
 
 def _run_as_own_user(isolation: Isolation) -> None:
-    """Change ``isolation``, so that contained code will run as this process's user, not as a separate one."""
+    """Change ``isolation`` so that contained code runs as the user of this process, not a separate user."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
@@ -420,9 +429,9 @@ def _switch_user(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Limit threads and processes, if the kernel counts the tasks of contained code separately.
+    """Limit the number of threads and processes, if the kernel counts them separately.
 
-    Otherwise the limit would apply to all tasks of the trainer's user.
+    Otherwise set no limit, since it would apply to all tasks of the trainer's user.
     """
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
@@ -436,7 +445,7 @@ def _restrict_with_landlock(
     isolation: Isolation,
     has_root: bool,
 ) -> bool:
-    """Restrict signals, abstract sockets and, without a root directory of its own, files with Landlock.
+    """Restrict signals and abstract sockets and, for a process without a new root, files with Landlock.
 
     Returns whether abstract sockets and signals are restricted.
     """
@@ -492,11 +501,11 @@ def _filter_system_calls(
     """
     has_own_network = isolation.namespaces and not limits["network"]
     allows_network = bool(limits["network"] or limits.get("loopback") or has_own_network)
-    # A local (Unix) socket is named by a file or by an abstract name. Local sockets are allowed only if both
-    # are restricted: files by a root of its own, abstract names by a network namespace or by Landlock.
+    # A local (Unix) socket has a path or an abstract name. Allow local sockets only if both are restricted:
+    # paths by a new root, abstract names by a network namespace or by Landlock.
     allows_local_sockets = has_root and (has_own_network or has_landlock_scope)
 
-    # Without network, opening a socket fails with an error that names the reason.
+    # Choose the error of a refused socket: without network, it should name the network as the reason.
     socket_error = errno.EAFNOSUPPORT if limits["network"] or has_own_network else errno.ENETUNREACH
     socket_families = filters.allowed_socket_families(network=allows_network, local=allows_local_sockets)
     try:
@@ -509,13 +518,13 @@ def _filter_system_calls(
 
 
 def _linux_version() -> tuple[int, ...]:
-    """Return the first two numbers of the kernel's version, such as (6, 8)."""
+    """Return major and minor version of the kernel, such as (6, 8)."""
     numbers = re.findall(r"\d+", os.uname().release)
     return tuple(int(number) for number in numbers[:2])
 
 
 def _wait_for_worker(worker: int) -> int:
-    """Wait for children until ``worker`` ends; return its exit code, 128 + N after signal N."""
+    """Wait for children until ``worker`` ends; return its exit code, or 128 + N if signal N ended it."""
     while True:
         process, status = os.wait()
         if process == worker:
@@ -532,19 +541,19 @@ def supervise_worker(
     limits: Mapping[str, Any],
     isolation: Isolation,
 ) -> int:
-    """Wait until ``worker`` ends or must be ended, then end it with its descendants; return the exit code.
+    """Wait until ``worker`` ends, or end it, then end its descendants; return the exit code.
 
-    The worker must be ended if the process ``trainer`` has ended, if this process receives SIGTERM, and if
-    its descendants are more, or use more memory, than ``limits`` allow.
+    The supervisor ends the worker if the process ``trainer`` has ended, if it receives SIGTERM itself, and if
+    the worker and its descendants exceed the ``limits`` of processes or memory.
     """
     kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
-    # The supervisor must be scheduled, however many processes compete for the processors.
+    # Raise the priority: the supervisor must run even if many processes compete for the processors.
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     termination_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: termination_signals.append(number))
 
-    check_count = 0
+    num_checks = 0
     exit_code: int | None = None
     while exit_code is None:
         process, status = os.waitpid(-1, os.WNOHANG)
@@ -553,8 +562,8 @@ def supervise_worker(
         elif termination_signals or os.getppid() != trainer:
             exit_code = 0
         elif process == 0:
-            check_count += 1
-            count_shared = check_count % SHARED_MEMORY_CHECKS == 0
+            num_checks += 1
+            count_shared = num_checks % SHARED_MEMORY_CHECKS == 0
             exit_code = _find_exceeded_limit(worker, limits, isolation.scratch, count_shared)
             if exit_code is None:
                 time.sleep(CHECK_SECONDS)
@@ -565,7 +574,7 @@ def supervise_worker(
 
         shutil.rmtree(isolation.folder, ignore_errors=True)
     if isolation.group is not None:
-        # The kernel kills a process if the group's memory is used up.
+        # The kernel may have killed the worker because the memory of the group was used up.
         if exit_code and isolation.group.has_exceeded_memory():
             exit_code = TOO_MUCH_MEMORY
         isolation.group.remove()
@@ -578,22 +587,22 @@ def _find_exceeded_limit(
     scratch: int | None,
     count_shared: bool,
 ) -> int | None:
-    """Return the exit code for a limit that the worker's processes exceed, or None if they exceed none.
+    """Return the exit code for a limit that the worker's processes exceed, or None within the limits.
 
-    ``count_shared`` includes shared mappings in the memory.
+    ``count_shared``: whether shared mappings are included in the memory.
     """
+    # The worker and the first process of the namespace do not count.
     (extra_processes,) = struct.unpack_from("q", _extra_processes)
-    # Two processes do not count: the worker and the first process of the namespace.
     max_processes = limits["processes"] + min(extra_processes, limits.get("own_processes", 0)) + 2
-    # Code may start processes faster than they can be listed: stop beyond the limit.
+    # List no more processes than needed: code may start processes faster than they can be listed.
     processes = [worker, *islice(_descendants(worker), max_processes)]
     if len(processes) > max_processes or sum(map(_task_count, processes)) > _task_limit(limits):
         return TOO_MANY_PROCESSES
 
+    # The kernel itself enforces the limit on the private memory of a single process.
     shared_bytes = _scratch_bytes(scratch)
     if count_shared:
         shared_bytes += _shared_bytes(processes)
-    # The kernel enforces the limit for the private memory of a single process.
     if len(processes) > 2 or shared_bytes:
         private_bytes = sum(_private_bytes(process) for process in processes)
         if private_bytes + shared_bytes > limits["memory_gib"] * GIB:
@@ -603,7 +612,7 @@ def _find_exceeded_limit(
 
 def _kill_worker(worker: int) -> None:
     """Kill the worker and every descendant, including those in other sessions."""
-    # In a PID namespace the kernel kills all other processes when the first one ends.
+    # When the first process of a PID namespace ends, the kernel kills all other processes of the namespace.
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
     kill_descendants()
@@ -624,27 +633,30 @@ def kill_descendants() -> None:
             return
 
 
-def kill_processes_started_with(entry: str) -> None:
-    """Kill each process that was started with the ``entry`` NAME=value in its environment."""
+def kill_processes_started_with(variable: str) -> None:
+    """Kill each process that was started with the environment ``variable``, given as NAME=value."""
     killed: set[int] = set()
-    # Repeat: processes may start others until they are killed.
-    while running := set(_processes_started_with(entry.encode())) - killed:
+    # Repeat until no new process is found: processes may start others until they are killed.
+    while True:
+        running = set(_processes_started_with(variable.encode())) - killed
+        if not running:
+            return
         for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         killed |= running
 
 
-def _processes_started_with(entry: bytes) -> Iterator[int]:
-    """Yield the numbers of the processes that have the ``entry`` NAME=value in their environment."""
+def _processes_started_with(variable: bytes) -> Iterator[int]:
+    """Yield the ids of the processes that were started with an environment variable, given as NAME=value."""
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            if variable in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
                 yield int(process)
 
 
 def _descendants(process: int) -> Iterator[int]:
-    """Yield the descendants of a process, including orphans if the process is a subreaper."""
+    """Yield the ids of all descendants of a process, including orphans if the process is a subreaper."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):
             for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():
@@ -653,7 +665,7 @@ def _descendants(process: int) -> Iterator[int]:
 
 
 def _task_count(process: int) -> int:
-    """Return the number of threads of a process; 0 if it has ended."""
+    """Return the number of threads of a process, or 0 if the process has ended."""
     try:
         # The link count of a folder is 2 (its name and `.`) plus one per subfolder, here per thread.
         return os.stat(f"/proc/{process}/task").st_nlink - 2
@@ -662,7 +674,7 @@ def _task_count(process: int) -> int:
 
 
 def _private_bytes(process: int) -> int:
-    """Return the resident bytes of a process, without file-backed and shared pages."""
+    """Return the resident bytes of a process, without file-backed and shared pages; 0 if it has ended."""
     try:
         _, resident_pages, shared_pages, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except (OSError, ValueError):
@@ -679,8 +691,11 @@ def _scratch_bytes(scratch: int | None) -> int:
 
 
 def _shared_bytes(processes: Iterable[int]) -> int:
-    """Return the size of shared mappings without a file, since the number of their used pages is unknown."""
-    # Inode of each shared memory -> the largest end of its mappings, over all processes.
+    """Return the total size of the processes' shared mappings without a file.
+
+    The number of resident pages of such a mapping is unknown, so its size is counted.
+    """
+    # Several processes may map the same shared memory: count it once, up to the largest end of its mappings.
     end_by_inode: dict[str, int] = {}
     for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:

@@ -1,8 +1,8 @@
-"""A control group for contained code, below the trainer's own group, on kernels that allow it.
+"""Control group for contained code, on kernels that allow it.
 
-A group also counts memory to which no limit of a process applies (files in memory, kernel memory), and the
-kernel enforces its limits immediately, whereas the supervisor measures at intervals. The group is created
-only below the trainer's own group, so that its memory counts as the job's.
+The kernel enforces the limits of a group immediately, whereas the supervisor measures at intervals. A group
+also counts memory that no limit of a process covers: files in memory and kernel memory. The group is created
+below the trainer's own group, so that its memory counts as memory of the job.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from collections.abc import Mapping
 from pathlib import Path
 
 GROUP_MARGIN = 2**27
-"""Bytes by which the memory limit of the group exceeds that of a process.
+"""Bytes by which the memory limit of the group exceeds the memory limit of a process.
 
-At its own limit a process gets an error that it can report; at the group's limit the kernel kills it.
+At the limit of a process, an allocation fails with an error that the process can report. At the limit of the
+group, the kernel kills a process.
 """
 _ROOT = Path("/sys/fs/cgroup")
 _NAME_PREFIX = "megatron_rl_"
 _REMOVAL_SECONDS = 2.0
-"""Seconds for which the removal of a group is retried, while the kernel releases its ended processes."""
+"""Seconds in which to retry the removal of a group, while the kernel releases its ended processes."""
 _RETRY_SECONDS = 0.01
 _OOM_COUNTERS = ("memory.events", "memory.oom_control")
-"""Files with the number of processes that were killed for memory, in version 2 and 1 of control groups."""
+"""Files with the number of processes that were killed for memory, in cgroup v2 and v1."""
 _FAILURE_COUNTER = "memory.failcnt"
-"""File with the number of allocations that the group's limit refused, in version 1; version 2 has it in
-`memory.events`."""
+"""File of cgroup v1 with the number of allocations that the group's limit refused; in cgroup v2 this number
+is in `memory.events`."""
 
 
 class ControlGroup:
-    """Control group with limits of memory and tasks.
+    """Control group with limits on memory and tasks.
 
-    ``memory`` is the limit in bytes, ``tasks`` that of processes and threads. In version 1 of control groups
-    each controller has a separate folder of the group, in version 2 all have the same one. On a kernel that
-    allows no group there are no folders, and the methods have no effect.
+    ``memory`` is the limit in bytes, and ``tasks`` the limit on the number of processes and threads. In
+    cgroup v1 the group has a folder per controller, in cgroup v2 one folder for all controllers. On a kernel
+    that does not allow the group, it has no folders, and the methods have no effect.
     """
 
     def __init__(self, memory: int, tasks: int) -> None:
+        # Limits of both cgroup versions; only the files of the machine's version exist. Swap is 0, since it
+        # would add to the memory limit.
         name = f"{_NAME_PREFIX}{os.getpid()}_{time.monotonic_ns()}"
-        # Files of cgroup v2 and v1; only the files of the group's version exist. Swap is 0, since it would
-        # add to the limit.
         limits_by_controller = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},
@@ -69,6 +70,8 @@ class ControlGroup:
         """Return whether the kernel has killed a process because the group's memory was used up."""
         if "memory" not in self._folders:
             return False
+
+        # Read the counters of both cgroup versions; only the files of the machine's version exist.
         counters: dict[str, int] = {}
         for counter_file in _OOM_COUNTERS:
             with contextlib.suppress(OSError, ValueError):
@@ -78,12 +81,12 @@ class ControlGroup:
         with contextlib.suppress(OSError, ValueError):
             counters["oom"] = int((self._folders["memory"] / _FAILURE_COUNTER).read_text())
 
-        # A machine without free memory kills contained code first, and `oom_kill` counts that, too. It is the
-        # group's own limit only if an allocation reached that.
+        # `oom_kill` also counts processes that were killed because the machine had no free memory. The cause
+        # is the group's own limit only if an allocation reached it (`oom`).
         return counters.get("oom_kill", 0) > 0 and counters.get("oom", 0) > 0
 
     def remove(self) -> None:
-        """Remove the group after its processes have ended; retry while the kernel still releases them."""
+        """Remove the group after its processes have ended; retry while the kernel releases the processes."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         for folder in set(self._folders.values()):
             while folder.exists():
@@ -96,7 +99,10 @@ class ControlGroup:
 
 
 def _remove_abandoned_groups(parent: Path) -> None:
-    """Remove groups whose supervisor, the process in their name, was killed before it removed them."""
+    """Remove the groups of supervisors that were killed before they could remove them.
+
+    The name of a group contains the process id of its supervisor.
+    """
     for folder in parent.glob(f"{_NAME_PREFIX}*"):
         supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]
         if not os.path.exists(f"/proc/{supervisor}"):
@@ -105,51 +111,64 @@ def _remove_abandoned_groups(parent: Path) -> None:
 
 
 def _create_group(folder: Path, limits: Mapping[str, int]) -> bool:
-    """Create a group and set the limits that its controller supports; return whether any was set.
+    """Create a group and set its limits; return whether the kernel supports at least one of the limits.
 
-    ``limits``: name of a file of the group -> the limit to write to it.
+    ``limits`` maps names of files in the group's folder to the limits to write to them.
     """
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
         return False
 
-    # The kernel creates the files of a group. A file is absent if it belongs to the other version, or if its
-    # controller is not enabled.
-    set_count = 0
+    # The kernel creates the files of a group. A file is absent if it belongs to the other cgroup version, or
+    # if its controller is not enabled.
+    num_limits = 0
     for limit_file, limit in limits.items():
         with contextlib.suppress(OSError), open(folder / limit_file, "r+") as stream:
             stream.write(str(limit))
-            set_count += 1
+            num_limits += 1
 
-    if not set_count:
+    if not num_limits:
         with contextlib.suppress(OSError):
             folder.rmdir()
-    return set_count > 0
+    return num_limits > 0
 
 
 def _find_own_group(controller: str) -> Path | None:
-    """Return the folder of this process's group with a controller, or None if it cannot be written."""
+    """Return the folder of this process's own group in the hierarchy of a controller, such as memory.
+
+    Returns None without this controller, and for a folder that this process cannot write to.
+    """
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
 
-    # A line is hierarchy:controllers:path; version 2 has one hierarchy, and its line names no controllers.
+    # A line is hierarchy:controllers:path. cgroup v2 has a single hierarchy, whose line has no controllers.
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            # On machines with both versions, version 2 is mounted in the folder `unified`.
+            # On machines with both versions, cgroup v2 is mounted in the folder `unified`.
             for root in (_ROOT, _ROOT / "unified"):
                 folder = root / path.lstrip("/")
-                with contextlib.suppress(OSError):
-                    if controller in (folder / "cgroup.controllers").read_text().split():
-                        # The parent enables controllers for its children; the kernel refuses that if the
-                        # parent contains processes itself.
-                        with contextlib.suppress(OSError):
-                            (folder / "cgroup.subtree_control").write_text(f"+{controller}")
-                        return folder if os.access(folder, os.W_OK) else None
+                if _enable_controller(folder, controller):
+                    return folder if os.access(folder, os.W_OK) else None
         elif controller in controllers.split(","):
             folder = _ROOT / controller / path.lstrip("/")
             return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
     return None
+
+
+def _enable_controller(folder: Path, controller: str) -> bool:
+    """Enable a controller for the children of a group in cgroup v2; return whether the group has it."""
+    try:
+        controllers = (folder / "cgroup.controllers").read_text().split()
+    except OSError:
+        return False
+    if controller not in controllers:
+        return False
+
+    # The kernel refuses this if the group contains processes itself.
+    with contextlib.suppress(OSError):
+        (folder / "cgroup.subtree_control").write_text(f"+{controller}")
+    return True

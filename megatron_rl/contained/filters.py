@@ -1,10 +1,10 @@
-"""Irreversible restrictions of this process by the kernel: system calls (seccomp) and paths (Landlock).
+"""Restrict this process irreversibly: its system calls with seccomp, its paths with Landlock.
 
-Refused system calls change or inspect the machine (mounts, namespaces, modules, other processes), reach large
-parts of the kernel's own code (io_uring, bpf, userfaultfd, keys), or allocate memory to which no limit of a
-process applies (memfd, System V). System calls that are newer than the list fail as if they did not exist.
+Refused system calls change or inspect the machine (mounts, namespaces, modules, other processes), expose
+large parts of the kernel's code (io_uring, bpf, userfaultfd, keys), or allocate memory that no limit of a
+process covers (memfd, System V). System calls that are newer than the list fail as if they did not exist.
 
-Landlock needs no namespace: it restricts paths also on kernels and in containers that allow no namespaces.
+Landlock also restricts paths on kernels and in containers that do not allow namespaces.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "vhangup": (153, 58),
 }
-"""Numbers of the refused system calls on x86_64 and aarch64; None if a machine does not have the call."""
+"""Name of a refused system call -> its numbers on x86_64 and aarch64, None on a machine without the call."""
 _NEWEST = 462
-"""Number of the newest system call when the list was written (mseal, Linux 6.10)."""
+"""Number of the newest system call in Linux 6.10, for which the list was written (mseal)."""
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Machines with their numbers for seccomp, in the order of the columns above; from linux/audit.h."""
 
@@ -143,18 +143,18 @@ _PATH_RULE = 1
 
 
 def filter_system_calls(socket_families: Sequence[int], socket_error: int = errno.EAFNOSUPPORT) -> None:
-    """Refuse dangerous system calls from now on, and sockets of families other than ``socket_families``.
+    """Refuse dangerous system calls of this process, and sockets outside of ``socket_families``.
 
-    Opening another socket fails with the error number ``socket_error``. Raises OSError if the kernel has no
-    filters, or if there is no list of system calls for this machine.
+    Opening a refused socket fails with the error number ``socket_error``. Raises OSError if the kernel has no
+    seccomp filters, or if `_REFUSED` has no numbers for this machine.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
     machine_column = list(_MACHINES).index(machine)
 
+    # Refuse calls of other machines, such as 32-bit calls, which have other numbers. Refuse new calls.
     program = [
-        # A call for another machine, such as a 32-bit one, has other numbers.
         _encode_instruction(_LOAD, _MACHINE),
         _encode_instruction(_EQUAL, _MACHINES[machine], 1, 0),
         _encode_refusal(errno.ENOSYS),
@@ -165,12 +165,13 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
         *_encode_if_equal(_CLONE3, [_encode_refusal(errno.ENOSYS)]),
     ]
 
+    # Refuse the listed calls.
     for numbers in _REFUSED.values():
         number = numbers[machine_column]
         if number is not None:
             program += _encode_if_equal(number, [_encode_refusal(errno.EPERM)])
 
-    # Calls of clone may start processes and threads, but not create namespaces.
+    # Allow clone to start processes and threads, but not to create namespaces.
     clone_block = [
         _encode_instruction(_LOAD, _FIRST_ARGUMENT),
         _encode_instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
@@ -179,11 +180,13 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
     ]
     program += _encode_if_equal(_CLONE[machine_column], clone_block)
 
+    # Refuse requests that write input into a terminal.
     terminal_block = [_encode_instruction(_LOAD, _SECOND_ARGUMENT)]
     for request in (_TYPE_INTO_TERMINAL, _TERMINAL_SELECTION):
         terminal_block += _encode_if_equal(request, [_encode_refusal(errno.EPERM)])
     program += _encode_if_equal(_IOCTL[machine_column], [*terminal_block, _encode_allowance()])
 
+    # Allow only sockets of the given families, and all remaining calls.
     socket_block = [_encode_instruction(_LOAD, _FIRST_ARGUMENT)]
     for socket_family in socket_families:
         socket_block += _encode_if_equal(socket_family, [_encode_allowance()])
@@ -216,9 +219,9 @@ def landlock_version() -> int:
 
 
 def restrict_sockets_and_signals() -> bool:
-    """Deny access to abstract sockets of other processes, and signals to them, if Landlock supports it.
+    """Deny signals to other processes and connections to their abstract sockets, with Landlock.
 
-    Returns whether it does.
+    Returns whether this kernel's version of Landlock supports it.
     """
     if landlock_version() < SCOPES_SINCE:
         return False
@@ -227,10 +230,10 @@ def restrict_sockets_and_signals() -> bool:
 
 
 def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny this process all files except those at ``readable`` and ``writable`` paths, with Landlock.
+    """Deny access to all files except at and below the ``readable`` and ``writable`` paths, with Landlock.
 
-    Raises OSError if the kernel has no Landlock. From version `SCOPES_SINCE` on, abstract sockets of other
-    processes and signals to them are denied, too.
+    Since version `SCOPES_SINCE` of Landlock, signals to other processes and connections to their abstract
+    sockets are also denied. Raises OSError if the kernel has no Landlock.
     """
     version = landlock_version()
     if not version:
@@ -250,19 +253,19 @@ def _apply_landlock_rules(
     refused_scopes: int,
     rights_by_path: dict[str, int],
 ) -> None:
-    """Refuse the ``handled_rights`` to every path except as ``rights_by_path`` allows.
+    """Deny the ``handled_rights`` for all paths, except for the rights in ``rights_by_path``.
 
-    ``refused_scopes`` are flags of abstract sockets and signals, 0 for none.
+    ``refused_scopes`` are the Landlock flags to deny abstract sockets and signals, or 0.
     """
-    # struct landlock_ruleset_attr; without scopes only its first field, since older kernels have no others.
+    # struct landlock_ruleset_attr. Without scopes pass only the first field: older kernels know no others.
     attributes = struct.pack("QQQ", handled_rights, 0, refused_scopes)
     attributes_size = len(attributes) if refused_scopes else 8
     ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, attributes_size, 0)
 
     try:
         for path, path_rights in rights_by_path.items():
+            # Skip a path that does not exist.
             with contextlib.suppress(FileNotFoundError):
-                # A path that does not exist needs no right.
                 descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 try:
                     allowed_rights = path_rights
@@ -286,7 +289,7 @@ def _encode_instruction(
 ) -> bytes:
     """Encode one instruction of a BPF filter.
 
-    After a comparison, the next ``skip_if_true`` or ``skip_if_false`` instructions are skipped.
+    A comparison skips the next ``skip_if_true`` instructions if it is true, else ``skip_if_false``.
     """
     return struct.pack("HBBI", code, skip_if_true, skip_if_false, value)
 

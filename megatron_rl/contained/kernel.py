@@ -1,4 +1,4 @@
-"""Linux system calls for which Python has no function. Each raises OSError if the kernel refuses it."""
+"""Linux system calls without a function in Python. Each function raises OSError if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> int:
-    """Make a system call by its number, or by a name in `_BY_MACHINE`; raise OSError if it fails.
+    """Make a system call by its number, or by a name in `_BY_MACHINE`; raises OSError if it fails.
 
-    A name fails, too, on a machine for which its number is not listed.
+    A call by name also fails on a machine without an entry in `_BY_MACHINE`.
     """
     if isinstance(number, str):
         number = _BY_MACHINE.get(os.uname().machine, {}).get(number, -1)
@@ -77,12 +77,12 @@ def system_call(number: int | str, *arguments: int | bytes | ctypes.Array) -> in
 
 
 def process_control(option: int, value: int) -> int:
-    """Set an option of this process with prctl; raise OSError if the kernel refuses."""
+    """Set an option of this process with prctl."""
     return _raise_if_failed(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def unshare(namespaces: int) -> None:
-    """Move this process into new namespaces, given as flags; a PID namespace begins with the next child."""
+    """Move this process into new ``namespaces`` (flags); a PID namespace starts with the next child."""
     _raise_if_failed(_libc.unshare(namespaces))
 
 
@@ -107,7 +107,10 @@ def mount(
 
 
 def create_file_system(file_system_type: str, attributes: int, **options: str) -> int:
-    """Create a file system with fsopen and fsmount; return a descriptor of it for `attach_mounts`."""
+    """Create a file system with fsopen and fsmount; return its descriptor for `attach_mounts`.
+
+    ``attributes`` are attributes of the mount. ``options`` are options of the type, such as ``size="1m"``.
+    """
     context = system_call(OPEN_FILE_SYSTEM, file_system_type.encode(), _CLOSE_ON_EXEC)
     try:
         for name, value in options.items():
@@ -131,10 +134,10 @@ def set_mount_attributes(
     *,
     recursive: bool = True,
 ) -> None:
-    """Set attributes of the mount at a descriptor or a path, and of all mounts below it.
+    """Set attributes of the mount at a descriptor or a path and, if ``recursive``, of all mounts below it.
 
-    With `MAP_OWNERS`, ``owner_namespace`` is the descriptor of a user namespace; files get the owners of its
-    mapping.
+    With `MAP_OWNERS`, ``owner_namespace`` is the descriptor of a user namespace, which maps the owners of the
+    files.
     """
     # struct mount_attr: attributes to set, attributes to clear, propagation, user namespace.
     packed_attributes = struct.pack("QQQQ", attributes, 0, 0, owner_namespace)
@@ -142,7 +145,7 @@ def set_mount_attributes(
     if recursive:
         flags |= _RECURSIVE
 
-    # A descriptor is the folder of an empty path; an absolute path needs no folder.
+    # The call has a folder descriptor and a path in it. The path is empty for the folder itself.
     folder = _CURRENT_FOLDER
     path = b""
     if isinstance(target, int):
@@ -155,8 +158,8 @@ def set_mount_attributes(
 def attach_mounts(descriptor: int, target: str) -> None:
     """Mount the file system or the cloned mounts of a descriptor at ``target``, and close the descriptor.
 
-    ``target`` must exist: a file for a file, a folder for a folder. The descriptor is closed because
-    contained code must not have descriptors of these mounts, and may open only few files.
+    ``target`` must exist, as a file or a folder like the root of the mounts. Contained code must not inherit
+    descriptors of these mounts, and may open only few files.
     """
     try:
         system_call(MOVE_MOUNT, descriptor, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)

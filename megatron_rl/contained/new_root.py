@@ -1,8 +1,8 @@
-"""The root of contained code: a file system in memory that contains mounts of the visible paths only.
+"""Root directory of contained code: a file system in memory with mounts of only the visible paths.
 
-All paths are opened before anything is mounted over them. First the trees of the visible paths are copied
-without mounting them. Then the new root is mounted, and each tree at its path in the new root. The old root
-is unmounted last.
+The order matters, because mounting the new root covers existing paths. First the mounts at all visible paths
+are copied (trees), without attaching them. Then the new root is mounted, and each tree is attached at its
+path in the new root. The old root is unmounted last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.contained.visible import (
 MAX_SCRATCH_FILES = 2**18
 """Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
 _STAGE = "/tmp"
-"""Mount point of the new root while it is assembled; paths below it have been opened by then."""
+"""Mount point of the new root during its assembly; mounts below this path have been copied before."""
 _SCRATCH = "/.scratch"
 """Folder of the temporary file system in the new root."""
 _EMPTY = "/.nothing"
@@ -38,14 +38,15 @@ _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
 class UnreadablePath(Exception):
-    """Error for a visible path that the user of contained code cannot read, or cannot write if it should."""
+    """Error for a visible path that the user of contained code cannot access as required."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The user and group that contained code runs as.
+    """User and group that contained code runs as.
 
-    Example: ``Owner(0x70000123, 0x70000123, 5)`` is a user that no other process has; descriptor 5 maps it.
+    Example: ``Owner(0x70000123, 0x70000123, 5)`` is a user of only one process. The user namespace at
+    descriptor 5 maps the trainer's files to this user.
     """
 
     user: int
@@ -55,26 +56,26 @@ class Owner:
     namespace: int | None = None
     """Descriptor of a user namespace that maps the trainer's user to this user, or None.
 
-    In a tree that is mounted with it, files of the trainer's user appear as files of this user.
+    In mounts with this mapping, files of the trainer's user appear as files of this user.
     """
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """Copy of the mounts at one visible path, before it is mounted in the new root."""
+    """Copy of the mounts at one visible path, to be attached in the new root."""
 
     path: str
     """Path without symbolic links."""
     descriptor: int
     """Descriptor of the copied mounts."""
     is_folder: bool
-    """Whether a folder is at the path, not a file."""
+    """Whether the path is a folder and not a file."""
     hides_entries: bool = False
-    """Whether entries of the folder whose names begin with a dot are hidden."""
+    """Whether files and folders in the folder are hidden if their names begin with a dot."""
 
 
 def create_scratch(size: int) -> int:
-    """Return the descriptor of a file system in memory for temporary files, of at most ``size`` bytes."""
+    """Create a file system in memory for up to ``size`` bytes of temporary files; return its descriptor."""
     attributes = kernel.NO_SETUID | kernel.NO_DEVICES
     return kernel.create_file_system("tmpfs", attributes, size=str(size), nr_inodes=str(MAX_SCRATCH_FILES))
 
@@ -87,12 +88,15 @@ def change_root(
     *,
     network: bool,
 ) -> str | None:
-    """Move this process, alone in its mount namespace, into the new root.
+    """Create the new root and move this process into it. No other process may be in the mount namespace.
 
-    ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
-    since some of its files are settings of the machine. Returns the reason why /proc shows the processes of
-    the whole machine, or None if it shows only the namespace's processes. Raises `UnreadablePath` before
-    anything has changed, and OSError if the kernel refuses a step.
+    ``scratch`` is the file system for temporary files, from `create_scratch`. ``kernel_limits`` maps files in
+    /proc to the values to write, before /proc becomes read-only. ``network``: whether the settings of name
+    resolution and TLS are visible.
+
+    Returns the reason why /proc shows the processes of the machine, or None if it shows only
+    processes of the namespace. Raises `UnreadablePath` before any change, and OSError if the kernel refuses a
+    step.
     """
     folder = os.getcwd()
 
@@ -120,7 +124,7 @@ def change_root(
         _attach_trees([*system_trees, *device_trees], user_trees)
         _create_links(links)
         _create_terminals()
-        # Below a visible folder, which may be read-only, the current folder exists already.
+        # Create the current folder, unless it is below a visible folder, which may be read-only.
         with contextlib.suppress(OSError):
             os.makedirs(_STAGE + folder, exist_ok=True)
         kernel.set_mount_attributes(_STAGE, kernel.READ_ONLY, recursive=False)
@@ -132,7 +136,7 @@ def change_root(
         os.chdir(folder)
         raise
 
-    # pivot_root of a folder onto itself mounts the old root on top of the new one.
+    # pivot_root of a folder onto itself mounts the old root on top of the new root.
     kernel.unmount(".")
     os.chdir("/")
     with contextlib.suppress(OSError):
@@ -150,9 +154,9 @@ def _copy_trees(
 ) -> list[_Tree]:
     """Copy the mounts at ``paths`` and set their attributes; return the copies.
 
-    Symbolic links in the paths are added to ``links`` with their targets. ``owner`` is the user that must be
-    able to use the paths, or None for paths of the system. ``hides_entries``: whether entries of folders
-    whose names begin with a dot are hidden.
+    Symbolic links in the paths are added to ``links`` with their targets. ``owner`` is the user that must
+    have access to the paths, or None for paths of the system. ``hides_entries``: whether files and folders
+    whose names begin with a dot are hidden in a folder.
     """
     tree_by_path: dict[str, _Tree] = {}
     for path in paths:
@@ -165,7 +169,7 @@ def _copy_trees(
 
         is_folder = os.path.isdir(real_path)
         descriptor = kernel.clone_mounts(real_path)
-        # A device that the user names must be usable, so it does not get NO_DEVICES.
+        # A device in `limits.read` must be usable, so it does not get NO_DEVICES.
         is_device = owner is not None and not is_folder and not os.path.isfile(real_path)
         tree_attributes = kernel.NO_SETUID if is_device else attributes
         _set_tree_attributes(descriptor, real_path, tree_attributes, owner)
@@ -179,7 +183,10 @@ def _set_tree_attributes(
     attributes: int,
     owner: Owner | None,
 ) -> None:
-    """Set the attributes of a tree's mounts, and map its files to ``owner`` if the file system can."""
+    """Set the attributes of a tree's mounts, and map its files to ``owner`` if the file system supports it.
+
+    Raises `UnreadablePath` if the owner cannot access the root of the tree.
+    """
     is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):
@@ -189,13 +196,16 @@ def _set_tree_attributes(
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
 
-    # Without a mapping of owners, the files may appear to belong to a different user.
+    # Without a mapping, the files belong to the trainer's user: test the permissions of other users.
     if owner is not None and owner.user != os.getuid() and not _can_access(descriptor, owner, attributes):
         raise UnreadablePath(path)
 
 
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether ``owner`` may read a tree's root, and write it unless the attributes are read-only."""
+    """Return whether ``owner`` has access to the root of a tree, by its owner or by permissions for others.
+
+    ``descriptor`` is an open tree. Write permission is required unless ``attributes`` are read-only.
+    """
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
     if not attributes & kernel.READ_ONLY:
@@ -204,7 +214,7 @@ def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
 
 
 def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
-    """Mount /proc of this process's namespace in the new root.
+    """Mount the /proc of this process's PID namespace in the new root, and write ``kernel_limits``.
 
     If the kernel refuses, mount the machine's /proc and return the reason.
     """
@@ -227,7 +237,10 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 
 
 def _attach_scratch(scratch: int, owner: Owner) -> None:
-    """Mount /tmp, /dev/shm and the home folder from one file system, whose size limits them together."""
+    """Mount /tmp, /dev/shm and the home folder in the new root, all from the file system ``scratch``.
+
+    The size of the file system limits them together.
+    """
     os.mkdir(_STAGE + _SCRATCH)
     kernel.attach_mounts(os.dup(scratch), _STAGE + _SCRATCH)
 
@@ -250,10 +263,7 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
 
 
 def _write_users(owner: Owner) -> None:
-    """Write /etc/passwd and /etc/group of the new root, in which programs look up their user.
-
-    They contain only root and the owner.
-    """
+    """Write /etc/passwd and /etc/group of the new root, with only root and the owner."""
     os.mkdir(f"{_STAGE}/etc")
     values = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
     for name, template in (("passwd", _PASSWD), ("group", _GROUP)):
@@ -262,20 +272,20 @@ def _write_users(owner: Owner) -> None:
 
 
 def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
-    """Mount the trees at their paths, outer ones first.
+    """Attach the trees at their paths in the new root, outer trees before inner trees.
 
-    A tree inside another one is visible as its part, and is mounted again only if the outer tree hides it.
+    An inner tree is already visible through its outer tree. It is attached only if the outer tree hides it.
     """
-    attached: list[_Tree] = []
+    attached_trees: list[_Tree] = []
     user_paths = [tree.path for tree in user_trees]
     for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
-        # The attached tree that contains this one: of several, the one with the longest path.
-        outer_trees = [outer for outer in attached if f"{tree.path}/".startswith(f"{outer.path}/")]
+        # Of several outer trees, the tree with the longest path determines whether this path is hidden.
+        outer_trees = [outer for outer in attached_trees if f"{tree.path}/".startswith(f"{outer.path}/")]
         innermost_tree = max(outer_trees, key=lambda outer: len(outer.path), default=None)
 
         if innermost_tree is None or _is_hidden(tree.path, innermost_tree):
             _attach_tree(tree)
-            attached.append(tree)
+            attached_trees.append(tree)
             if tree.hides_entries:
                 _hide_entries(tree.path, user_paths)
         else:
@@ -283,12 +293,12 @@ def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
 
 
 def _is_hidden(path: str, outer: _Tree) -> bool:
-    """Return whether a path in the tree ``outer`` is below an entry that this tree hides."""
+    """Return whether the tree ``outer`` hides a path in it, or a folder that contains the path."""
     return outer.hides_entries and path[len(outer.path) :].startswith("/.")
 
 
 def _attach_tree(tree: _Tree) -> None:
-    """Mount a tree at its path in the new root, where an empty file or folder is made for it."""
+    """Attach a tree at its path in the new root; create an empty file or folder as mount point."""
     target = _STAGE + tree.path
     if tree.is_folder:
         os.makedirs(target, exist_ok=True)
@@ -300,7 +310,11 @@ def _attach_tree(tree: _Tree) -> None:
 
 
 def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
-    """Mount over the hidden entries of a folder, except for entries that are, or contain, a visible path."""
+    """Hide the files and folders of ``folder`` whose names begin with a dot, by mounts on top of them.
+
+    A path in ``visible_paths`` is not hidden. A hidden folder that contains such a path gets an empty file
+    system, in which the path is mounted later.
+    """
     for entry in list(os.scandir(_STAGE + folder)):
         path = f"{folder}/{entry.name}"
         if not entry.name.startswith(".") or entry.is_symlink() or path in visible_paths:
@@ -312,14 +326,13 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
                 open(empty_file, "x").close()
             kernel.attach_mounts(kernel.clone_mounts(empty_file), _STAGE + path)
         elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
-            # Mount an empty file system, in which the visible path below is mounted later.
             kernel.attach_mounts(kernel.create_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
         else:
             kernel.attach_mounts(kernel.clone_mounts(_STAGE + _EMPTY), _STAGE + path)
 
 
 def _create_links(links: Mapping[str, str]) -> None:
-    """Create symbolic links in the new root; ``links``: path of a link -> its target."""
+    """Create symbolic links in the new root; ``links`` maps the path of a link to its target."""
     for link, link_target in links.items():
         # A link inside a visible folder exists already.
         with contextlib.suppress(OSError):
@@ -328,7 +341,7 @@ def _create_links(links: Mapping[str, str]) -> None:
 
 
 def _create_terminals() -> None:
-    """Create the links of standard streams, and terminals of this root if the kernel allows them."""
+    """Create /dev/stdin and similar links and, if the kernel allows it, terminals in /dev/pts."""
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{_STAGE}/dev/{name}")
     os.mkdir(f"{_STAGE}/dev/pts")

@@ -1,14 +1,14 @@
-"""Processes for code that is not trusted with the trainer: their start, messages and end.
+"""Run untrusted code in contained processes: start them, exchange messages with them, and end them.
 
-Both ends of the connection are in this module. It imports only the standard library, so that a new process
+This module contains both ends of the connection. It imports only the standard library, so that a new process
 is ready in some ten milliseconds, without the trainer's threads and devices.
 
-Requests arrive on the process's standard input as pickles, which the trainer made. Replies are JSON on its
-standard output: nothing that contained code writes may ever be executed. Each message is a frame: 8 bytes
-with its length, then its bytes.
+The trainer sends requests as pickles to the standard input of the process. Replies are JSON on its standard
+output, since the trainer must not execute anything that contained code writes. Each message is a frame: its
+length in 8 bytes, then its bytes.
 
 A contained process consists of two processes. The supervisor enforces limits and ends with the trainer. The
-worker serves the requests, in its own namespaces if the kernel allows them.
+worker handles the requests, in separate namespaces if the kernel allows them.
 """
 
 from __future__ import annotations
@@ -49,17 +49,16 @@ LOAD_SECONDS = 120.0
 KILL_SECONDS = 5.0
 """Seconds within which a supervisor must have ended all processes that the code started."""
 STATUS_SECONDS = 2.0
-"""Seconds within which a supervisor must exit, with the worker's status, after the worker closed its
-output."""
+"""Seconds within which a supervisor must exit with the worker's status after the worker closed its output."""
 LARGEST_FRAME = 2**24
-"""Bytes of the largest reply; a longer frame is a protocol error."""
+"""Largest valid reply in bytes; a longer frame is a protocol error."""
 INVALID_TEXT = "no_text"
-"""Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
+"""Key that marks a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
 INVALID_TEXT_MESSAGE = "sent text with half a surrogate pair (U+D800 to U+DFFF), which is not a character"
 LARGEST_MESSAGE = 4000
-"""Maximum number of characters of an exception's text that are reported."""
+"""Maximum number of characters that are reported of an exception's text."""
 LONGEST_LINE = 4096
-"""Bytes after which a printed line without an end is written to the log."""
+"""Number of bytes after which an unfinished line of output is written to the log."""
 
 _START_CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from megatron_rl.contained.process import main; main()"
@@ -73,11 +72,11 @@ _LIMIT_BY_ERRNO = {
     errno.ENOENT: _NOT_VISIBLE,
     errno.EACCES: _NOT_VISIBLE,
 }
-"""Limits that cause an OSError in contained code, by the error's errno."""
+"""errno of an OSError in contained code -> the limit that probably caused it."""
 
 
 class LoadFailed(Exception):
-    """Error of a contained process that could not load its code, with the reason and a traceback or ""."""
+    """Error of a contained process that could not load its code; ``details`` is a traceback or ""."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
@@ -102,15 +101,15 @@ class LoadFailed(Exception):
 
 
 class ContainedProcess:
-    """The trainer's end of a contained process.
+    """Trainer's handle of a contained process.
 
     Arguments:
-        serving_function: ``module:function`` that serves the requests in the process.
+        serving_function: ``module:function`` that handles the requests in the process.
         limits: a section of limits (`megatron_rl.config.sections.bounds.LimitsConfig`) as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code, whose folder is visible to the process.
 
-    `replies` is the descriptor from which replies are read. `protocol_error` is None, or the reason if the
-    process has violated the protocol; after that no further reply of the process may be used.
+    `replies` is the file descriptor for replies. `protocol_error` describes a violation of the protocol by
+    the process, after which no further reply may be used, and is otherwise None.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class ContainedProcess:
 
         _relay_output(self.process.stderr, self.process.pid)
 
-        # A thread writes the requests: a process that hangs does not read, and must not block the trainer.
+        # Write requests in a thread: a process that hangs does not read, and must not block the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(
             target=self._write_requests,
@@ -153,10 +152,10 @@ class ContainedProcess:
         os.set_blocking(self.replies, False)
 
     def _write_requests(self, stream: IO[bytes]) -> None:
-        """Write requests in order, on the writer's thread.
+        """Write queued requests to ``stream`` until the queue contains None; runs in the writer's thread.
 
-        If a request cannot be written, the process is ended: otherwise the trainer would wait for the reply
-        to a request that was never sent.
+        If a request cannot be written, end the process: otherwise the trainer would wait for a reply to a
+        request that was never sent.
         """
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -167,16 +166,16 @@ class ContainedProcess:
             self.process.terminate()
 
     def send_request(self, request: Any) -> None:
-        """Queue a request. If the process has ended, reading the reply reports that."""
+        """Queue a request for the process. If the process has ended, `read_replies` reports it."""
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
     def load(self, object_path: str, *arguments: Any) -> dict[str, Any]:
-        """Load ``object_path`` in the process and return the process's first reply, or raise LoadFailed.
+        """Load the object at ``object_path`` in the process; return the first reply of the process.
 
-        ``arguments`` are sent to the serving function with ``object_path``.
+        ``arguments`` are sent to the serving function with ``object_path``. Raises LoadFailed.
         """
-        # The process imports modules by the trainer's search path; an empty entry is the current directory.
-        search_path = [entry or os.getcwd() for entry in sys.path]
+        # The process imports modules by the trainer's search path, in which "" is the current folder.
+        search_path = [folder or os.getcwd() for folder in sys.path]
         if os.getcwd() not in search_path:
             search_path.append(os.getcwd())
         self.send_request(((search_path, active_copies()), object_path, *arguments))
@@ -207,7 +206,7 @@ class ContainedProcess:
 
     def read_replies(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete replies that have arrived, and whether the process's output is still open."""
-        # Read everything in the pipe without blocking; an empty read means that the pipe was closed.
+        # Read all bytes in the pipe without blocking; an empty read means that the pipe was closed.
         while True:
             try:
                 received_bytes = os.read(self.replies, 1 << 16)
@@ -218,6 +217,7 @@ class ContainedProcess:
                 break
             self._buffer.extend(received_bytes)
 
+        # Decode the complete frames. A reply that is not a mapping becomes an empty mapping.
         replies: list[dict[str, Any]] = []
         while len(self._buffer) >= HEADER.size:
             (payload_bytes,) = HEADER.unpack_from(self._buffer)
@@ -234,7 +234,7 @@ class ContainedProcess:
                 reply = None
             del self._buffer[:end]
 
-            # Every reply of contained code is decoded here, so surrogates are marked here once.
+            # Mark surrogates here, where all replies of contained code are decoded.
             mark_unpaired_surrogates(reply)
             replies.append(reply if isinstance(reply, dict) else {})
         return replies, not self._output_closed
@@ -242,7 +242,7 @@ class ContainedProcess:
     def kill(self) -> int:
         """End the process and all processes that it started; return its exit status."""
         if self._output_closed:
-            # The supervisor is about to exit with the worker's status; SIGTERM would make it exit with 0.
+            # Wait for the supervisor to exit with the worker's status; after SIGTERM it would exit with 0.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STATUS_SECONDS)
         if self.process.poll() is None:
@@ -251,7 +251,7 @@ class ContainedProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KILL_SECONDS)
 
-        # If the supervisor was killed itself, end the processes that remain in its session.
+        # Kill the processes that remain in the session if the supervisor itself was killed.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -269,15 +269,15 @@ class ContainedProcess:
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
     """Return the protections that this kernel does not enforce for ``limits``.
 
-    A contained process is started to test them; raises LoadFailed if it does not start. The result is cached,
-    since the kernel does not change.
+    Starts a contained process to test the protections; raises LoadFailed if it does not start. The result is
+    cached, since the kernel does not change.
     """
     return list(_unenforced_protections(json.dumps(limits, sort_keys=True)))
 
 
 @cache
 def _unenforced_protections(limits_json: str) -> tuple[str, ...]:
-    """Return the protections that this kernel does not enforce for limits, which are given as JSON text."""
+    """Return the protections that this kernel does not enforce for the limits in ``limits_json``."""
     process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
     try:
         return tuple(str(protection) for protection in process.load("").get("missing", ()))
@@ -290,13 +290,13 @@ def serve_nothing(
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Serve a process that only tests its confinement: reply with the protections that are not enforced."""
+    """Reply with the unenforced protections; the serving function of a process that only tests them."""
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
 
 
 class ProcessHolder(Protocol):
-    """Object, such as a reward worker, with a contained process that `kill_processes` can end."""
+    """Object with a contained process, such as a reward worker."""
 
     process: ContainedProcess
 
@@ -308,10 +308,10 @@ def kill_processes(holders: Iterable[ProcessHolder]) -> None:
 
 
 def _relay_output(stream: IO[bytes], process: int) -> None:
-    """Copy a process's output to this process's standard error, line by line, on a thread.
+    """Start a thread that copies a process's output to this process's standard error, line by line.
 
-    Each line is prefixed with the number of the process, and characters that control a terminal are escaped:
-    otherwise code could forge lines of the run's log. The thread ends with the stream.
+    Each line is prefixed with the id of the process, and characters that control a terminal are escaped:
+    otherwise contained code could forge lines of the run's log. The thread ends with the stream.
     """
 
     def copy_lines() -> None:
@@ -319,7 +319,7 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
         with stream:
             while line := stream.readline(LONGEST_LINE):
                 text = line.rstrip(b"\r\n").decode("utf-8", "replace")
-                # A full disk must not stop the reading: the process would block on its output.
+                # Continue to read if the disk is full, since the process would block on its output.
                 with contextlib.suppress(OSError):
                     os.write(2, prefix + _escape(text, "\t").encode() + b"\n")
 
@@ -327,65 +327,73 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 
 
 def mark_unpaired_surrogates(value: Any) -> bool:
-    """Mark mappings in a value read from JSON whose text has an unpaired surrogate; return whether any has.
+    """Mark each mapping in a JSON value that contains an unpaired surrogate; return whether there is any.
 
-    `INVALID_TEXT` is added to each mapping that contains one, so that only its sample is refused.
+    A mapping is marked with the key `INVALID_TEXT`, so that only its sample is refused.
     """
     if isinstance(value, str):
         return not value.isascii() and replace_surrogates(value) != value
-    # A list, not a generator: `any` must not stop before every mapping inside is marked.
-    if isinstance(value, list):
-        return any([mark_unpaired_surrogates(item) for item in value])
-    if not isinstance(value, dict):
+    if not isinstance(value, list | dict):
         return False
 
-    is_marked = any([mark_unpaired_surrogates(item) for pair in value.items() for item in pair])
-    if is_marked:
+    # Visit every item, even after a surrogate was found: all mappings inside must be marked.
+    items = value
+    if isinstance(value, dict):
+        items = [*value.keys(), *value.values()]
+    has_surrogate = False
+    for item in items:
+        if mark_unpaired_surrogates(item):
+            has_surrogate = True
+    if has_surrogate and isinstance(value, dict):
         value[INVALID_TEXT] = True
-    return is_marked
+    return has_surrogate
 
 
 def replace_surrogates(text: str) -> str:
-    """Return ``text`` with a question mark in place of each unpaired surrogate."""
+    """Replace each unpaired surrogate in ``text`` by a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def escape_unprintable(text: str) -> str:
-    """Return ``text`` with escapes in place of characters that control a terminal or break a text file."""
+    """Escape the characters of ``text`` that control a terminal or that UTF-8 cannot encode."""
     return _escape(replace_surrogates(text), "\n\t")
 
 
 def _escape(text: str, allowed_characters: str) -> str:
-    """Return ``text`` with escapes in place of unprintable characters, except ``allowed_characters``."""
+    """Escape the unprintable characters of ``text``, except ``allowed_characters``."""
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() or character in allowed_characters else ascii(character)[1:-1]
-        for character in text
-    )
+
+    escaped_text = []
+    for character in text:
+        if not character.isprintable() and character not in allowed_characters:
+            character = ascii(character)[1:-1]
+        escaped_text.append(character)
+    return "".join(escaped_text)
 
 
 def _write_frame(stream: IO[bytes], payload: bytes) -> None:
     """Write one message to the stream: its length as header, then its bytes."""
-    # Two writes: joining header and payload would copy a large payload.
+    # Write twice, since joining header and payload would copy a large payload.
     stream.write(HEADER.pack(len(payload)))
     stream.write(payload)
     stream.flush()
 
 
 class Requests:
-    """The contained process's end of the connection: requests to read, replies to write."""
+    """Connection of a contained process to the trainer: reads requests and writes replies."""
 
     def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
         self._requests = requests
         self._replies = replies
 
     def read(self) -> Any:
-        """Return the next request of the trainer; raise EOFError if the trainer has closed the pipe."""
+        """Wait for the next request of the trainer; raises EOFError if the trainer has closed the pipe."""
         header = self._requests.read(HEADER.size)
         if len(header) < HEADER.size:
             raise EOFError
-        return pickle.loads(self._requests.read(HEADER.unpack(header)[0]))
+        (payload_bytes,) = HEADER.unpack(header)
+        return pickle.loads(self._requests.read(payload_bytes))
 
     def reply(self, value: Mapping[str, Any]) -> None:
         """Send a reply to the trainer as JSON."""
@@ -399,8 +407,8 @@ class Requests:
             if not frame.filename.startswith((_PACKAGE, "<frozen importlib"))
         ]
 
-        # Without frames, as for a wrong name, the error needs no details, except for the position of a syntax
-        # error.
+        # An error without such frames, for example for a wrong name, needs no details. A syntax error has no
+        # frame, but its position.
         details = ""
         if frames or isinstance(error, SyntaxError):
             lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
@@ -411,8 +419,8 @@ class Requests:
 def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
     """Make this process import modules from the same files as the trainer.
 
-    ``sources``: the trainer's search path, and the copies of the user's code in the run folder (path ->
-    content), which are executed in place of the files.
+    ``sources`` are the trainer's search path, and the copies of the user's code in the run folder (path ->
+    content), which are executed instead of the files.
     """
     search_path, copies = sources
     sys.path[:] = search_path
@@ -420,20 +428,22 @@ def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
 
 
 def load_callable(object_path: str) -> Any:
-    """Return the callable at ``module:name`` or ``file.py:name``; raise the exceptions of the import."""
+    """Import the callable at ``module:name`` or ``file.py:name``; raises the exceptions of the import.
+
+    ``name`` may have dots, such as ``Class.method``. Raises TypeError for an object that is not callable.
+    """
     module, _, name = object_path.rpartition(":")
-    loaded: Any = load_module(module)
+    loaded_object: Any = load_module(module)
     for attribute in name.split("."):
-        loaded = getattr(loaded, attribute)
-    if not callable(loaded):
-        raise TypeError(f"{name} is not callable but {type(loaded).__name__}")
-    return loaded
+        loaded_object = getattr(loaded_object, attribute)
+    if not callable(loaded_object):
+        raise TypeError(f"{name} is not callable but {type(loaded_object).__name__}")
+    return loaded_object
 
 
 def format_error(error: BaseException) -> str:
-    """Return an exception's text with its last stack frames, and the limit that probably caused it."""
-    formatted = "".join(traceback.format_exception(error, limit=-3))
-    formatted_lines = formatted.strip().split("\n")
+    """Format an exception with its last stack frames, and name the limit that probably caused it."""
+    formatted_lines = "".join(traceback.format_exception(error, limit=-3)).strip().split("\n")
     # Remove the lines of `^` and `~` that Python prints below code.
     text = "\n".join(line for line in formatted_lines if not line or line.strip(" ^~"))
     error_number = error.errno if isinstance(error, OSError) else None
@@ -443,13 +453,14 @@ def format_error(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Supervise a worker that serves the requests on standard input; the process does not return.
+    """Fork a worker that handles the requests on standard input, and supervise it; never returns.
 
-    Its arguments are the serving function, the limits and the visible paths, the latter two as JSON.
+    The arguments of the command are the serving function and, as JSON, the limits and the visible paths.
     """
     trainer = os.getppid()
     limits = json.loads(sys.argv[2])
-    isolation = isolate_process(limits, VisiblePaths(**json.loads(sys.argv[3])))
+    visible_paths = VisiblePaths(**json.loads(sys.argv[3]))
+    isolation = isolate_process(limits, visible_paths)
     worker = os.fork()
     if worker:
         # Close the pipes: while they are open here, the trainer would not notice that the worker has ended.
@@ -458,15 +469,16 @@ def main() -> None:
         os._exit(supervise_worker(worker, trainer, limits, isolation))
     unenforced = confine_worker(limits, isolation)
 
-    # Programs that the code starts do not inherit the duplicated descriptors. The code's standard output is
-    # redirected to standard error, since the original one is only for replies.
+    # Move requests and replies to duplicated descriptors, which programs started by the code do not inherit.
+    # Redirect the code's standard output to standard error, and its standard input to /dev/null.
     request_stream = os.fdopen(os.dup(0), "rb")
     reply_stream = os.fdopen(os.dup(1), "wb")
     requests = Requests(request_stream, reply_stream)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    load_callable(sys.argv[1])(requests, limits, unenforced)
+    serving_function = load_callable(sys.argv[1])
+    serving_function(requests, limits, unenforced)
     sys.stdout.flush()
-    # Exit without waiting for threads that the code has left running.
+    # Do not wait for threads that the code has left running.
     os._exit(0)

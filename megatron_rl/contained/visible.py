@@ -1,9 +1,8 @@
-"""The files and environment variables that are visible to contained code; all others are hidden.
+"""Files and environment variables that are visible to contained code; all others are hidden.
 
-A path is visible because the interpreter needs it (its installation, folders of modules, libraries of the
-system), because the code is in it, or because ``limits.read`` names it. In a shared folder (`/`,
-a home, `/tmp`) only Python files and packages are visible: a run may be started in such a folder, and it may
-contain a user's keys.
+A path is visible if the interpreter needs it (its installation, folders of modules, libraries of the system),
+if the code is in it, or if ``limits.read`` names it. In a shared folder (`/`, `/tmp`, a home) only Python
+files and packages are visible: a run may be started in such a folder, which may also contain a user's keys.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SETTINGS = (
     "services",
     "timezone",
 )
-"""Files of /etc that programs expect and that contain no user's data."""
+"""Files of /etc that programs need and that contain no data of users."""
 NETWORK_SETTINGS = (
     "ca-certificates",
     "gai.conf",
@@ -85,14 +84,14 @@ CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR"
 
 @dataclass(frozen=True)
 class VisiblePaths:
-    """Absolute paths that are visible to contained code, by the reason why they are."""
+    """Absolute paths that are visible to contained code."""
 
     packages: tuple[str, ...]
-    """Parts of installations, always read-only."""
+    """Paths of Python's installation and of programs; always read-only."""
     folders: tuple[str, ...]
-    """Folders and files from which modules are imported, without hidden entries (`.env`, `.git`, `.ssh`)."""
+    """Folders and files from which modules are imported, without hidden files (`.env`, `.git`, `.ssh`)."""
     read: tuple[str, ...]
-    """Paths that the user names, including their hidden entries."""
+    """Paths in ``limits.read``, including their hidden files."""
     writable: bool
     """Whether code may write to ``folders`` and ``read``."""
 
@@ -103,7 +102,9 @@ def allowed_environment(
     *,
     network: bool = False,
 ) -> dict[str, str]:
-    """Return the allowed variables of ``environment``; ``names`` are the user's additions.
+    """Return the variables of ``environment`` that contained code may read.
+
+    ``names`` are the variables in ``limits.environment``, which are allowed in addition.
 
     Example:
         >>> allowed_environment({"OMP_NUM_THREADS": "1", "GH_PAT": "x", "MINE": "y"}, ["MINE"])
@@ -128,17 +129,17 @@ def find_visible_paths(
     network: bool = False,
     write: bool = False,
 ) -> VisiblePaths:
-    """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
+    """Return the paths that are visible to the code at ``module:name`` or ``file.py:name``.
 
-    ``read_paths`` are the paths that the user names. With ``write`` the current folder is visible too, even
-    if it is shared.
+    ``read_paths`` are the paths in ``limits.read``. With ``network`` the certificates in environment
+    variables are visible. With ``write`` the current folder is visible, even if it is shared.
     """
     package_paths = [*_interpreter_paths(), *_program_folders()]
     if network:
         package_paths += [os.environ[name] for name in CERTIFICATES if os.environ.get(name)]
 
-    # Modules are imported from the search path and from the folder of the code's own file.
-    folders = [entry or os.getcwd() for entry in sys.path]
+    # Modules are imported from the search path, where "" is the current folder, and from the code's folder.
+    folders = [folder or os.getcwd() for folder in sys.path]
     folders.append(os.getcwd())
     module = code.rpartition(":")[0]
     if module.endswith(".py"):
@@ -160,7 +161,10 @@ def find_visible_paths(
 
 
 def is_shared(folder: str) -> bool:
-    """Return whether several programs share a folder: `/`, `/tmp` and others, a home, or a parent of one."""
+    """Return whether a folder is shared by several programs or users, such as `/`, `/tmp` and a home.
+
+    The parent folders of a home are also shared.
+    """
     real_path = os.path.realpath(folder)
     home_folders = {os.path.realpath(os.path.expanduser("~"))}
     # In a container the user may have no entry in the user database.
@@ -172,9 +176,9 @@ def is_shared(folder: str) -> bool:
 
 
 def resolve_links(path: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the symbolic links in an absolute path, each with its target, and the real path."""
+    """Return the symbolic links in an absolute path as (link, target), and the path without links."""
     links: list[tuple[str, str]] = []
-    # Components that are not resolved yet, the next one last.
+    # Remaining components in reverse order: the next component is the last.
     components = _reversed_components(path)
     real_path = "/"
     while components:
@@ -190,6 +194,7 @@ def resolve_links(path: str) -> tuple[list[tuple[str, str]], str]:
             real_path = component_path
             continue
 
+        # Resolve the target of the link before the remaining components.
         target = os.readlink(component_path)
         links.append((component_path, target))
         if target.startswith("/"):
@@ -199,14 +204,14 @@ def resolve_links(path: str) -> tuple[list[tuple[str, str]], str]:
 
 
 def _reversed_components(path: str) -> list[str]:
-    """Return the components of a path, the last one first."""
+    """Return the components of a path in reverse order."""
     return [component for component in reversed(path.split("/")) if component]
 
 
 def _interpreter_paths() -> Iterator[str]:
-    """Yield the files and folders of this process's Python installation.
+    """Yield the files and folders of this process's Python installation and of its loaded libraries.
 
-    Of a folder that several programs share (`is_shared`), these are only Python's parts.
+    In a shared folder (`is_shared`), yield only the files and folders that belong to Python.
     """
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
@@ -216,8 +221,8 @@ def _interpreter_paths() -> Iterator[str]:
         else:
             yield prefix
 
-    # Libraries of the interpreter may be anywhere, as with a cluster's modules or environments of Conda. The
-    # mappings of this process name those that it has loaded.
+    # The interpreter's libraries may be anywhere, for example in a Conda environment. Find the loaded
+    # libraries in the memory mappings of this process.
     folders: set[str] = set()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -231,7 +236,7 @@ def _interpreter_paths() -> Iterator[str]:
 
 
 def _program_folders() -> Iterator[str]:
-    """Yield the folders of programs and libraries that the environment names, except those in a home."""
+    """Yield the folders in PATH and LD_LIBRARY_PATH, except shared folders and folders in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
             if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
@@ -241,15 +246,17 @@ def _program_folders() -> Iterator[str]:
 def _is_in_home(folder: str) -> bool:
     """Return whether a folder is below a home, /tmp or /run, where users store their own files."""
     real_path = os.path.realpath(folder)
-    user_folders = ("/root", "/home", "/tmp", "/run", os.path.realpath(os.path.expanduser("~")))
-    return any(real_path.startswith(f"{root}/") for root in user_folders if root != "/")
+    home = os.path.realpath(os.path.expanduser("~"))
+    user_folders = ["/root", "/home", "/tmp", "/run"]
+    if home != "/":
+        user_folders.append(home)
+    return any(real_path.startswith(f"{user_folder}/") for user_folder in user_folders)
 
 
 def _import_paths(folder: str) -> Iterator[str]:
-    """Yield the paths in a folder of the search path from which modules can be imported.
+    """Yield the paths to make visible for imports from a folder of the search path.
 
-    This is the folder itself. If it is shared with other programs (`is_shared`), such as a home, these are
-    only its Python files and packages.
+    This is the folder itself or, for a shared folder (`is_shared`), each of its Python files and packages.
     """
     if not is_shared(folder):
         yield folder
@@ -267,7 +274,8 @@ def _import_paths(folder: str) -> Iterator[str]:
 
 
 def _editable_packages() -> Iterator[str]:
-    """Yield the folders of packages that setuptools installed in place without extending the search path."""
+    """Yield the folders of packages that setuptools installed as editable with an import hook."""
+    # Such a package is not in the search path: its hook is a module with a mapping of packages to folders.
     for name, module in list(sys.modules.items()):
         if not name.startswith("__editable__"):
             continue
@@ -277,9 +285,9 @@ def _editable_packages() -> Iterator[str]:
 
 
 def _existing_paths(paths: Iterable[str]) -> tuple[str, ...]:
-    """Return those of ``paths`` that are absolute and exist, without duplicates."""
-    existing: dict[str, None] = {}
+    """Return the absolute paths in ``paths`` that exist, without duplicates, in their order."""
+    existing_paths: dict[str, None] = {}
     for path in paths:
         if os.path.isabs(path) and os.path.exists(path):
-            existing[path] = None
-    return tuple(existing)
+            existing_paths[path] = None
+    return tuple(existing_paths)

@@ -1,8 +1,8 @@
-"""Episodes driven by an external agent program, through an OpenAI-compatible endpoint.
+"""Episodes in which an external agent program talks to the policy through an OpenAI-compatible endpoint.
 
 Each episode has a separate endpoint. A chat completion is one turn of the policy: the messages of the first
-request are the prompt, and the messages after the last completion are the observation. No text is tokenised a
-second time: the episode's sequence consists of the sampled tokens, with their log-probs.
+request are the prompt, and the messages after the last completion are the observation. Sampled text is never
+tokenised again: the episode's sequence consists of the sampled tokens, with their log-probs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MODEL = "policy"
 """The only model that the endpoint lists."""
 
 _EXCERPT_BYTES = 2000
-"""Bytes at the end of a failed program's standard error that the failure message quotes."""
+"""Number of bytes from the end of a failed program's standard error that the failure message quotes."""
 
 _SHUTDOWN_SECONDS = 0.1
-"""Seconds that open requests get to finish when the episode ends. The time is short, since the agent that
-would read the responses has ended, and not 0, which aiohttp treats as no time limit."""
+"""Seconds in which open requests may finish when the episode ends. The time is short, since the agent that
+would read the responses has ended. It is not 0, since 0 means no time limit in aiohttp."""
 
 _BODY_CHECK_SECONDS = 0.2
 """Seconds between two checks for a malformed body while a request's body is incomplete."""
@@ -49,7 +49,7 @@ _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "re
 
 
 class Refused(Exception):
-    """Rejection of an HTTP request by the endpoint: status, error code of the JSON body, and message."""
+    """Error of the endpoint that rejects an HTTP request: HTTP status, error code and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -58,11 +58,11 @@ class Refused(Exception):
 
 
 class Conversation:
-    """Chat completions of one episode: maps requests with a growing history to turns of the policy."""
+    """Conversation of one episode, which maps chat requests with a growing history to turns of the policy."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
-        # Normalized messages up to the last completion; empty before the first request.
+        # Normalized messages up to and including the last completion; empty before the first request.
         self._history: list[dict[str, Any]] = []
         self._tools: Any = None
         self._last_completion: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Conversation:
         _require_supported(request)
         messages = _normalize_messages(request.get("messages"))
 
-        # A client that lost the response repeats its request, whose turn was already sampled.
+        # A client that lost the response repeats its last request: return the completion again.
         if self._history and messages == self._history[:-1]:
             return self._last_completion
         if self._is_busy:
@@ -91,7 +91,7 @@ class Conversation:
             self._is_busy = False
 
     def _require_continuation(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise Refused unless the messages extend the episode's history and the tools are the first ones."""
+        """Raise Refused unless the messages extend the episode's history and the tools have not changed."""
         history_length = len(self._history)
         if messages[:history_length] != self._history or len(messages) == history_length:
             raise Refused(400, "history", "the messages do not extend the conversation of this episode")
@@ -115,30 +115,33 @@ class Conversation:
                 self._episode.open(messages, self._tools)
             message = await self._episode.generate(token_limit)
         except Truncated as error:
-            # OpenAI's own sentence and code, by which clients recognise a full context.
+            # Use OpenAI's own sentence and code, by which clients recognise a full context.
             reason = f"This model's maximum context length is reached: {error}"
             raise Refused(400, "context_length_exceeded", reason) from None
         except WrongUse as error:
             raise Refused(400, "messages", str(error)) from None
 
-        answer: dict[str, Any] = {"role": "assistant", "content": str(message)}
+        # Add the turn to the history, and store the completion for a repeated request.
+        assistant_message: dict[str, Any] = {"role": "assistant", "content": str(message)}
         if message.tool_calls:
-            answer["tool_calls"] = list(message.tool_calls)
-        self._history = [*messages, *_normalize_messages([answer])]
+            assistant_message["tool_calls"] = list(message.tool_calls)
+        self._history = [*messages, *_normalize_messages([assistant_message])]
         with_log_probs = bool(request.get("logprobs"))
-        self._last_completion = _make_completion(message, answer, with_log_probs)
+        self._last_completion = _make_completion(message, assistant_message, with_log_probs)
         return self._last_completion
 
 
 def _require_supported(request: Mapping[str, Any]) -> None:
-    """Raise Refused if a chat request has a field, a model or tools that the endpoint does not support."""
+    """Raise Refused for a chat request with a field, model or tools that the endpoint does not support."""
+    # A field is accepted with a value that has no effect, such as `stream: false`.
     for name, neutral_values in _UNSUPPORTED.items():
         if request.get(name) not in neutral_values:
             raise Refused(
                 400, "unsupported", f"{name} is not supported: a request gets one complete response"
             )
 
-    # The arguments of the record hold for all turns: others would not continue its prompt.
+    # The template arguments of the record apply to all turns: a turn with other arguments would not continue
+    # its prompt.
     if request.get("chat_template_kwargs"):
         message = "chat_template_kwargs is not supported: those of the episode's record apply"
         raise Refused(400, "unsupported", message)
@@ -163,18 +166,18 @@ def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
         for message in messages:
             content = message.get("content") or ""
             if not isinstance(content, str):
-                content = "".join(part["text"] for part in content)
+                content = "".join(content_part["text"] for content_part in content)
 
-            normalized = {"role": message["role"], "content": content}
+            normalized_message = {"role": message["role"], "content": content}
             for key in ("tool_call_id", "name"):
                 if message.get(key):
-                    normalized[key] = message[key]
+                    normalized_message[key] = message[key]
             if message.get("tool_calls"):
-                normalized["tool_calls"] = [
+                normalized_message["tool_calls"] = [
                     {"id": call["id"], "type": "function", "function": dict(call["function"])}
                     for call in message["tool_calls"]
                 ]
-            normalized_messages.append(normalized)
+            normalized_messages.append(normalized_message)
     except (TypeError, KeyError, AttributeError, ValueError):
         normalized_messages = []
 
@@ -185,12 +188,13 @@ def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _make_completion(
     message: Message,
-    answer: Mapping[str, Any],
+    assistant_message: Mapping[str, Any],
     with_log_probs: bool,
 ) -> dict[str, Any]:
     """Convert a turn of the policy to the JSON body of a chat completion.
 
-    ``answer`` is the turn as an OpenAI message; ``with_log_probs`` adds the log-prob of each token.
+    ``message`` is the turn with its tokens, ``assistant_message`` the same turn in OpenAI's format.
+    ``with_log_probs`` adds the log-prob of each token.
     """
     finish_reason = "stop"
     if message.tool_calls:
@@ -200,17 +204,18 @@ def _make_completion(
 
     choice: dict[str, Any] = {
         "index": 0,
-        "message": answer,
+        "message": assistant_message,
         "finish_reason": finish_reason,
         "logprobs": None,
     }
     if with_log_probs:
-        # Token ids instead of text, since a token of a byte-level vocabulary may be part of a character.
-        entries = [
+        # Return token ids instead of text, since a token of a byte-level vocabulary may be part of a
+        # character.
+        token_log_probs = [
             {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
             for token, log_prob in zip(message.tokens, message.log_probs, strict=True)
         ]
-        choice["logprobs"] = {"content": entries}
+        choice["logprobs"] = {"content": token_log_probs}
 
     prompt_tokens = message.context
     completion_tokens = len(message.tokens)
@@ -232,7 +237,7 @@ def _make_completion(
 async def serve_endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     """Serve the endpoint of an episode on the loopback interface during the block.
 
-    Yields the base URL and the API key, which is different for each episode.
+    Yields the base URL and the API key. Each episode has a different key.
     """
     # Bypass proxies for the loopback address, in this process and in programs that inherit its environment.
     os.environ.update(no_proxy_variables(os.environ))
@@ -247,16 +252,16 @@ async def serve_endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
             return web.json_response({"error": details}, status=error.status)
 
     application = web.Application(client_max_size=LARGEST_REQUEST)
-    # One handler for every path, so that the response to a wrong path or method has OpenAI's format, too.
+    # Use one handler for all paths, so that the error for a wrong path or method has OpenAI's format, too.
     application.router.add_route("*", "/{path:.*}", handle_request)
 
-    # Signal handlers work only on a process's main thread; an episode runs in another thread.
+    # Do not handle signals, which works only in the main thread: an episode runs in another thread.
     runner = web.AppRunner(
         application, handle_signals=False, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
     )
     await runner.setup()
     try:
-        # Port 0: the kernel chooses a free port.
+        # With port 0 the kernel chooses a free port.
         await web.TCPSite(runner, LOOPBACK, 0).start()
         port = runner.addresses[0][1]
         yield f"http://{LOOPBACK}:{port}/v1", api_key
@@ -269,9 +274,9 @@ async def _respond(
     api_key: str,
     request: web.Request,
 ) -> dict[str, Any]:
-    """Make the JSON response to an HTTP request; raises Refused for an invalid request.
+    """Return the JSON body of the response to an HTTP request; raises Refused for an invalid request.
 
-    ``api_key`` is the episode's key, which the request must have.
+    ``api_key`` is the bearer token that the request must have.
     """
     if request.headers.get("Authorization") != f"Bearer {api_key}":
         raise Refused(401, "key", "the key is not this episode's")
@@ -296,10 +301,10 @@ async def _respond(
 
 
 async def _read_body(request: web.Request) -> bytes:
-    """Return the body of a request; raises RequestPayloadError for a malformed one.
+    """Read the body of a request; raises RequestPayloadError for a malformed body.
 
-    aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error as if it
-    were the connection's next request. A real next request cannot be queued before the body is complete.
+    aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error like a
+    next request of the connection. Before the body is complete, a queued message is always such an error.
     """
     read_task = asyncio.ensure_future(request.read())
     try:
@@ -307,7 +312,7 @@ async def _read_body(request: web.Request) -> bytes:
             await asyncio.wait([read_task], timeout=_BODY_CHECK_SECONDS)
             is_incomplete = not read_task.done() and not request.content.is_eof()
             if is_incomplete and request.protocol._messages:
-                # Close after the response: nothing further on the connection can be parsed.
+                # Close the connection after the response: no further bytes can be parsed.
                 request.protocol.close()
                 request.content.feed_eof()
                 raise web.RequestPayloadError("a chunk of the body is malformed")
@@ -328,9 +333,9 @@ class AgentEnvironment(Environment):
 
     command: tuple[str, ...] = ()
 
-    # The endpoint, its connections, the program's standard streams, and the pipes that start it.
+    # Files: the endpoint, its connections, the program's standard streams, and the pipes that start it.
     own_files: ClassVar[int] = 16
-    # The program, a shell around it, and its child processes, such as tools.
+    # Processes: the program, a shell around it, and its child processes, such as tools.
     own_processes: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
@@ -358,8 +363,8 @@ class AgentEnvironment(Environment):
             try:
                 output = await self.lead(episode, base_url, api_key)
             except Exception:
-                # An agent may crash if its request is rejected for lack of room: the episode is then
-                # truncated, not failed.
+                # An agent may crash after a request is rejected because the context is full: the episode is
+                # then truncated and not failed.
                 if episode.truncated:
                     raise Truncated("the agent has no turns left") from None
                 raise
@@ -377,10 +382,10 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
     ``variables`` are added to its environment, among them the episode's ``OPENAI_API_KEY``. Raises
     RuntimeError for an exit status other than 0.
 
-    Afterwards every process that it started is killed. These are identified by the episode's API key in their
-    environment, even if they run in another session.
+    Afterwards all processes that the program started are killed. A process in another session is found by the
+    episode's API key in its environment.
     """
-    # Files, not pipes: a child that outlives the program would keep a pipe open.
+    # Use files and not pipes: a child that outlives the program would keep a pipe open.
     with _open_temporary_file() as stdout, _open_temporary_file() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -408,10 +413,10 @@ async def _run_program(command: Sequence[str], variables: Mapping[str, str], tas
 
 
 def _open_temporary_file() -> IO[bytes]:
-    """Create an unnamed temporary file, which is opened in append mode."""
+    """Create an unnamed temporary file in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    # Append mode: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier
-    # lines.
+    # Without append mode, a program that opens /dev/stderr again would start at offset 0 and overwrite
+    # earlier lines.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     return file
 

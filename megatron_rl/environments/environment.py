@@ -1,8 +1,8 @@
 """Base classes of a user's environments; importable without torch.
 
 An environment is the policy's counterpart in one episode: the policy generates turns, the environment sends
-observations and the reward. Each episode gets a new object of the class in ``rollout.environment.name``,
-constructed from the settings next to that name. It runs in a contained process, never in the trainer's.
+observations and the reward. Each episode gets a new instance of the class in ``rollout.environment.name``,
+constructed from the settings next to that name. It runs in a contained process and never in the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEYS = {"role", "content", "tool_call_id", "name"}
 """Keys of a message that an environment may send; ``role`` and ``content`` are required."""
 
 LARGEST_OBSERVATION = 2**20
-"""Largest number of characters in a message: far more than fits into a context, so a longer one is a bug."""
+"""Largest valid number of characters in a message: far more than fits into a context."""
 
 
 class Truncated(Exception):
@@ -39,10 +39,10 @@ class Message(str):
     """
 
     tokens: tuple[int, ...]
-    """Token ids of the turn, with its stop token."""
+    """Token ids of the turn, including its stop token."""
 
     cut: bool
-    """Whether a limit ended the turn, and not the policy's stop token."""
+    """Whether a length limit ended the turn, and not a stop token."""
 
     log_probs: tuple[float, ...]
     """The engine's log-prob of each token."""
@@ -63,7 +63,7 @@ class Message(str):
         context: int = 0,
         tool_calls: Sequence[dict[str, Any]] = (),
     ) -> Message:
-        # In __new__, since the text of a str is set before __init__ runs.
+        # Override __new__, because the text of a str cannot be set in __init__.
         message = super().__new__(cls, text)
 
         message.tokens = tuple(tokens)
@@ -124,7 +124,7 @@ class Episode:
         self.truncated = False
 
         self._turns = turns
-        # Messages since the last turn, sent with the request for the next.
+        # Messages since the last turn, which are sent with the request for the next turn.
         self._observed: list[dict[str, str]] = []
         self._opening: Opening | None = None
 
@@ -187,8 +187,8 @@ class Environment:
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
         """Run the episode and return its reward, or a mapping of named numbers that includes ``reward``.
 
-        If the result is None, `reward.function` and `reward.models` compute the reward. Every exception
-        except Truncated makes the episode invalid, so it has no reward.
+        Return None to leave the reward to `reward.function` and `reward.models`. Every exception except
+        Truncated makes the episode invalid, so that it has no reward.
         """
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class StepEnvironment(Environment):
         """Process a turn of the policy; return (observation, reward, done).
 
         The observation is an argument of `Episode.observe`, or a list of such arguments; it is ignored if
-        ``done``. Gym's (observation, reward, terminated, truncated, info) is accepted, too.
+        ``done``. Gym's (observation, reward, terminated, truncated, info) is also accepted.
         """
         raise NotImplementedError
 

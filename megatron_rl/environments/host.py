@@ -1,8 +1,8 @@
-"""Processes in which environments run: their messages, their pool in the trainer, and the process itself.
+"""Run environments in contained processes: `EnvironmentPool` in the trainer, `serve_episodes` in a process.
 
 An environment is user code. It may raise, hang, exhaust its process or send malformed messages, and in every
 case only its own episode may fail. `EnvironmentPool` therefore validates every message before use
-(`_parse_event`), gives every turn a deadline, and replaces a lost process. The other episodes of a lost
+(`_parse_event`), sets a deadline for every turn, and replaces a lost process. The other episodes of a lost
 process are restarted.
 
 In a process, each episode has a separate thread and event loop. So an environment may block, in async code or
@@ -63,15 +63,15 @@ from megatron_rl.rewards.worker import (
     reward_frame,
 )
 
-# Requests of the trainer, each followed by the number of an episode: start it, send a turn of the policy,
-# reject its request for a turn, cancel it. A ping checks that the process responds; it has no episode.
+# Requests of the trainer. Each has the number of an episode: start it, deliver a turn of the policy, reject
+# its request for a turn, cancel it. A ping tests whether the process responds and has no episode.
 START = "start"
 TURN = "turn"
 END = "end"
 CANCEL = "cancel"
 PING = "ping"
 
-# Replies: an episode requests a turn, has ended, has released its thread; and the response to a ping.
+# Replies: an episode requests a turn, has ended, or has released its thread; the response to a ping.
 TURN_REQUESTED = "turn requested"
 ENDED = "ended"
 CLOSED = "closed"
@@ -81,30 +81,30 @@ CONFIG_KEY = "rollout.environment"
 """Configuration key of environments, for errors."""
 
 LOOP_FILES = 3
-"""Open files of an episode's event loop, in addition to those of its environment."""
+"""Number of open files of an episode's event loop, in addition to the files of its environment."""
 
 MAX_OWN_PER_EPISODE = 32
-"""Number of files, and of processes, per episode that the hard limits of a process allow for."""
+"""Number of files and number of processes per episode for which the hard limits of a process have room."""
 
 LARGEST_OWN = 4096
 """Largest valid ``own_files`` and ``own_processes`` of an environment's class."""
 
 _THREAD_STACK = 2**20
-"""Stack of an episode's thread in bytes; the usual 8 MiB are too many for thousands of episodes."""
+"""Stack size of an episode's thread in bytes; the default of 8 MiB is too large for thousands of episodes."""
 
 GRACE_SECONDS = 2.0
 """Seconds within which a cancelled environment must end, and a process must respond to a ping. Otherwise the
 process is replaced."""
 
 MAX_EPISODES = 2**14
-"""Number of episodes per process for whose files the hard limit of open files allows."""
+"""Number of episodes per process for which the hard limit of open files has room."""
 
 MAX_PROGRAMS = 2**10
-"""Number of episodes per process for whose child processes the hard limit of processes allows; it is lower,
-since the kernel bounds processes, too."""
+"""Number of episodes per process for which the hard limit of processes has room. It is smaller than
+`MAX_EPISODES`, since the kernel also limits processes."""
 
 
-# The trainer's side
+# In the trainer
 
 
 class TurnRequest(NamedTuple):
@@ -119,19 +119,19 @@ class TurnRequest(NamedTuple):
     """Number of the episode."""
 
     messages: list[dict[str, str]]
-    """Messages that the environment sends to the policy, all since the last turn."""
+    """Messages from the environment to the policy since the last turn."""
 
     limit: int | None
-    """Largest number of tokens of the turn, or None if unlimited."""
+    """Largest number of tokens of the turn, or None for no limit."""
 
     opening: Opening | None = None
-    """Messages and tools in place of the record's prompt, only in the first request of an episode."""
+    """Messages and tools that replace the record's prompt, only in the first request of an episode."""
 
 
 class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
-    Example: episode 3 ended with the reward 1, and before it reached the limit of tokens or turns.
+    Example: episode 3 ended with the reward 1, before the limit of tokens or turns.
 
         >>> EpisodeEnd(number=3, reward=1.0).truncated
         False
@@ -147,7 +147,7 @@ class EpisodeEnd(NamedTuple):
     """Named components, in addition to the reward."""
 
     truncated: bool = False
-    """Whether the episode was cut off at the limit of tokens or turns."""
+    """Whether the limit of tokens or turns ended the episode."""
 
     failure: str | None = None
     """Failure reason, or None for a valid episode."""
@@ -157,7 +157,7 @@ class EpisodeEnd(NamedTuple):
 
 
 class EpisodeRestart(NamedTuple):
-    """Restart of an episode whose process was lost: a new environment requests the first turn again."""
+    """Restart of an episode whose process was lost; its new environment requests the first turn again."""
 
     number: int
     """Number of the episode."""
@@ -168,7 +168,7 @@ Event = TurnRequest | EpisodeEnd | EpisodeRestart
 
 @dataclass
 class _OpenEpisode:
-    """Episode that has not ended: it runs in a process, or waits for one.
+    """Episode that has not ended: it runs in a process, or waits for a process.
 
     Example: ``_OpenEpisode(3, {"prompt": "1+2=", "ground_truth": 3, "metadata": {}, "seed": 7})`` waits.
     """
@@ -184,33 +184,33 @@ class _OpenEpisode:
 
     runs_alone: bool = False
     """Whether the episode may have caused the loss of a process. It then runs in a process without other
-    episodes, so that it is certainly the cause if that process is lost, too."""
+    episodes: if that process is also lost, the episode must be the cause."""
 
 
 @dataclass
 class _Host:
-    """Contained process that runs environments, with the state of its episodes."""
+    """Contained process that runs environments, with its episodes."""
 
     process: ContainedProcess
 
     episodes: dict[int, _OpenEpisode] = field(default_factory=dict)
-    """Number of an episode -> its state, for the episodes that have not ended."""
+    """Episodes in the process that have not ended, by number."""
 
     closing_deadlines: dict[int, float] = field(default_factory=dict)
-    """Number of each cancelled episode -> time (monotonic) by which it must release its thread."""
+    """Number of a cancelled episode -> time (monotonic) by which it must release its thread."""
 
     ping_time: float | None = None
-    """Time (monotonic) of a ping that awaits its response, or None. A ping is sent if an environment is late,
-    to distinguish a late environment from a process that is blocked as a whole."""
+    """Time (monotonic) of a ping without a response yet, or None. The ping tests whether an environment is
+    late because it is slow itself, or because another environment blocks the process."""
 
 
 class EnvironmentPool:
     """Pool of ``config.workers`` processes that run environments.
 
     If an environment raises, exceeds ``config.turn_timeout`` or ends its process, only its own episode fails.
-    Other episodes of a lost process are restarted, see `EpisodeRestart`. The constructor loads the class in
-    every process and raises UserError if that fails. ``missing`` are descriptions of the limits that this
-    machine's kernel does not enforce.
+    The other episodes of a lost process are restarted, see `EpisodeRestart`. The constructor loads the class
+    in every process and raises UserError if that fails. ``missing`` describes the limits that this machine's
+    kernel does not enforce.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -219,10 +219,10 @@ class EnvironmentPool:
         # Reason why the last attempt to start a process failed.
         self._start_failure = ""
 
-        # Episodes without a process, first in first out.
+        # Episodes without a process, in their order of arrival.
         self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
-        # Processes must not outlive this object, even if it is not closed.
+        # End the processes with this object, even if it is not closed.
         self._finalizer = weakref.finalize(self, kill_processes, self._hosts)
 
         try:
@@ -259,24 +259,24 @@ class EnvironmentPool:
         return [str(description) for description in load_reply.get("missing", ())]
 
     def reserve_numbers(self, count: int) -> int:
-        """Reserve ``count`` consecutive new episode numbers and return the first."""
-        first = self._next_number
+        """Reserve ``count`` consecutive new episode numbers and return the first number."""
+        first_number = self._next_number
         self._next_number += count
-        return first
+        return first_number
 
     def start_episode(self, number: int, values: Mapping[str, Any]) -> None:
-        """Start the environment of episode ``number``; ``values`` are the arguments of its `Episode`."""
+        """Queue episode ``number`` for a process; ``values`` are the arguments of its `Episode`."""
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
     def send_turn(self, number: int, text: str, *attributes: Any) -> None:
-        """Send a turn of the policy to the environment of episode ``number``, which awaits it.
+        """Send the requested turn of the policy to the environment of episode ``number``.
 
         ``text`` and ``attributes`` are the arguments of `Message`.
         """
         self._send(number, TURN, text, *attributes)
 
     def reject_turn(self, number: int) -> None:
-        """Reject the request for a turn in episode ``number``: its sequence has no room for tokens."""
+        """Reject the requested turn in episode ``number``, because its sequence has no room for tokens."""
         self._send(number, END)
 
     def cancel_episode(self, number: int) -> None:
@@ -288,21 +288,21 @@ class EnvironmentPool:
                 host.closing_deadlines[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a request of a ``kind`` such as `TURN` to an episode's process; its environment then runs."""
+        """Send a request, such as `TURN`, to the process of an episode, and start the time of its turn."""
         for host in self._hosts:
             if number in host.episodes:
                 host.process.send_request((kind, number, *values))
                 host.episodes[number].busy_since = time.monotonic()
 
     def poll_events(self, seconds: float) -> list[Event]:
-        """Return the events of all environments; wait at most ``seconds`` for the first one."""
+        """Return the events of all environments; wait at most ``seconds`` for the first event."""
         events: list[Event] = []
 
-        # Retry to replace lost processes while episodes wait for a process.
+        # If episodes wait, try again to replace lost processes.
         while self._waiting and len(self._hosts) < self.config.workers:
-            host_count = len(self._hosts)
+            num_hosts = len(self._hosts)
             self._restart_process()
-            if len(self._hosts) == host_count:
+            if len(self._hosts) == num_hosts:
                 break
         if not self._hosts:
             self._fail_waiting_episodes(events)
@@ -322,24 +322,24 @@ class EnvironmentPool:
 
         for host in readable_hosts:
             self._receive_messages(host, events)
-        # A process with a message is responsive, so check only the deadlines of the other processes.
+        # Check the deadlines of the other processes: a process that has sent a message is responsive.
         for host in list(self._hosts):
             if host not in readable_hosts:
                 self._check_deadlines(host, events)
         return events
 
     def _assign_episodes(self) -> None:
-        """Assign each waiting episode to the process that runs the fewest episodes.
+        """Start each waiting episode in the process with the fewest episodes.
 
-        An episode with ``runs_alone`` waits until a process has no episodes, and that process gets no others.
+        An episode with ``runs_alone`` waits for a process without episodes, and does not share it. Meanwhile
+        the episodes behind it are started.
         """
         for episode in list(self._waiting):
-            shared_hosts: list[_Host] = []
+            shareable_hosts: list[_Host] = []
             for candidate in self._hosts:
                 if not any(running.runs_alone for running in candidate.episodes.values()):
-                    shared_hosts.append(candidate)
-            host = min(shared_hosts, key=lambda host: len(host.episodes), default=None)
-            # An episode that waits for an empty process does not delay the episodes behind it.
+                    shareable_hosts.append(candidate)
+            host = min(shareable_hosts, key=lambda host: len(host.episodes), default=None)
             if host is None or (episode.runs_alone and host.episodes):
                 continue
 
@@ -349,7 +349,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _list_deadlines(self, host: _Host) -> list[float]:
-        """List the times (monotonic) by which a process must answer a ping, or its environments must act."""
+        """Return the times (monotonic) by which a process must respond to a ping, or its environments act."""
         if host.ping_time is not None:
             return [host.ping_time + GRACE_SECONDS]
         deadlines = list(host.closing_deadlines.values())
@@ -359,9 +359,9 @@ class EnvironmentPool:
         return deadlines
 
     def _receive_messages(self, host: _Host, events: list[Event]) -> None:
-        """Append the events in a process's messages to ``events``.
+        """Read the messages of a process and append their events to ``events``.
 
-        Replaces the process if it has ended or sent a malformed message.
+        Replace the process if it has ended or sent a malformed message.
         """
         frames, is_open = host.process.read_replies()
         for frame in frames:
@@ -373,7 +373,7 @@ class EnvironmentPool:
             if kind == ALIVE and host.ping_time is not None:
                 self._fail_late_episodes(host, events)
                 continue
-            # Drop a message that was sent before the environment was cancelled.
+            # Drop a message that the episode sent before it was cancelled.
             if number in host.closing_deadlines:
                 continue
 
@@ -395,8 +395,8 @@ class EnvironmentPool:
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
         """Ping a process with a late environment; replace a process that does not respond.
 
-        Appends the events of a replaced process to ``events``. The ping comes first, because a late
-        environment may be the victim of another that blocks the process.
+        Appends the events of a replaced process to ``events``. The ping is needed because another environment
+        may block the process, and so make this environment late.
         """
         now = time.monotonic()
         if host.ping_time is not None:
@@ -409,7 +409,7 @@ class EnvironmentPool:
             self._replace_process(host, events)
 
     def _find_late_episodes(self, host: _Host) -> list[_OpenEpisode]:
-        """Find the episodes of a process whose environments have exceeded ``turn_timeout``."""
+        """Return the episodes of a process whose environments have exceeded ``turn_timeout``."""
         latest_start = time.monotonic() - self.config.turn_timeout
         return [
             episode
@@ -418,7 +418,7 @@ class EnvironmentPool:
         ]
 
     def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
-        """Fail the late episodes of a process that answered a ping; append their ends to ``events``."""
+        """Fail the late episodes of a process that responded to a ping; append their ends to ``events``."""
         host.ping_time = None
         for episode in self._find_late_episodes(host):
             self.cancel_episode(episode.number)
@@ -430,10 +430,10 @@ class EnvironmentPool:
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
     def _handle_lost_process(self, host: _Host, events: list[Event], reason: str) -> None:
-        """Replace a lost process and fail the episode that caused the loss, for ``reason``.
+        """Replace a lost process, and fail the episode that caused the loss with ``reason``.
 
         The cause is the only busy episode, or the episode with ``runs_alone``. If several episodes are busy,
-        the cause is unknown, and each of them is restarted with ``runs_alone``.
+        the cause is unknown, and each busy episode is restarted with ``runs_alone``.
         """
         busy_episodes = [episode for episode in host.episodes.values() if episode.busy_since is not None]
         status = self._replace_process(host, events)
@@ -456,12 +456,12 @@ class EnvironmentPool:
             episode.runs_alone = True
 
     def _replace_process(self, host: _Host, events: list[Event]) -> int:
-        """Kill a process, start another one and restart the episodes; return the killed one's exit status."""
+        """Kill a process, start a new process and restart the episodes; return the exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
 
-        # Episodes that were awaiting a turn are restarted, too, since their environments are lost.
+        # Restart all episodes, also those that await a turn, since their environments are lost.
         for episode in host.episodes.values():
             episode.busy_since = None
             self._waiting.append(episode)
@@ -469,13 +469,13 @@ class EnvironmentPool:
         return status
 
     def _restart_process(self) -> None:
-        """Start a process in place of a lost one, with several attempts.
+        """Start a process in place of a lost process; give up after several failed attempts.
 
-        The class was loaded before, so a failure is temporary: the process was killed, or the machine is out
-        of memory.
+        An attempt may fail for a temporary reason, since the class could be loaded before: the process was
+        killed, or the machine is out of memory.
         """
         start_time = time.monotonic()
-        # None stands for no wait after the last attempt.
+        # After the last attempt there is no wait (None).
         for wait_seconds in (*worker_process.RESTART_DELAYS, None):
             try:
                 self._start_process()
@@ -489,7 +489,7 @@ class EnvironmentPool:
             time.sleep(wait_seconds)
 
     def _fail_waiting_episodes(self, events: list[Event]) -> None:
-        """Fail all waiting episodes, since no process could be started; append their ends to ``events``."""
+        """Fail all waiting episodes, because no process could be started; append their ends to ``events``."""
         message = f"no process of {self.config.name} could be started again: {self._start_failure}"
         for episode in self._waiting:
             events.append(EpisodeEnd(episode.number, failure=CRASHED, message=message))
@@ -501,7 +501,7 @@ class EnvironmentPool:
 
 
 def environment_errors(config: EnvironmentConfig) -> list[UserError]:
-    """Load an environment's class and settings in a contained process, and return the errors."""
+    """Load the configured environment class in a contained process, as a run does; return the errors."""
     try:
         EnvironmentPool(replace(config, workers=1)).close()
     except UserError as error:
@@ -512,7 +512,7 @@ def environment_errors(config: EnvironmentConfig) -> list[UserError]:
 def _parse_event(
     frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]
 ) -> TurnRequest | EpisodeEnd | None:
-    """Validate a message of a process; return its event, or None if it is malformed or out of order."""
+    """Parse a message of a process; return its event, or None if it is malformed or out of order."""
     number = frame.get("episode")
     if not isinstance(number, int) or number not in episodes:
         return None
@@ -526,9 +526,9 @@ def _parse_event(
 
 
 def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
-    """Validate an environment's request for a turn; return None if it is malformed.
+    """Parse an environment's request for a turn; return None for a malformed request.
 
-    A request whose text is not valid Unicode ends the episode.
+    A request whose text is not valid Unicode ends the episode with a failure.
     """
     if INVALID_TEXT in frame:
         return EpisodeEnd(number, failure=WRONG_TYPE, message=f"the environment {INVALID_TEXT_MESSAGE}")
@@ -551,13 +551,13 @@ def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | 
 
 
 def _parse_episode_end(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
-    """Validate the message about the end of an episode; return None if it is malformed."""
+    """Parse the message about the end of an episode; return None for a malformed message."""
     truncated = frame.get("truncated") is True
     # Without a reward the episode was truncated, or a reward function or model computes the reward.
     if frame.get("result") == SCORED and frame.get("reward") is None:
         return EpisodeEnd(number, truncated=truncated)
 
-    # The reward protocol has the key "kind" in place of "result".
+    # `read_answer` expects the kind of the result under "kind", which is the kind of the message here.
     answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None
@@ -577,7 +577,7 @@ def _is_opening(value: Any) -> bool:
         tools = []
     if not isinstance(messages, list) or not isinstance(tools, list):
         return False
-    return all(isinstance(entry, dict) for entry in [*messages, *tools])
+    return all(isinstance(item, dict) for item in [*messages, *tools])
 
 
 def _is_message(value: Any) -> bool:
@@ -590,15 +590,15 @@ def _is_message(value: Any) -> bool:
     return value["role"] in ROLES
 
 
-# The process
+# In the contained process
 
 
 def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
-    """Load the environment's class and run the trainer's episodes: the main function of the process.
+    """Load the environment's class, then run the episodes of the trainer's requests.
 
-    ``requests`` exchanges messages with the trainer, and ``limits`` are the limits of the process.
-    ``unenforced_limits`` are descriptions of limits that this machine's kernel does not enforce, which are
-    reported to the trainer.
+    This is the main function of the process. ``requests`` is the connection to the trainer, and ``limits``
+    are the limits of the process. ``unenforced_limits`` are descriptions of limits that this machine's kernel
+    does not enforce, which are reported to the trainer.
     """
     search_path, class_path, settings, max_turns = requests.read()
     set_module_sources(search_path)
@@ -617,7 +617,7 @@ def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_lim
     own_files = LOOP_FILES + environment_class.own_files
     loops = _EventLoops(limits["files"], own_files, environment_class.own_processes)
 
-    # Episodes reply from their threads, so the replies need a lock.
+    # Lock replies, since each episode replies from its own thread.
     reply_lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
@@ -643,21 +643,22 @@ def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_lim
 
 
 def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
-    """Make a function that constructs an environment of the class at ``class_path`` from ``settings``.
+    """Return a function that constructs an environment of the class at ``class_path`` from ``settings``.
 
-    Raises UserError for a wrong class or wrong settings.
+    Raises UserError for an invalid class or invalid settings.
     """
     environment_class = _load_environment_class(class_path)
 
     values = dict(settings)
     if is_dataclass(environment_class):
         parsed_settings = parse_settings(environment_class, settings, CONFIG_KEY)
-        if errors := value_errors(parsed_settings, CONFIG_KEY):
+        errors = value_errors(parsed_settings, CONFIG_KEY)
+        if errors:
             raise UserErrors(errors)
-        # Pass only the explicit settings, so that each object gets the defaults of its class.
+        # Pass only the explicit settings, so that the class itself determines its defaults.
         values = {name: getattr(parsed_settings, name) for name in settings}
 
-    # Construct one environment now, so that wrong settings are an error before the first episode.
+    # Construct one environment now, so that invalid settings are an error before the first episode.
     try:
         environment_class(**values)
     except TypeError as error:
@@ -672,7 +673,7 @@ def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> pa
 
 
 def _load_environment_class(class_path: str) -> type[Environment]:
-    """Load the class of environments at ``class_path``; raises UserError if it is none or invalid."""
+    """Load the class at ``class_path``; raises UserError unless it is a valid class of environments."""
     loaded_class = load_callable(class_path)
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, Environment)):
         raise UserError(
@@ -683,7 +684,7 @@ def _load_environment_class(class_path: str) -> type[Environment]:
             fix="derive the class from one of them",
         )
 
-    # A plain function would block its thread, and `generate` can only be awaited.
+    # `run` must be a coroutine function, since it can only get a turn with `await`.
     if not inspect.iscoroutinefunction(loaded_class.run):
         raise UserError(
             f"{class_path}.run is not async",
@@ -707,45 +708,44 @@ def _load_environment_class(class_path: str) -> type[Environment]:
 
 
 class _EventLoops:
-    """Factory of the episodes' event loops, which adapts the process's limits to their number.
+    """Factory of the episodes' event loops, which raises the limits of the process with each open loop.
 
-    ``files``: limit of open files without episodes.
-    ``own_files``, ``own_processes``: numbers that each episode adds to the limits.
+    ``files`` is the limit of open files without episodes. Each episode adds ``own_files`` to this limit and
+    ``own_processes`` to the limit of processes.
     """
 
     def __init__(self, files: int, own_files: int, own_processes: int) -> None:
         self._files = files
         self._own_files = own_files
         self._own_processes = own_processes
-        self._open_count = 0
+        self._num_open = 0
         self._lock = threading.Lock()
 
     def open_loop(self) -> asyncio.AbstractEventLoop:
-        """Raise the limits for one more episode, and return its new event loop."""
+        """Raise the limits for one more episode, and return a new event loop for it."""
         self._change_limits(1)
         return asyncio.new_event_loop()
 
     def close_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close the event loop of an episode, then lower the limits by its share."""
+        """Close the event loop of an episode, then lower the limits again."""
         loop.close()
         self._change_limits(-1)
 
     def _change_limits(self, loop_change: int) -> None:
-        """Count an event loop as opened (``loop_change`` 1) or closed (-1); set the process's limits.
+        """Set the limits of open files and processes for a new number of event loops.
 
-        The limits of open files and of processes grow with the number of loops.
+        ``loop_change`` is 1 for an opened loop and -1 for a closed loop.
         """
         with self._lock:
-            self._open_count += loop_change
-            allow_files(self._files + self._open_count * self._own_files)
-            allow_processes(self._open_count * self._own_processes)
+            self._num_open += loop_change
+            allow_files(self._files + self._num_open * self._own_files)
+            allow_processes(self._num_open * self._own_processes)
 
 
 class _RunningEpisode:
-    """Running episode: its thread, its event loop, and the turn that it awaits.
+    """Episode that runs in this process, with a separate thread and event loop.
 
-    The environment runs on the loop's thread. `deliver_turn` and `cancel` are called on the process's main
-    thread.
+    The environment runs in the thread of the loop. `deliver_turn` and `cancel` are called in the main thread.
     """
 
     def __init__(
@@ -766,13 +766,13 @@ class _RunningEpisode:
         self._loops = loops
         self._loop = loops.open_loop()
         self._task: asyncio.Task | None = None
-        # Last requested turn: pending, received, or cancelled. None before the first request.
+        # The last requested turn, which may be pending, received or cancelled. None before the first request.
         self._awaited_turn: asyncio.Future | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def deliver_turn(self, turn: Message | Truncated) -> None:
-        """Deliver the awaited turn to the environment, or raise Truncated there."""
+        """Deliver the requested turn to the environment, or raise Truncated in it."""
 
         def set_turn() -> None:
             awaited_turn = self._awaited_turn
@@ -793,7 +793,7 @@ class _RunningEpisode:
         self._call_on_loop(task.cancel)
 
     def _call_on_loop(self, function: Callable[[], Any]) -> None:
-        """Call a function on the thread of the episode's event loop, unless the episode has ended."""
+        """Call a function in the thread of the episode's event loop, unless the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -812,7 +812,7 @@ class _RunningEpisode:
         frame: dict[str, Any] = {"kind": TURN_REQUESTED, "messages": observed, "limit": limit}
         if self._awaited_turn is None and opening is not None:
             frame["opening"] = opening._asdict()
-        # Create the future before the request is sent, since the turn arrives on another thread.
+        # Create the future before the request is sent, since the turn arrives in another thread.
         self._awaited_turn = self._loop.create_future()
         self._send(frame)
         return await self._awaited_turn
@@ -838,7 +838,7 @@ class _RunningEpisode:
         self._reply({"episode": self._number, **frame})
 
     def _run_thread(self) -> None:
-        """Run the episode on its event loop, then report that it is closed: the thread's main function."""
+        """Run the episode on its event loop, then report that it is closed. Main function of the thread."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run_episode())
@@ -847,7 +847,7 @@ class _RunningEpisode:
             self._loops.close_loop(self._loop)
 
     async def _run_episode(self) -> None:
-        """Run the environment and send its reward or failure to the trainer; nothing if it is cancelled."""
+        """Run the environment and send its reward or failure to the trainer, unless it is cancelled."""
         self._task = asyncio.current_task()
         self._started.set()
         try:
@@ -860,10 +860,10 @@ class _RunningEpisode:
         except WrongUse as error:
             result_frame = failure_frame(WRONG_TYPE, str(error))
         except BaseException as error:
-            # BaseException: an environment that calls sys.exit must not end the process of other episodes.
+            # Also catch SystemExit: an environment that calls sys.exit must not end the other episodes.
             result_frame = failure_frame(EXCEPTION, format_error(error))
 
-        # In this protocol "kind" is the kind of the message, so the kind of the result is under "result".
+        # "kind" is the kind of the message, so move the kind of the result to the key "result".
         result_frame["result"] = result_frame.pop("kind")
         self._send({"kind": ENDED, "truncated": self._episode.truncated, **result_frame})
 

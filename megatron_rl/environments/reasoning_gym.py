@@ -26,18 +26,17 @@ class ReasoningGym(Environment):
     )
 
     def __post_init__(self) -> None:
-        # Import now: it takes seconds, which must not count towards the time limit of the episode's first
+        # Import the package now: it takes seconds, which must not count towards the time limit of the first
         # turn. `check` reports a missing package.
         with contextlib.suppress(ImportError):
             import reasoning_gym  # noqa: F401
 
     async def run(self, episode: Episode) -> Mapping[str, float]:
-        """Request and score answers until one is correct; return the reward.
+        """Sample and score answers until an answer has the full score or all attempts are used.
 
         Raises Truncated if there is no room for the first answer.
         """
         scores: list[float] = []
-        # The loop ends with an answer of full score, or with the last attempt.
         while not scores or (scores[-1] < 1 and len(scores) < self.attempts):
             if scores:
                 episode.observe(self.feedback.replace("{score}", f"{scores[-1]:g}"))
@@ -45,7 +44,7 @@ class ReasoningGym(Environment):
             try:
                 response = await episode.generate()
             except Truncated:
-                # Without any answer the episode is truncated; with one, that answer counts.
+                # If there is no room for another answer, the last answer counts.
                 if not scores:
                     raise
                 break

@@ -1,7 +1,7 @@
-"""Rewards of data sources that name their own reward functions.
+"""Rewards of data sources with their own reward functions.
 
-The one idea: a sample has the name of its source, which selects the function; everything else of a function's
-reward, such as its processes and their limits, is that of `FunctionReward`.
+The one idea: the source of a sample selects the reward function. A `FunctionReward` per function runs the
+calls, in processes with limits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NO_FUNCTION = "no_function"
 
 
 class SourceRewards:
-    """Reward of each sample from the function of its source, in the processes of that function.
+    """Reward that calls the function of each sample's source.
 
-    ``functions`` maps sources to functions, each with the settings of ``config``. Samples of other sources,
-    and samples without a source, are rewarded by ``config.function``. Each function has ``config.workers``
-    processes, also if several sources name it.
+    ``functions`` maps sources to functions, which all have the settings of ``config``. ``config.function``
+    rewards the samples of all other sources, and samples without a source. Each function has
+    ``config.workers`` processes, even if several sources name it.
     """
 
     def __init__(self, config: RewardConfig, functions: Mapping[str, str]) -> None:
@@ -34,7 +34,7 @@ class SourceRewards:
         self._default_name = config.function
         self._functions: dict[str, FunctionReward] = {}
 
-        # Configuration key of each function for errors: the first one that names it.
+        # Function -> the first configuration key that names it, for errors.
         self._keys: dict[str, str] = {}
         if config.function is not None:
             self._keys[config.function] = "reward.function"
@@ -45,15 +45,15 @@ class SourceRewards:
             for name, key in self._keys.items():
                 self._functions[name] = FunctionReward(replace(config, function=name), key=key)
         except BaseException:
-            # Functions that were loaded before the error have started processes.
+            # End the processes of the functions that were loaded before the error.
             self.close()
             raise
 
-        # All functions have the same limits, so the same ones are not enforced.
-        first_function = next(iter(self._functions.values()))
-        self.missing: tuple[str, ...] = first_function.missing
+        # All functions have the same limits, so `missing` is equal for all of them.
+        self.missing: tuple[str, ...] = ()
         self.takes: frozenset[str] = frozenset({SOURCE})
         for function in self._functions.values():
+            self.missing = function.missing
             self.takes |= function.takes
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
@@ -65,10 +65,10 @@ class SourceRewards:
         return self._function_names.get(sample[SOURCE], self._default_name)
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the answers of the samples' functions, in the order of ``samples``."""
+        """Call the function of each sample's source; return the answers in the order of ``samples``."""
         # `check` refuses a configuration with such samples. Samples without a source are of evaluation sets.
-        no_answer = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
-        answers = [no_answer] * len(samples)
+        no_function = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
+        answers = [no_function] * len(samples)
         rows_by_name: dict[str, list[int]] = {}
         for row, sample in enumerate(samples):
             name = self.function_name(sample)
@@ -77,29 +77,29 @@ class SourceRewards:
         if not rows_by_name:
             return answers
 
-        # One thread per function, so that the samples of one do not wait for a slow other one.
+        # Call each function in its own thread, so that a slow function does not delay the others.
         with ThreadPoolExecutor(len(rows_by_name)) as pool:
             futures: dict[str, Future[list[Answer]]] = {}
             for name, rows in rows_by_name.items():
                 function = self._functions[name]
-                selected = [_without_unread_fields(samples[row], function) for row in rows]
-                futures[name] = pool.submit(function.compute_answers, selected)
+                function_samples = [_without_unread_fields(samples[row], function) for row in rows]
+                futures[name] = pool.submit(function.compute_answers, function_samples)
 
+        # Append the configuration key to failures, at the end: long messages lose their beginning.
         for name, rows in rows_by_name.items():
             for row, answer in zip(rows, futures[name].result(), strict=True):
                 if answer.reason is not None:
-                    # At the end, since only the last lines of a long message are kept.
                     answer = answer._replace(message=f"{answer.message} ({self._keys[name]})")
                 answers[row] = answer
         return answers
 
     def close(self) -> None:
-        """Kill the processes of all functions; `score` raises RuntimeError from then on."""
+        """Kill the processes of all functions; later calls of `score` raise RuntimeError."""
         for function in self._functions.values():
             function.close()
 
 
 def _without_unread_fields(sample: Sample, function: FunctionReward) -> dict[str, Any]:
-    """Return a sample without the optional fields that only other functions read."""
+    """Return a sample without the optional fields that ``function`` does not read."""
     unread_fields = {SOURCE, TURNS, TOKENS, GROUP} - function.takes
     return {name: value for name, value in sample.items() if name not in unread_fields}

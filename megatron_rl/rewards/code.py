@@ -1,13 +1,13 @@
-"""Rewards of programs by their tests: the reward function behind ``reward.code``, run contained.
+"""Run the tests of the program in a response: the reward function behind ``reward.code``.
 
-The one idea: a program only supplies values and has no part in their comparison. It is run anew for each
-test, in a child process of the worker. The test runs in another process, which has the expected values and
-makes every comparison: it calls the program's functions and receives plain values
-(`megatron_rl.rewards.program`). So a program that prints a verdict, ends early, defines its own ``isclose``
-or changes the interpreter gains nothing.
+The one idea: a program only supplies values and never takes part in their comparison. A new child process of
+the worker runs the program for each test. A second process runs the test: it has the expected values, calls
+the program's functions, receives plain values (`megatron_rl.rewards.program`) and makes every comparison. So
+a program that prints a verdict, ends early, defines its own ``isclose`` or changes the interpreter gains
+nothing.
 
-The program cannot read the memory or the pipes of worker and test, and processes that it leaves running are
-killed after each test. It can read the files that all contained code can read: not the data sets, unless
+The program cannot read the memory or the pipes of the worker and the test. Processes that it leaves running
+are killed after each test. It can read the same files as all contained code: not the data sets, unless
 ``limits.read`` names them.
 """
 
@@ -50,7 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
 _LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
-"""Pattern of an opening fence after other text on its line, which is not a fence in Markdown."""
+"""Pattern of an opening fence after other text on its line, which Markdown does not allow."""
 _INDENT = 3
 """Columns that a closing fence may be indented further than its opening fence, as in CommonMark."""
 
@@ -75,7 +75,7 @@ _STANDARD_MODULES = (
     "typing",
 )
 _MODULES = {name: name for name in _STANDARD_MODULES} | {"np": "numpy", "numpy": "numpy"}
-"""Name in a test -> module that it may use under this name without importing it."""
+"""Name in a test -> module that the test may use under this name without importing it."""
 _NAMES = {
     "Counter": collections.Counter,
     "Decimal": decimal.Decimal,
@@ -85,7 +85,7 @@ _NAMES = {
     "deque": collections.deque,
     "isclose": math.isclose,
 }
-"""Name in a test -> object that it may use under this name without importing it."""
+"""Name in a test -> object that the test may use under this name without importing it."""
 _SOLUTION = "Solution"
 """Class in which LeetCode-style programs define the function under test."""
 
@@ -96,9 +96,7 @@ _UNREADABLE = "unreadable"
 
 
 class Test(NamedTuple):
-    """One test of a program.
-
-    It either runs the program with ``stdin`` and compares the output, or runs ``source`` after the program.
+    """Test of a program: compares its output for ``stdin``, or runs ``source``, which calls the program.
 
     Example: two tests of a program that defines ``add``. The first compares the value of an expression, the
     second executes an assertion:
@@ -137,7 +135,11 @@ def run_tests(
     timeout: float = 60.0,
     **_: Any,
 ) -> dict[str, float]:
-    """Return the reward of the program in a response; the component ``passed`` is the share of passed tests.
+    """Run the tests of the ground truth on the program in a response, and return the reward.
+
+    The component ``passed`` is the share of passed tests. With ``scoring`` ``share`` it is also the reward;
+    with ``all`` the reward is 1 if all tests pass, else 0. ``test_timeout`` and ``timeout`` are the time
+    limits of a test and of all tests in seconds.
 
     Raises ValueError for a ground truth that is not a list of tests, and for a test whose comparison only the
     program itself could make.
@@ -145,24 +147,26 @@ def run_tests(
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + timeout
 
-    # Not dumpable: programs cannot inspect this process or write to its pipes. Subreaper: processes that a
-    # program leaves running become children of this process, which kills them.
+    # Make this process not dumpable, so that programs cannot inspect it or write to its pipes. Make it a
+    # subreaper, so that it becomes the parent of processes that a program leaves running, and can kill them.
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
+    # A failed test decides the reward with `all`, so no further test is run. `passed` then counts only the
+    # tests before it.
     source = extract_program(response)
-    passed_count = 0
+    num_passed = 0
     for test in tests:
         if passes_test(source, test, min(test_timeout, deadline - time.monotonic())):
-            passed_count += 1
+            num_passed += 1
         elif scoring == "all":
             break
 
-    passed_share = passed_count / len(tests)
+    passed_share = num_passed / len(tests)
     reward = passed_share
     if scoring != "share":
-        reward = float(passed_count == len(tests))
+        reward = float(num_passed == len(tests))
     return {"reward": reward, "passed": passed_share}
 
 
@@ -170,9 +174,10 @@ def run_tests(
 
 
 def extract_program(response: str) -> str:
-    """Return the program in a response: the last block of Python, else the last block, else the whole text.
+    """Return the program in a response: the last block of Python, else the last block, else all the text.
 
-    A block without a language counts as Python if no block is marked as Python, unless it only shows a value.
+    If no block is marked as Python, a block without a language counts as Python, unless it only shows a
+    value.
 
     Example:
         >>> extract_program("So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```\\n")
@@ -190,7 +195,7 @@ def extract_program(response: str) -> str:
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """Yield the fenced blocks of Markdown text; the end of the text closes the last one."""
+    """Yield the fenced blocks of Markdown text; the end of the text closes an open block."""
     fence = ""
     indent = ""
     info = ""
@@ -210,7 +215,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
                 lines = []
             continue
 
-        # Inside a block. A fence that is indented further is part of the block, such as an example in a
+        # Inside a block: a fence that is indented further is part of the block, such as an example in a
         # docstring.
         is_at_level = match is not None and len(match[1]) <= len(indent) + _INDENT
         if match is not None and is_at_level and match[2].startswith(fence) and not match[3]:
@@ -234,10 +239,13 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
 
 def _block_text(lines: list[str], indent: str) -> str:
-    """Join the lines of a block without ``indent``: the spaces or quote marks before its opening fence."""
+    """Join the lines of a block, and remove the indentation of the block from each line.
+
+    ``indent`` is the text before the opening fence: spaces and quote marks.
+    """
     text = ""
     for line in lines:
-        # An empty line of a quoted block has the quote mark without the space.
+        # An empty line of a quoted block has the quote mark without the space after it.
         prefix = indent if line.startswith(indent) else indent.rstrip()
         text += line.removeprefix(prefix) + "\n"
     return text
@@ -250,7 +258,7 @@ def _is_program(source: str) -> bool:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
 
-    # An expression only shows a value, unless it contains a call.
+    # A statement that is an expression only shows a value, unless it contains a call.
     for statement in statements:
         if not isinstance(statement, ast.Expr):
             return True
@@ -263,10 +271,10 @@ def _is_program(source: str) -> bool:
 
 
 def read_tests(ground_truth: Any) -> list[Test]:
-    """Parse the tests of a ground truth.
+    """Parse the tests in a ground truth.
 
-    It is a list of tests, the APPS format, JSON text of either, or Python code with assertions. Raises
-    ValueError for anything else.
+    The ground truth is a list of tests, a mapping in the APPS format, JSON text of either, or Python code
+    with assertions. Raises ValueError for any other value.
 
     Example:
         >>> read_tests(["assert add(1, 2) == 3"])[0].source
@@ -284,27 +292,34 @@ def read_tests(ground_truth: Any) -> list[Test]:
         raise ValueError(f"expected a list of tests as ground truth, got {ground_truth!r:.200}")
 
     tests: list[Test] = []
-    for entry in ground_truth:
-        tests.extend(_parse_entry(entry))
+    for test_value in ground_truth:
+        tests.extend(_parse_tests(test_value))
     return tests
 
 
-def _parse_entry(entry: Any) -> list[Test]:
-    """Parse one entry of a list of tests; raises ValueError for an unknown form."""
-    if isinstance(entry, str):
-        return _parse_assertions(entry)
-    if isinstance(entry, Mapping) and isinstance(entry.get("call"), str) and "returns" in entry:
-        return [Test(source=entry["call"], expected=entry["returns"], returns=True)]
-    if isinstance(entry, Mapping) and _is_text(entry.get("stdout")):
-        return [_make_output_test(entry.get("stdin"), entry["stdout"])]
+def _parse_tests(test_value: Any) -> list[Test]:
+    """Parse one item of the ground truth's list: a mapping, or code with one or more assertions.
+
+    Raises ValueError for any other value.
+    """
+    if isinstance(test_value, str):
+        return _parse_assertions(test_value)
+    if isinstance(test_value, Mapping):
+        if isinstance(test_value.get("call"), str) and "returns" in test_value:
+            return [Test(source=test_value["call"], expected=test_value["returns"], returns=True)]
+        if _is_text(test_value.get("stdout")):
+            return [_make_output_test(test_value.get("stdin"), test_value["stdout"])]
 
     raise ValueError(
-        f"a test is {{stdin, stdout}}, {{call, returns}} or 'assert f(x) == y', got {entry!r:.200}"
+        f"a test is {{stdin, stdout}}, {{call, returns}} or 'assert f(x) == y', got {test_value!r:.200}"
     )
 
 
 def _make_output_test(stdin: Any, stdout: Any) -> Test:
-    """Make a test that compares the program's output; ``stdin`` may also be a number or None."""
+    """Return a test that runs the program with ``stdin`` and expects the output ``stdout``.
+
+    Both are text or lists of lines. ``stdin`` may also be a number, or None for an empty input.
+    """
     input_text = ""
     if _is_text(stdin):
         input_text = _join_lines(stdin)
@@ -323,7 +338,7 @@ def _parse_apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
         >>> read_tests({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})[0].source
         'add(*[1, 2])'
     """
-    # One test per pair of an input and an output.
+    # There is one test per pair of an input and an output.
     inputs = ground_truth["inputs"]
     outputs = ground_truth["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
@@ -340,7 +355,7 @@ def _parse_apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
             tests.append(_make_output_test(test_input, output))
             continue
 
-        # JSON values have a `repr` that is Python, so a call can be written as source.
+        # The `repr` of a JSON value is Python, so the call can be written as source code.
         if not isinstance(function, str) or not function.isidentifier():
             raise ValueError(f"fn_name is the name of a function, got {function!r:.200}")
         if not isinstance(test_input, list):
@@ -358,16 +373,16 @@ def _is_text(value: Any) -> bool:
 
 
 def _join_lines(value: str | list[str]) -> str:
-    """Join text that may be given as a list of lines; return other text unchanged."""
+    """Return text as one string; text may also be a list of lines."""
     if isinstance(value, str):
         return value
     return "\n".join(value)
 
 
 def _parse_assertions(text: str) -> list[Test]:
-    """Return the tests in Python code: one per top-level assertion, with all statements before it.
+    """Return the tests in Python code: one per top-level assertion, with all other statements before it.
 
-    Code whose assertions are all nested is a single test, such as a function that asserts and a call of it.
+    Code whose assertions are all nested is a single test, such as a function with assertions and its call.
     Raises ValueError for text without an assertion.
     """
     try:
@@ -388,13 +403,15 @@ def _parse_assertions(text: str) -> list[Test]:
         else:
             preceding.append(statement)
 
-    return tests or [Test(source=ast.unparse(tree))]
+    if not tests:
+        return [Test(source=ast.unparse(tree))]
+    return tests
 
 
 def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None:
     """Raise ValueError for an assertion whose outcome the program itself could decide.
 
-    ``preceding``: statements before the assertion.
+    ``preceding`` are the statements before the assertion in the same test.
     """
     names = _program_names([*preceding, statement])
     condition = statement.test
@@ -411,24 +428,24 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
     # `assert same(f(2), 4)`: the program's own `same` could always return True.
     if isinstance(condition, ast.Call) and _belongs_to_program(condition.func, names):
         arguments = [*condition.args, *(keyword.value for keyword in condition.keywords)]
-        nodes = [node for argument in arguments for node in ast.walk(argument)]
-        calls = [node for node in nodes if isinstance(node, ast.Call)]
-        if any(_belongs_to_program(call, names) for call in calls):
-            reason = "the function that compares is the program's: define it before the assertion"
-            raise _undecidable_error(statement, reason)
+        for argument in arguments:
+            calls = [node for node in ast.walk(argument) if isinstance(node, ast.Call)]
+            if any(_belongs_to_program(call, names) for call in calls):
+                reason = "the function that compares is the program's: define it before the assertion"
+                raise _undecidable_error(statement, reason)
 
 
 def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
-    """Return the error for an assertion whose outcome the program itself could decide, with the reason."""
+    """Return the error for an assertion whose outcome the program itself could decide."""
     return ValueError(
         f"the program decides the outcome of a test, since {reason}: {ast.unparse(statement)!r:.200}"
     )
 
 
 def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
-    """Return whether an expression is one of ``names``, or a call, attribute or item of one.
+    """Return whether the value of an expression comes from the program, which defines ``names``.
 
-    Its value then comes from the program, whose names these are.
+    The expression is then one of these names, or a call, an attribute or an item of such an expression.
     """
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
@@ -436,8 +453,8 @@ def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
 
 
 def _free_names(statements: list[ast.stmt]) -> list[str]:
-    """Return the names that statements read and do not bind anywhere, in order of first use."""
-    # Scopes are not distinguished: a name that is bound anywhere in a test belongs to the test.
+    """Return the names that statements read but never bind, in order of first use."""
+    # Ignore scopes: a name that is bound anywhere in a test belongs to the test.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
 
@@ -460,7 +477,7 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
 
 
 def _is_predefined(name: str) -> bool:
-    """Return whether every test may use a name: a built-in, or one that this file provides to tests."""
+    """Return whether a name is defined in every test: a built-in, or a name that this module provides."""
     return name in _MODULES or name in _NAMES or hasattr(builtins, name)
 
 
@@ -471,21 +488,24 @@ def _program_names(statements: list[ast.stmt]) -> set[str]:
     program's own ``sorted``.
     """
     free_names = _free_names(statements)
-    return {name for name in free_names if not _is_predefined(name)} or set(free_names)
+    program_names = {name for name in free_names if not _is_predefined(name)}
+    if not program_names:
+        return set(free_names)
+    return program_names
 
 
 # Running a test
 
 
 def passes_test(source: str, test: Test, time_limit: float) -> bool:
-    """Run the program ``source`` once and return whether it passes the test within ``time_limit`` seconds.
+    """Return whether the program ``source`` passes a test within ``time_limit`` seconds.
 
     Raises ValueError if the test compares an object that only the program itself could compare.
     """
     if time_limit <= 0:
         return False
 
-    # A folder per test, so that a program finds no files of an earlier test.
+    # Use a new folder for each test, so that a program finds no files of an earlier test.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder, "program.py")
         path.write_text(source, encoding="utf-8", errors="replace")
@@ -499,12 +519,12 @@ def passes_test(source: str, test: Test, time_limit: float) -> bool:
 
 
 def _prints_expected(program: Path, test: Test, time_limit: float) -> bool:
-    """Return whether a program prints the expected lines and exits with status 0 in time.
+    """Return whether a program prints the expected lines and exits with status 0.
 
-    ``time_limit``: maximum seconds.
+    ``program`` is the path of the source. The program is killed after ``time_limit`` seconds.
     """
-    # Temporary files need no reader while the program runs, unlike pipes. Files in memory are forbidden to
-    # contained code, since no limit counts them.
+    # Temporary files, unlike pipes, need no reader while the program runs. Contained code must not create
+    # files in memory, since no limit counts them.
     with tempfile.TemporaryFile() as input_file, tempfile.TemporaryFile() as output_file:
         stdin = input_file.fileno()
         stdout = output_file.fileno()
@@ -530,44 +550,44 @@ def _run_call_test(
 ) -> tuple[str, str]:
     """Run the program and a test that calls it in two processes, for at most ``time_limit`` seconds.
 
-    ``program`` is the path of the program's source. Returns the verdict of the test and, if there is one, its
-    reason.
+    ``program`` is the path of the program's source. Returns the verdict of the test, and the reason of the
+    verdict `_UNREADABLE`, or "" for other verdicts.
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
-        # This process closes its copies of the pipes' ends, so that program and test each get an end of file
-        # when the other exits.
+        # Close this process's copies of the pipe ends after the start, so that program and test each get an
+        # end of file when the other exits.
         with contextlib.ExitStack() as inherited_ends:
             requests_read, requests_write = _open_pipe(inherited_ends)
-            answers_read, answers_write = _open_pipe(inherited_ends)
+            replies_read, replies_write = _open_pipe(inherited_ends)
             verdict_read, verdict_write = os.pipe()
             cleanup.callback(os.close, verdict_read)
             inherited_ends.callback(os.close, verdict_write)
             process = _start_process(
-                [remote_program.__file__, str(program), str(requests_read), str(answers_write)],
+                [remote_program.__file__, str(program), str(requests_read), str(replies_write)],
                 program.parent,
                 subprocess.DEVNULL,
                 subprocess.DEVNULL,
-                (requests_read, answers_write),
+                (requests_read, replies_write),
             )
             cleanup.callback(_end_process, process)
 
-            # The test is a fork of this process: it starts fast, and programs cannot inspect it either.
+            # Fork the test from this process: the fork starts fast, and programs cannot inspect it either.
             if os.fork() == 0:
                 os.close(requests_read)
-                os.close(answers_write)
-                _run_test(test, answers_read, requests_write, verdict_write)
-        text = _read_until(verdict_read, deadline)
+                os.close(replies_write)
+                _run_test(test, replies_read, requests_write, verdict_write)
+        verdict_json = _read_until(verdict_read, deadline)
 
     try:
-        verdict, reason = json.loads(text)
+        verdict, reason = json.loads(verdict_json)
     except ValueError:  # the deadline passed, or the test ran out of memory
         return _FAILED, ""
     return verdict, reason
 
 
 def _open_pipe(cleanup: contextlib.ExitStack) -> tuple[int, int]:
-    """Create a pipe and return its read end and write end, which ``cleanup`` closes."""
+    """Create a pipe and return its read end and its write end; ``cleanup`` closes both."""
     ends = os.pipe()
     for end in ends:
         cleanup.callback(os.close, end)
@@ -575,14 +595,20 @@ def _open_pipe(cleanup: contextlib.ExitStack) -> tuple[int, int]:
 
 
 def _read_until(descriptor: int, deadline: float) -> bytes:
-    """Read a pipe until its other end is closed; return no bytes if the deadline passes first."""
+    """Read a pipe until its write end is closed; return b"" if the deadline passes first.
+
+    ``descriptor`` is the read end, and ``deadline`` a time of the monotonic clock.
+    """
     content = b""
-    while select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    while True:
+        remaining_seconds = max(0.0, deadline - time.monotonic())
+        ready_descriptors, _, _ = select.select([descriptor], [], [], remaining_seconds)
+        if not ready_descriptors:
+            return b""
         data = os.read(descriptor, 1 << 16)
         if not data:
             return content
         content += data
-    return b""
 
 
 def _run_test(
@@ -593,12 +619,13 @@ def _run_test(
 ) -> None:
     """Run a test in this process, write the verdict to a pipe and exit.
 
-    ``read_end`` and ``write_end`` are the pipes of the program; all three are file descriptors.
+    ``read_end`` and ``write_end`` are the file descriptors of the pipes from and to the program, and
+    ``verdict_write`` is the descriptor of the pipe for the verdict.
     """
     verdict = _FAILED
     reason = ""
     try:
-        # The test must not print into the worker's streams, which carry its answers.
+        # The test must not print into the worker's streams, through which the worker sends its replies.
         null_device = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null_device, descriptor)
@@ -611,7 +638,7 @@ def _run_test(
             if peer.reason is not None:
                 verdict = _UNREADABLE
                 reason = peer.reason
-    except BaseException:  # an assertion failed, or the program raised, exited or sent a malformed answer
+    except BaseException:  # an assertion failed, or the program raised, exited or sent a malformed reply
         pass
     finally:
         os.write(verdict_write, json.dumps([verdict, reason]).encode())
@@ -619,35 +646,37 @@ def _run_test(
 
 
 def _run_assertions(test: Test, peer: Peer) -> bool:
-    """Run a test and return whether its expression has the expected value; for statements, return True.
+    """Run a test; return whether its expression has the expected value, or True for statements.
 
     Raises the exceptions of the statements, such as AssertionError.
     """
+    # A function that the program does not define globally may be a method of the class `Solution`.
     source = test.source
     assert source is not None
     if test.function is not None and not peer.request("defines", test.function):
         source = f"{_SOLUTION}().{source}"
 
     tree = ast.parse(source)
-    names = {"__name__": "test"} | _resolve_names(tree, peer)
+    namespace = {"__name__": "test"} | _resolve_names(tree, peer)
     if not test.returns:
-        exec(compile(tree, "test", "exec"), names)
+        exec(compile(tree, "test", "exec"), namespace)
         return True
 
-    value = eval(compile(source.strip(), "test", "eval"), names)
-    if _is_same(value, test.expected):
+    value = eval(compile(source.strip(), "test", "eval"), namespace)
+    if _equals_expected(value, test.expected):
         return True
     # Most records of APPS wrap the expected output of a function in a list.
     is_wrapped = test.function is not None and isinstance(test.expected, list) and len(test.expected) == 1
-    return is_wrapped and _is_same(value, test.expected[0])
+    return is_wrapped and _equals_expected(value, test.expected[0])
 
 
 def _resolve_names(tree: ast.Module, peer: Peer) -> dict[str, Any]:
-    """Return the values of a test's free names: objects of the program, and predefined ones.
+    """Return the values of a test's free names: objects of the program, and predefined objects.
 
-    ``tree``: the code of the test. ``peer``: connection to the program.
+    ``tree`` is the parsed code of the test, and ``peer`` the connection to the program.
     """
-    # Names that the test expects of the program come first. Its other names must not shadow predefined ones.
+    # Look up only the names that the program is expected to define: its other names must not shadow
+    # predefined names.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}
 
@@ -671,8 +700,8 @@ def _start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a Python process with ``arguments``, isolated from the environment, in a new session.
 
-    ``folder`` is its working directory, ``stdin`` and ``stdout`` are file descriptors, and it also inherits
-    the ``inherited_descriptors``.
+    ``folder`` is the working directory of the process. ``stdin``, ``stdout`` and ``inherited_descriptors``
+    are the file descriptors that it inherits.
     """
     return subprocess.Popen(
         [sys.executable, "-I", *arguments],
@@ -706,15 +735,15 @@ def _limit_files() -> None:
 # Comparison
 
 
-def _is_same(value: Any, expected: Any) -> bool:
-    """Return whether a value equals the expected one, directly or as JSON (tuples and arrays as lists)."""
+def _equals_expected(value: Any, expected: Any) -> bool:
+    """Return whether a value equals the expected value, at least after conversion to the types of JSON."""
     if type(value) is type(expected) and value == expected:
         return True
     return bool(_to_json_types(value) == _to_json_types(expected))
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert a value to the types of JSON, as far as possible."""
+    """Convert arrays and sequences to lists and mappings to dictionaries with text keys, at any depth."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, list | tuple | collections.deque | range):
@@ -725,5 +754,5 @@ def _to_json_types(value: Any) -> Any:
 
 
 def _split_lines(text: str) -> list[str]:
-    """Split an output into lines, without trailing whitespace and trailing empty lines."""
+    """Split an output into lines; remove trailing whitespace and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

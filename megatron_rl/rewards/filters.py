@@ -1,9 +1,8 @@
 """Filters of responses: a removed response is dropped from training, or gets a fixed reward.
 
-The one idea: the result of a filter is an `Answer`, like a reward, so that it is sent between ranks and saved
-like a reward. For a removed response its reason is `FILTERED`, and its message is the name of the filter. A
-user's filter runs as a reward function does, contained and with its limits; a filter that fails makes its
-sample invalid.
+The one idea: the result of a filter is an `Answer`, so that it is sent between ranks and saved like a reward.
+The answer for a removed response has the reason `FILTERED`, and the name of the filter as message. A user's
+filter runs like a reward function, contained and with the same limits. If it fails, the sample is invalid.
 """
 
 from __future__ import annotations
@@ -18,24 +17,25 @@ from megatron_rl.rewards.function import NO_METRICS, FunctionReward, Sample
 from megatron_rl.rewards.worker import GROUP, WRONG_TYPE, Answer
 
 FILTERS = "filters"
-"""Key of the filters' answers beside those of the scorers, in rewards computed while others are sampled."""
+"""Key of the filters' answers in rewards that are computed during generation; the other keys are scorers."""
 FILTERED = "filtered"
-"""Reason in the answer for a response that a filter removes; the message is the filter's name."""
+"""Reason in the answer for a removed response; the message is the name of the filter."""
 
 _KEPT = Answer(None, reward=1.0)
 
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """Rows that filters removed, the same value on every rank.
+    """Rows of a batch that filters removed, equal on every rank.
 
-    Example: ``FilteredRows({3: "empty"}, reward=-1.0)`` gives row 3 the reward -1 without any call.
+    Example: with ``FilteredRows({3: "empty"}, reward=-1.0)`` row 3 has the reward -1, and no reward function
+    is called for it.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
     """Row -> name of the filter that removed it."""
     failures: Mapping[int, Answer] = field(default_factory=dict)
-    """Row -> failure of the user's filter on that row."""
+    """Row -> failed answer of the user's filter for that row."""
     reward: float | None = None
     """Reward of removed rows, or None if they are dropped from training."""
     metrics: Metrics = NO_METRICS
@@ -43,37 +43,42 @@ class FilteredRows:
 
     @property
     def dropped_rows(self) -> frozenset[int]:
-        """Return the indices of the removed rows that get no reward and are not trained on."""
+        """Return the removed rows that are dropped from training; none if removed rows have a reward."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers, by row, for rows that no scorer rewards: failed filters, and removed rows."""
+        """Return the answers of removed rows with a fixed reward and of failed filters, by row.
+
+        No reward function is called for these rows.
+        """
         answers = dict(self.failures)
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return the filters' answer for each of ``rows``, by row, so that they need not be filtered again.
+        """Return the filters' answer for each of ``rows``: kept, `FILTERED` or failed.
 
-        Rows that no filter removed have the answer to keep the response.
+        The answers are stored, so that carried-over rows are not filtered again.
         """
         answers = dict.fromkeys(rows, _KEPT)
-        answers |= {row: Answer(FILTERED, name) for row, name in self.names.items()}
-        return {**answers, **self.failures}
+        for row, name in self.names.items():
+            answers[row] = Answer(FILTERED, name)
+        answers.update(self.failures)
+        return answers
 
 
 NOTHING_FILTERED = FilteredRows()
 
 
 class ResponseFilters:
-    """Filters of a run, applied in order: the first one that applies removes the response.
+    """Response filters of a run: the built-in filters, then the user's function.
 
-    ``takes``: optional fields of `Sample` that the user's function reads.
-    ``missing``: descriptions of the function's limits that the kernel does not enforce.
+    ``takes`` are the optional fields of `Sample` that the function reads. ``missing`` describes the limits of
+    the function that the kernel does not enforce.
     """
 
     def __init__(self, config: FiltersConfig, reward: RewardConfig) -> None:
@@ -87,14 +92,14 @@ class ResponseFilters:
             self.missing = self._function.missing
 
     def compute_answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
-        """Return the filters' answer for each sample; ``tokens`` are the ids of each sampled response."""
+        """Return the answer of the filters for each sample; ``tokens`` are the token ids of each response."""
         answers: list[Answer] = []
         for sample, ids in zip(samples, tokens, strict=True):
             answers.append(self._apply_built_in_filters(sample, ids))
         if self._function is None:
             return answers
 
-        # The user's function is called only for responses that the built-in filters keep.
+        # Call the user's function only for responses that the built-in filters keep.
         remaining_rows = [index for index, answer in enumerate(answers) if answer.reason is None]
         results = self._function.compute_answers([samples[index] for index in remaining_rows])
         for index, result in zip(remaining_rows, results, strict=True):
@@ -102,23 +107,21 @@ class ResponseFilters:
         return answers
 
     def _apply_built_in_filters(self, sample: Sample, ids: Sequence[int]) -> Answer:
-        """Return the answer of the first built-in filter that removes the response, or the answer to keep it.
+        """Return the answer of the first built-in filter that removes a response, else the answer `_KEPT`.
 
-        ``ids`` are the response's tokens.
+        ``ids`` are the token ids of the response.
         """
         config = self.config
         response = str(sample["response"])
-        limits_repetition = config.max_repetition < 1
-        removes_by_name = {
-            "empty": config.empty and not response.strip(),
-            "min_tokens": len(ids) < config.min_tokens,
-            "max_repetition": limits_repetition and repeated_share(ids, config.ngram) > config.max_repetition,
-            "banned": any(text in response for text in config.banned),
-        }
-
-        for name, removes in removes_by_name.items():
-            if removes:
-                return Answer(FILTERED, name)
+        if config.empty and not response.strip():
+            return Answer(FILTERED, "empty")
+        if len(ids) < config.min_tokens:
+            return Answer(FILTERED, "min_tokens")
+        # A limit of 1 allows any repetition, so the share need not be computed.
+        if config.max_repetition < 1 and repeated_share(ids, config.ngram) > config.max_repetition:
+            return Answer(FILTERED, "max_repetition")
+        if any(text in response for text in config.banned):
+            return Answer(FILTERED, "banned")
         return _KEPT
 
     def close(self) -> None:
@@ -128,7 +131,7 @@ class ResponseFilters:
 
 
 def _to_filter_answer(answer: Answer) -> Answer:
-    """Convert the answer of the user's filter, 1 (keep) or 0 (remove), to that of a built-in filter."""
+    """Convert the reward of the user's filter, 1 (keep) or 0 (remove), to the answer of a filter."""
     if answer.reason is not None:
         return answer
     if answer.reward not in (0.0, 1.0):
@@ -139,16 +142,16 @@ def _to_filter_answer(answer: Answer) -> Answer:
 
 
 def repeated_share(ids: Sequence[int], ngram_length: int) -> float:
-    """Return the share of a response's n-grams of tokens that occurred earlier in the response.
+    """Return the share of token n-grams of a response that already occurred earlier in the response.
 
-    ``ids`` are the response's tokens. The share is 0 for a response of fewer than ``ngram_length`` tokens.
+    ``ids`` are the token ids. The share is 0 for a response of fewer than ``ngram_length`` tokens.
 
     Example:
         >>> repeated_share([5, 6, 5, 6, 5], 2)
         0.5
     """
-    ngram_count = len(ids) - ngram_length + 1
-    if ngram_count < 1:
+    num_ngrams = len(ids) - ngram_length + 1
+    if num_ngrams < 1:
         return 0.0
-    distinct_ngrams = {tuple(ids[begin : begin + ngram_length]) for begin in range(ngram_count)}
-    return 1 - len(distinct_ngrams) / ngram_count
+    distinct_ngrams = {tuple(ids[start : start + ngram_length]) for start in range(num_ngrams)}
+    return 1 - len(distinct_ngrams) / num_ngrams

@@ -1,8 +1,8 @@
 """Rewards from a Python function, run in worker processes with a time limit per sample.
 
-The one idea: a call that fails makes its sample *invalid*, with a reason, and never becomes a number. A
-worker that exceeds the time limit, dies or sends a malformed reply is killed with all processes that it
-started, and replaced. Its unanswered calls are sent again to any worker.
+The one idea: a failed call makes its sample *invalid*, with a reason, and never becomes a number. A worker
+that exceeds the time limit, dies or sends a malformed reply is killed with all processes that it started, and
+a new worker replaces it. Its unanswered calls are sent again to any worker.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PROTOCOL_ERROR = "disorder"
 CHUNK = 64
 """Largest number of calls in one message to a plain function; several calls hide the pipe's latency."""
 Sample = Mapping[str, Any]
-"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, and the optional ones for
-which the function has a parameter; ``group`` is the number of the sample's group."""
+"""Sample to reward: ``prompt``, ``response``, ``ground_truth``, ``metadata``, and the optional fields that
+the function reads. ``group`` is the number of the sample's group."""
 NO_METRICS = Metrics()
 
 
@@ -53,7 +53,7 @@ class Failure(NamedTuple):
     row: int
     """Index of the sample."""
     reason: str
-    """One word for the kind of failure, by which metrics count failures."""
+    """Kind of failure in one word; metrics count failures by reason."""
     message: str
     """Details of the failure, such as the function's traceback."""
 
@@ -61,7 +61,7 @@ class Failure(NamedTuple):
 def last_lines(message: str, limit: int) -> str:
     """Return the last complete lines of a message that fit into ``limit`` characters.
 
-    If the last line alone is longer, its end is returned.
+    If the last line is longer than the limit, return its last ``limit`` characters.
     """
     text = message.strip()
     if len(text) <= limit:
@@ -82,11 +82,11 @@ class RewardResult:
     answers: Sequence[Answer]
     """One answer per sample, B in total."""
     extra_metrics: Metrics = NO_METRICS
-    """Metrics of the computation itself, such as the number of requests."""
+    """Further metrics, such as the number of requests to a server."""
 
     @property
     def valid(self) -> Tensor:
-        """Return which samples have a reward, that is, did not fail: [B] bool."""
+        """Return a mask of the samples that have a reward: [B] bool."""
         return torch.tensor([answer.reason is None for answer in self.answers], dtype=torch.bool)
 
     @property
@@ -106,7 +106,7 @@ class RewardResult:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return one entry per invalid sample: its row, its failure reason and the message."""
+        """Return the failures of the invalid samples, in the order of the samples."""
         return tuple(
             Failure(row, answer.reason, answer.message)
             for row, answer in enumerate(self.answers)
@@ -114,45 +114,43 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``extra_metrics``, and the share of samples that failed for each reason.
+        """Return ``extra_metrics`` and, for each failure reason, the share of this rank's samples.
 
-        The shares are named ``reward/invalid_REASON`` and count the samples of this rank. ``reasons`` are
-        those that occurred on other ranks: a metric for each is included, since all ranks must have the same
-        metrics.
+        The shares are named ``reward/invalid_REASON``. ``reasons`` are the failure reasons of other ranks:
+        they are included with a share of 0, since all ranks must have the same metrics.
         """
-        # A reason without a failure on this rank still counts its samples.
-        counts = Counter(failure.reason for failure in self.failures)
-        total = float(len(self.answers))
-        result = self.extra_metrics
+        failure_counts = Counter(failure.reason for failure in self.failures)
+        num_samples = float(len(self.answers))
+        metrics = self.extra_metrics
 
-        for reason in sorted({*counts, *reasons}):
-            result += Metrics.mean(
+        for reason in sorted({*failure_counts, *reasons}):
+            metrics += Metrics.mean(
                 f"reward/invalid_{reason}",
-                float(counts[reason]),
-                total,
+                float(failure_counts[reason]),
+                num_samples,
             )
 
-        return result
+        return metrics
 
 
 # The function and its workers
 
 
 class FunctionReward:
-    """Reward from the function that ``config.function`` names, in ``config.workers`` processes.
+    """Reward from the user's function ``config.function``, which runs in ``config.workers`` processes.
 
     A sample is invalid if its call raises, returns something other than finite numbers, runs longer than
     ``config.timeout`` seconds, exceeds one of ``config.limits`` or ends its process. The constructor loads
     the function in every worker, raises UserError if that fails, and sets two attributes:
 
     - ``missing``: descriptions of the limits that this machine's kernel does not enforce
-    - ``takes``: optional names that samples must have: `TURNS`, `TOKENS`, and `GROUP` for a function that is
+    - ``takes``: optional fields that samples must have: `TURNS`, `TOKENS`, and `GROUP` for a function that is
       called once per group
 
-    ``section`` and ``name`` are the section and the key of the function in the configuration; ``key`` is the
-    complete key if it is in another section than the function's limits. A function with ``returns_text``
-    returns text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples
-    have in addition to the usual ones of `Sample`.
+    ``section`` and ``name`` are the configuration section and the name of the function's key. ``key`` is the
+    complete key, if it is not in the section of the function's limits. A function with ``returns_text``
+    returns text or a list of messages for a sample, and no reward. ``extra_arguments`` are further fields of
+    the samples.
     """
 
     def __init__(
@@ -211,7 +209,7 @@ class FunctionReward:
         return RewardResult(self.compute_answers(samples))
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the function's answers for B samples, in the order of ``samples``."""
+        """Call the function for B samples and return its answers, in the order of ``samples``."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
 
@@ -250,30 +248,33 @@ class FunctionReward:
     ) -> None:
         """Send queued calls to the workers and store their outcomes, until every call has ended.
 
-        ``outcomes`` has one entry per sample, which is None until the sample's call has ended.
+        ``outcomes`` has one item per sample: the sample's answer, or None before the end of its call.
         """
-        # At most half of a worker's calls in one message, so that few calls wait behind a slow one.
-        half_share = -(-len(queue) // (2 * len(self._workers)))
+        # A message has at most half of a worker's calls, so that few calls wait behind a slow call.
+        half_share = -(-len(queue) // (2 * len(self._workers)))  # rounded up
         max_calls = max(1, min(CHUNK, half_share))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
 
             while True:
+                # Without a busy worker, all calls have ended, or no worker could be started.
                 for worker in self._workers:
                     worker.send_calls(queue, max_calls)
                 busy_workers = [worker for worker in self._workers if worker.calls]
-                if not busy_workers and queue and not self._workers:
-                    self._fail_queue(queue, outcomes)
                 if not busy_workers:
+                    if queue and not self._workers:
+                        self._fail_queue(queue, outcomes)
                     return
 
+                # Receive answers until the earliest deadline; replace workers that ended.
                 deadline = min(worker.deadline for worker in busy_workers)
                 for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if not key.data.receive(outcomes):
                         self._replace_worker(selector, key.data, queue, outcomes, CRASHED)
 
-                # A worker that has just ended is not a timeout but a crash, which the next `select` reports.
+                # Replace workers whose call runs too long. A worker with pending output may just have ended:
+                # that is a crash and not a timeout, and the next `select` reports it.
                 now = time.monotonic()
                 for worker in list(self._workers):
                     if worker.calls and now >= worker.deadline and not worker.process.wait_for_output(0):
@@ -284,7 +285,7 @@ class FunctionReward:
         queue: deque[Call],
         outcomes: list[Answer | None],
     ) -> None:
-        """Make the samples of all queued calls invalid, since no worker process could be started."""
+        """Make the samples of all queued calls invalid, because no worker process could be started."""
         message = f"no process of {self._key} could be started again: {self._start_failure}"
         for call in queue:
             for row in call.rows:
@@ -298,14 +299,14 @@ class FunctionReward:
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
-        """Kill a worker that failed, end or re-queue its open calls, and start a replacement.
+        """Kill a failed worker, fail or re-queue its open calls, and start a replacement.
 
         ``reason`` is `CRASHED` or `TIMEOUT`.
         """
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
-        # Calls that must have caused the end fail; the others return to the front of the queue.
+        # The call that caused the failure fails; the other calls return to the front of the queue.
         failed_calls, retried_calls = worker.split_open_calls()
         for call in failed_calls:
             for row in call.rows:
@@ -318,15 +319,15 @@ class FunctionReward:
             selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
     def _start_replacement(self) -> Worker | None:
-        """Start a worker in place of a lost one, in several attempts; return None if all of them fail.
+        """Start a worker in place of a lost worker; return None if every attempt fails.
 
-        The function was loaded before, so a failure is temporary: the process was killed, or the machine is
-        out of memory.
+        An attempt may fail for a temporary reason, since the function could be loaded before: the process was
+        killed, or the machine is out of memory.
         """
         start_time = time.monotonic()
         for delay in (*worker_process.RESTART_DELAYS, None):
             worker = self._make_worker()
-            self._workers.append(worker)  # before the wait, so that `close` from another thread ends it, too
+            self._workers.append(worker)  # before the wait, so that `close` in another thread ends it, too
             try:
                 worker.await_ready()
             except UserError as error:
@@ -347,17 +348,23 @@ class FunctionReward:
         reason: str,
         status: int,
     ) -> tuple[str, str]:
-        """Return the failure reason and the message for the samples of the call that ended a worker."""
+        """Return the failure reason and the message for the samples of the call that ended a worker.
+
+        ``status`` is the exit status of the worker process.
+        """
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.protocol_error is not None:
             return PROTOCOL_ERROR, worker.process.protocol_error
-        if message := describe_exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
-            return LIMIT, message
+
+        limits = asdict(self.config.limits)
+        exceeded_limit = describe_exceeded_limit(status, limits, f"{self._section}.limits")
+        if exceeded_limit:
+            return LIMIT, exceeded_limit
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:
-        """Kill the workers; `score` raises RuntimeError from then on."""
+        """Kill the workers; later calls of `score` raise RuntimeError."""
         self._finalizer()
 
     def __enter__(self) -> FunctionReward:
@@ -369,16 +376,18 @@ class FunctionReward:
 
 def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
     """Return the rows of each group of samples; a sample without a group is a separate group."""
-    groups: dict[Any, list[int]] = {}
+    rows_by_number: dict[Any, list[int]] = {}
     for row, sample in enumerate(samples):
-        groups.setdefault(sample.get(GROUP, row), []).append(row)
-    return list(groups.values())
+        group_number = sample.get(GROUP, row)
+        rows_by_number.setdefault(group_number, []).append(row)
+    return list(rows_by_number.values())
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
     """Combine the samples of a group into the arguments of one call.
 
-    Prompt, ground truth and metadata are those of the first sample; the other arguments are lists.
+    Prompt, ground truth and metadata come from the first sample, since all samples of a group share them. The
+    other arguments are lists with one item per sample.
     """
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):
@@ -389,15 +398,15 @@ def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def make_code_reward(config: CodeConfig) -> FunctionReward:
-    """Start the workers of the reward that runs a response's program against the record's tests.
+    """Return the reward that runs the program in a response against the tests of the record.
 
-    Their function is `megatron_rl.rewards.code.run_tests`.
+    The workers call `megatron_rl.rewards.code.run_tests`.
     """
     arguments = {name: getattr(config, name) for name in ("scoring", "test_timeout", "timeout")}
     settings = RewardConfig(
         "megatron_rl.rewards.code:run_tests",
         arguments,
-        # Longer than the function's own deadline, so that it returns before its worker would be replaced.
+        # Longer than the function's own deadline, so that the function returns before its worker is replaced.
         timeout=config.timeout + config.test_timeout,
         workers=config.workers,
         limits=config.limits,
@@ -407,7 +416,7 @@ def make_code_reward(config: CodeConfig) -> FunctionReward:
 
 
 def check_spec(spec: str, key: str = "reward.function") -> None:
-    """Raise UserError unless ``spec`` has the form ``module:function`` and its file, if any, exists."""
+    """Raise UserError unless ``spec`` is ``module:function``, or ``file.py:function`` of an existing file."""
     module, separator, name = spec.rpartition(":")
     if not separator or not module or not name:
         raise UserError(

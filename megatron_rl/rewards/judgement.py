@@ -1,4 +1,4 @@
-"""Prompt of an LLM judge, and the parser of its verdict; importable without torch."""
+"""Fill in the prompt of an LLM judge, and parse its verdict; importable without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 JUDGEMENT = "judgement"
-"""Name of the parser's argument with the judge's text."""
+"""Name of the parser's argument that contains the text of the judge."""
 PLACEHOLDERS = ("prompt", "response", "ground_truth")
 """Names that a template may contain in braces."""
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
@@ -17,9 +17,9 @@ _SCORE = re.compile(
 
 
 def fill_template(template: str, sample: Mapping[str, Any]) -> str:
-    """Replace the placeholders of a template by the sample's values.
+    """Replace the placeholders of a template by the values of a sample.
 
-    All are replaced in one pass, so that a response cannot add placeholders.
+    A single pass replaces all placeholders, so that a response cannot add placeholders.
 
     Example:
         >>> values = {"prompt": "{response}", "response": "4", "ground_truth": 4}
@@ -31,11 +31,12 @@ def fill_template(template: str, sample: Mapping[str, Any]) -> str:
 
 def is_function_path(template: str) -> bool:
     """Return whether a template is the path of a function (``module:name``), and not the text of a prompt."""
-    return ":" in template and not any(mark in template for mark in "{ \n")
+    # A path has no brace, space or line break, unlike the text of a prompt.
+    return ":" in template and not any(character in template for character in "{ \n")
 
 
 def score_line(*, judgement: str, **_: Any) -> float | None:
-    """Return the number in the last line ``Score: N``, or None without such a line or if N exceeds 1.
+    """Return the number N of the last line ``Score: N``, or None without such a line or for N above 1.
 
     Example:
         >>> score_line(judgement="Right but for the unit.\\n**Score: 0.5**")

@@ -1,8 +1,8 @@
-"""Rewards for word problems whose response ends in a marked answer: ``#### 18`` or ``\\boxed{18}``.
+"""Rewards for word problems whose responses end with a marked answer: ``#### 18`` or ``\\boxed{18}``.
 
-``####`` also starts a Markdown heading of level four. So the line after it is an answer if it begins with a
-number, after optional words such as "The answer is". Any other line is a heading, which counts only in a
-response without another mark.
+``####`` also starts a Markdown heading of level four. So a line after ``####`` is an answer only if it begins
+with a number, after optional words such as "The answer is". Any other line is a heading, which counts as the
+answer only in a response without another mark.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 SECONDS = 3
-"""Time limit in seconds for parsing an answer, and for comparing it."""
+"""Time limit in seconds for parsing an answer, and again for comparing two answers."""
 _MARK = re.compile(r"#{4,}[ \t]*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _ONE_TOKEN = re.compile(r"-?\d[\d,]*(?:\.\d+)?|\\?[A-Za-z]+|\S")
@@ -50,12 +50,12 @@ def _find_boxes(text: str) -> Iterator[tuple[int, str]]:
                 yield match.start(), token[0]
             continue
 
-        # The box ends at the brace that closes its first one.
+        # The box ends at the brace that closes its opening brace.
         depth = 0
         position = begin
         while position < len(text):
             if text[position] == "\\":
-                position += 2  # an escaped brace encloses nothing
+                position += 2  # skip an escaped brace
                 continue
             if text[position] == "{":
                 depth += 1
@@ -77,18 +77,21 @@ def find_last_box(text: str) -> str | None:
         >>> find_last_box("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
         '\\\\frac{1}{2}'
     """
-    return max(_find_boxes(text), default=(0, None))[1]
+    contents = [content for _, content in _find_boxes(text)]
+    if not contents:
+        return None
+    return contents[-1]
 
 
 def _find_marked_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each ``####`` with the text after it.
+    """Yield the position of each ``####`` with the text of its answer or heading.
 
-    The text is the rest of the line, or the next line if the rest only announces an answer.
+    The text is the rest of the line, or the next line if the rest is only a phrase such as "The answer is:".
     """
     for match in _MARK.finditer(text):
         line, _, text_below = text[match.end() :].partition("\n")
-        announcement = _LEAD_IN.sub("", line.strip(_EMPHASIS + ":"), count=1)
-        if not announcement.strip(_EMPHASIS + ":"):
+        answer = _LEAD_IN.sub("", line.strip(_EMPHASIS + ":"), count=1)
+        if not answer.strip(_EMPHASIS + ":"):
             next_line = text_below.strip().partition("\n")[0]
             if _BEGINS_WITH_NUMBER.match(strip_markup(next_line)) or not line.strip():
                 line = next_line
@@ -109,7 +112,7 @@ def strip_markup(line: str) -> str:
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip(_EMPHASIS)
 
-    # Delimiters of LaTeX's inline formulas.
+    # Remove the delimiters of an inline formula in LaTeX.
     if text.startswith("\\(") and text.endswith("\\)"):
         text = text[2:-2].strip()
     if len(text) > 1 and text.startswith("$") and text.endswith("$"):
@@ -125,7 +128,7 @@ def strip_unit(answer: str) -> str:
         >>> strip_unit("18 dollars"), strip_unit("x + 2"), strip_unit("1 200")
         ('18', 'x + 2', '1200')
     """
-    # Thousands separators: those of LaTeX, Unicode spaces, and plain spaces.
+    # Remove thousands separators: LaTeX's, Unicode spaces, and plain spaces.
     text = _THOUSANDS.sub("", answer.strip())
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
@@ -145,7 +148,7 @@ def find_marked_answer(text: str) -> str | None:
         >>> find_marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
         '5'
     """
-    # Boxes and lines after marks by position: the last one counts.
+    # Collect the boxes, and the lines after `####`, with their positions: the last answer counts.
     answers = list(_find_boxes(text))
     headings: list[str] = []
     for position, line in _find_marked_lines(text):
@@ -176,8 +179,8 @@ def _parse_number(text: str) -> Fraction | None:
 def are_equal(answer: str, expected: str) -> bool:
     """Return whether two mathematical expressions are equal, such as ``0.5`` and ``\\frac{1}{2}``.
 
-    A comparison by math-verify that takes longer than `SECONDS` counts as unequal. Call this in the main
-    thread: math-verify limits its time with a signal.
+    If math-verify needs more than `SECONDS` for the comparison, the expressions count as unequal. Call this
+    function in the main thread: math-verify limits its time with a signal.
     """
     from math_verify import parse, verify
 
@@ -197,11 +200,11 @@ def are_equal(answer: str, expected: str) -> bool:
 def marked_number(
     *, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any], format_reward: float = 0.0
 ) -> dict[str, float]:
-    """Return reward 1 for a marked answer that is equal to the ground truth, by `are_equal`.
+    """Return reward 1 for a response whose marked answer equals the ground truth, by `are_equal`.
 
-    The components ``correct`` and ``formatted`` are 1 for an equal answer and for any marked answer. The
+    ``format_reward`` is the reward of a marked answer that is wrong; a response without a mark has reward 0.
+    The component ``correct`` is 1 for an equal answer, and ``formatted`` is 1 for any marked answer. The
     ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K.
-    ``format_reward`` is the reward of a marked answer that is wrong.
     """
     truth = str(ground_truth)
     expected = find_marked_answer(truth) or strip_unit(truth)

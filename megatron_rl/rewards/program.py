@@ -1,13 +1,14 @@
-"""Process of a program under test, and the exchange of values between the program and its test.
+"""Run a program under test, and exchange values between the program and its test.
 
-A test runs in a separate process (`megatron_rl.rewards.code`) and uses the program from there: it looks names
-up, calls them and receives values. The one idea: plain values are serialized by their structure, never by
-``repr`` or pickle, so that the program chooses its answers but not how they are compared. Every other value
-stays in the program's process, and the test gets a `Remote` in its place.
+A test runs in a separate process (`megatron_rl.rewards.code`) and uses the program from there: it looks up
+names of the program, calls functions and receives values. The one idea: plain values are serialized by their
+structure, never by ``repr`` or pickle. So the program chooses the values, but not how they are compared.
+Every other value stays in the program's process, and the test gets a `Remote` in its place.
 
-Both ends are a `Peer` on two pipes. A message is a length and JSON: ``["request", operation, operands]``,
-answered by ``["value", value, arguments after the call]`` or ``["error", type, message]``. Either end may
-send a request while it waits for an answer, for example if the test passes a function to the program.
+Each process has a `Peer`, connected by two pipes. A message is a length and JSON. The reply to ``["request",
+operation, operands]`` is ``["value", value, arguments after the call]`` or ``["error", type, message]``. A
+peer may receive requests while it waits for a reply, for example if the test passes a function to the
+program.
 
 This file is also the main module of the program's process: ``python program.py SOURCE READ_END WRITE_END``
 with file descriptors of the pipes. It needs only the standard library.
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 PROGRAM = "program"
-"""Name of the module as which the program's source is run."""
+"""Module name of the program."""
 LARGEST_VALUE = 2**20
 """Largest serialized value in bytes; a larger one is an error."""
 _HEADER = struct.Struct("<Q")
@@ -49,13 +50,13 @@ _BY_TEXT = {
 }
 """Tag -> function that parses a value from its text."""
 _LOOKUPS = ("getitem", "setitem", "neg", "pos", "abs")
-"""Operators of a program's object that involve no expected value."""
+"""Operators on a program's object in which no expected value of the test takes part."""
 _COMPARISONS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-"""Operators with which a program's object could imitate an expected value, as in ``abs(f(2) - 4) < 1e-6``."""
+"""Operators by which a program's object could fake an expected value, as in ``abs(f(2) - 4) < 1e-6``."""
 
 
 class CannotCompare(Exception):
-    """Error of a test that compares a value which only the program itself could compare."""
+    """Error of a test that compares a value that only the program itself could compare."""
 
 
 class ProgramEnded(Exception):
@@ -63,12 +64,11 @@ class ProgramEnded(Exception):
 
 
 class Remote:
-    """Proxy of an object in the other process, usually an object of the program in the test's process.
+    """Proxy for an object in the other process, usually for an object of the program.
 
-    ``number``: the object's number in the other process.
-    ``class_name``: name of the object's class.
-    ``is_program_class``: whether the program defines this class.
-    ``defines_equality``: whether the class defines ``==``.
+    ``number`` identifies the object in the other process, and ``class_name`` is the name of its class.
+    ``is_program_class``: whether the program defines the class. ``defines_equality``: whether the class
+    defines ``==``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Remote:
         is_program_class: bool,
         defines_equality: bool,
     ) -> None:
-        # Not by assignment: `__setattr__` would set them on the program's object.
+        # Do not assign the attributes: `__setattr__` would set them on the program's object.
         self.__dict__.update(
             _peer=peer,
             _number=number,
@@ -89,7 +89,7 @@ class Remote:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__array"):  # NumPy probes its protocols; the test did not request them
+        if name.startswith("__array"):  # requested by NumPy to probe its protocols, not by the test
             raise AttributeError(name)
         return self._peer.request("attribute", self, name)
 
@@ -102,7 +102,8 @@ class Remote:
     def __eq__(self, value: object) -> bool:
         if value is self:
             return True
-        # Equality that the program defines cannot be trusted, and its objects never equal a plain value.
+        # Without its own `==` an object equals only itself. An object of a class of the program never equals
+        # a plain value: the program's `==` cannot be trusted.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
         raise self._peer.cannot_compare(
@@ -129,14 +130,16 @@ class Remote:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._peer.request("iterator", self)
-        return iterator if isinstance(iterator, Remote) else iter(iterator)
+        if isinstance(iterator, Remote):
+            return iterator
+        return iter(iterator)
 
     def __next__(self) -> Any:
         return self._peer.request("next", self)
 
 
 def _make_operator(name: str) -> Callable[..., Any]:
-    """Return the method of `Remote` for one of Python's operators, such as ``add``."""
+    """Return the method of `Remote` that applies an operator, such as ``add``, in the other process."""
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
@@ -154,11 +157,11 @@ for _name in (*_LOOKUPS, *_COMPARISONS):
 
 
 class Peer:
-    """One end of the connection between a program and its test.
+    """End of the connection between a program and its test, in either process.
 
-    ``read_end`` and ``write_end`` are file descriptors. ``names`` are the objects that the other end may look
-    up, by name: the program's globals at the program's end, None at the test's end. The test may examine
-    objects of the program; the program can only call objects of the test.
+    ``read_end`` and ``write_end`` are file descriptors. ``names`` are the objects that the other process may
+    look up, by name: the program's globals, or None in the test's process. The test may examine objects of
+    the program; the program can only call objects of the test.
     """
 
     def __init__(
@@ -172,21 +175,25 @@ class Peer:
         self._names = names
 
         self._objects: list[Any] = []
-        """Objects of this end that the other end refers to, by number."""
+        """Objects of this process that were sent as references, by number."""
         self._numbers: dict[int, int] = {}
-        """Numbers of these objects by ``id``."""
+        """``id`` of such an object -> its number."""
         self._remotes: dict[int, Remote] = {}
-        """Objects of the other end by number."""
+        """Number of an object in the other process -> its proxy."""
         self.reason: str | None = None
         """Reason why the test has no outcome, or None."""
 
     def cannot_compare(self, reason: str) -> CannotCompare:
-        """Record why the test has no outcome, even if the test catches the error, and return the error."""
-        self.reason = self.reason or reason
+        """Return the error for a comparison that only the program could make, and record its reason.
+
+        The recorded reason remains even if the test catches the error.
+        """
+        if self.reason is None:
+            self.reason = reason
         return CannotCompare(reason)
 
     def request(self, operation: str, *operands: Any) -> Any:
-        """Return the result of an operation at the other end, or raise its error."""
+        """Perform an operation in the other process; return its result or raise its error."""
         self._send(["request", operation, [self.encode(operand) for operand in operands]])
         value, _ = self._await_value()
         return value
@@ -197,7 +204,10 @@ class Peer:
         arguments: Sequence[Any],
         keywords: Mapping[str, Any],
     ) -> Any:
-        """Call an object of the other end, and apply its changes of mutable arguments to ``arguments``."""
+        """Call an object of the other process and return the result.
+
+        Changes that the call makes to mutable arguments are applied to ``arguments``.
+        """
         operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
         self._send(["request", "call", operands])
         value, changed_arguments = self._await_value()
@@ -206,41 +216,41 @@ class Peer:
         return value
 
     def serve(self) -> None:
-        """Answer the requests of the other end until it closes the connection."""
+        """Perform the requests of the other process until it closes the connection."""
         while True:
             try:
                 _, operation, operands = self._receive()
             except ProgramEnded:
                 return
-            self._answer_request(operation, operands)
+            self._handle_request(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
-        """Wait for the other end to return, and answer its requests until then.
+        """Wait for the reply to a request; return its value, and the arguments as the call has changed them.
 
-        Returns its value, and the call's arguments as the call has left them.
+        Handles requests of the other process in the meantime. Raises the error of an error reply.
         """
         while True:
             kind, *content = self._receive()
             if kind == "request":
-                self._answer_request(*content)
+                self._handle_request(*content)
             elif kind == "value":
                 return self.decode(content[0]), self.decode(content[1])
             else:
                 raise _to_exception(*content)
 
-    def _answer_request(self, operation: str, operands: Sequence[Any]) -> None:
-        """Perform an operation for the other end and send its value or error."""
+    def _handle_request(self, operation: str, operands: Sequence[Any]) -> None:
+        """Perform an operation for the other process, and send the value or the error."""
         try:
             value, arguments = self._perform(operation, [self.decode(operand) for operand in operands])
-            text = json.dumps(["value", self.encode(value), self.encode(arguments)])
-            if len(text) > LARGEST_VALUE:
+            reply = json.dumps(["value", self.encode(value), self.encode(arguments)])
+            if len(reply) > LARGEST_VALUE:
                 raise ValueError(f"a value of more than {LARGEST_VALUE} bytes")
         except ProgramEnded:
             raise
         except BaseException as error:  # a program that calls sys.exit in a test has failed that test
-            text = json.dumps(["error", type(error).__name__, str(error)[:1000]])
+            reply = json.dumps(["error", type(error).__name__, str(error)[:1000]])
 
-        self._write(text)
+        self._write(reply)
 
     def _perform(
         self,
@@ -260,8 +270,8 @@ class Peer:
                 changed_arguments.append(argument if is_mutable else None)
             return value, changed_arguments
 
-        # The test may examine objects of the program, but the program may only call objects of the test. Only
-        # the program's end of the connection has names.
+        # The test may examine objects of the program, but the program may only call objects of the test. In
+        # the test's process, names are None.
         if self._names is None:
             raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":
@@ -269,29 +279,34 @@ class Peer:
             return getattr(operator, name)(*values), []
         return _OPERATIONS[operation](self._names, *operands), []
 
-    # Values. Methods of the base types are called by their full names, since a subclass that the program
-    # defines may override them.
+    # Values. Methods of base types are called on the type, such as `int.__add__`, since a subclass of the
+    # program may override them.
 
     def encode(self, value: Any) -> Any:
-        """Encode a value for JSON: scalars unchanged, any other value as a list of a tag and its content."""
+        """Encode a value for JSON: a scalar of JSON as itself, any other value as [tag, content, ...]."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, int):
             number = int.__add__(value, 0)
-            return number if abs(number) < _EXACT_INTEGER else ["int", hex(number)]
+            if abs(number) < _EXACT_INTEGER:
+                return number
+            return ["int", hex(number)]
         if isinstance(value, float):
-            return float.__add__(value, 0.0) if value else math.copysign(0.0, value)
+            # Adding 0.0 would change -0.0 to 0.0.
+            if not value:
+                return math.copysign(0.0, value)
+            return float.__add__(value, 0.0)
 
-        # Containers and views, item by item.
+        # Encode containers and views item by item.
         for container_type, tag, get_items in _CONTAINERS:
             if isinstance(value, container_type):
                 return [tag, self._encode_all(get_items(value))]
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
-        # Values of the standard library and of NumPy. Every other object stays in this process.
+        # Encode values of the standard library and of NumPy. Every other object stays in this process.
         encoded_scalar = _encode_scalar(value)
         if encoded_scalar is not None:
             return encoded_scalar
@@ -299,20 +314,21 @@ class Peer:
             if isinstance(value, sys.modules["numpy"].ndarray):
                 return ["ndarray", value.dtype.str, self.encode(value.tolist())]
             if hasattr(value, "item"):
-                # A longdouble's item is itself.
-                item = value.item()
-                return self.encode(float(value) if item is value else item)
+                scalar = value.item()
+                if scalar is value:  # a longdouble, whose item is itself
+                    scalar = float(value)
+                return self.encode(scalar)
         return self._encode_reference(value)
 
     def _encode_all(self, values: Any) -> list[Any]:
-        """Encode each item of an iterable for JSON; return the list of encodings."""
+        """Encode each item of an iterable for JSON."""
         return [self.encode(value) for value in values]
 
     def _encode_reference(self, value: Any) -> list[Any]:
-        """Encode an object that is not serialized as a reference, by number.
+        """Encode an object as a reference: ["yours", number] or ["mine", number, arguments of `Remote`].
 
-        The object is in the other process, if ``value`` is a `Remote`, or in this process, which stores it so
-        that the other process can refer to it.
+        A `Remote` refers to an object of the other process. Any other object is stored in this process, so
+        that the other process can refer to its number.
         """
         if isinstance(value, Remote):
             return ["yours", value._number]
@@ -323,9 +339,9 @@ class Peer:
         if number is None:
             number = len(self._objects)
             self._numbers[id(value)] = number
-            self._objects.append(value)  # kept alive, so that no other object gets its id
+            self._objects.append(value)  # keep it alive, so that no other object gets its id
 
-        # The arguments of `Remote` at the other end.
+        # Describe the class, for the proxy in the other process.
         value_class = type(value)
         class_name = f"{value_class.__module__}.{value_class.__qualname__}"
         is_program_class = value_class.__module__ == PROGRAM
@@ -337,7 +353,7 @@ class Peer:
         if not isinstance(value, list):
             return value
 
-        # References: to objects of this end, and to objects of the other end.
+        # References to objects of this process and of the other process.
         tag, *content = value
         if tag == "yours":
             return self._objects[content[0]]
@@ -372,9 +388,9 @@ class Peer:
         """Send a message to the other process as JSON."""
         self._write(json.dumps(message))
 
-    def _write(self, text: str) -> None:
-        """Write the text of a message after its length; raises ProgramEnded for a closed pipe."""
-        data = text.encode()
+    def _write(self, message_json: str) -> None:
+        """Write the length of a message and the message; raises ProgramEnded for a closed pipe."""
+        data = message_json.encode()
         try:
             self._writer.write(_HEADER.pack(len(data)) + data)
             self._writer.flush()
@@ -390,9 +406,11 @@ class Peer:
         if len(header) < _HEADER.size:
             raise ProgramEnded
 
-        # A program may announce any size: read nothing if no valid message is as large.
+        # A program may write any size into the header: do not read more than the largest valid message.
         (size,) = _HEADER.unpack(header)
-        data = self._reader.read(size) if size <= 2 * LARGEST_VALUE else b""
+        if size > 2 * LARGEST_VALUE:
+            raise ProgramEnded
+        data = self._reader.read(size)
         if len(data) < size:
             raise ProgramEnded
 
@@ -456,7 +474,10 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _encode_scalar(value: Any) -> list[Any] | None:
-    """Return tag and content of a scalar of the standard library, such as a Decimal, or None for others."""
+    """Encode a scalar of the standard library, such as a Decimal, as [tag, content, ...].
+
+    Returns None for other values.
+    """
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, bytes | bytearray):
@@ -466,7 +487,7 @@ def _encode_scalar(value: Any) -> list[Any] | None:
     if isinstance(value, decimal.Decimal | fractions.Fraction):
         return ["Decimal" if isinstance(value, decimal.Decimal) else "Fraction", str(value)]
 
-    # datetime before date, of which it is a subclass.
+    # Test datetime before date, since datetime is a subclass of date.
     for time_class in (datetime.datetime, datetime.date, datetime.time):
         if isinstance(value, time_class):
             return [time_class.__name__, value.isoformat()]
@@ -474,7 +495,10 @@ def _encode_scalar(value: Any) -> list[Any] | None:
 
 
 def _update_argument(argument: Any, changed_argument: Any) -> None:
-    """Update an argument in place with its content after the call, if both are mutable containers."""
+    """Update a mutable argument in place to ``changed_argument``, its content after the call.
+
+    Other arguments remain unchanged.
+    """
     if isinstance(argument, list | bytearray) and isinstance(changed_argument, list | bytearray):
         argument[:] = changed_argument
     elif isinstance(argument, dict | set) and isinstance(changed_argument, dict | set):
@@ -483,9 +507,9 @@ def _update_argument(argument: Any, changed_argument: Any) -> None:
 
 
 def _to_exception(class_name: str, message: str) -> BaseException:
-    """Convert an error of the other end to an exception of the same built-in class, else RuntimeError.
+    """Convert an error of the other process to an exception of the same built-in class, else RuntimeError.
 
-    The class matters: a test may expect it.
+    The class matters, because a test may expect it.
     """
     error_class = getattr(builtins, str(class_name), None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
@@ -497,18 +521,20 @@ def _to_exception(class_name: str, message: str) -> BaseException:
 
 
 def main() -> None:
-    """Run the program at the path in the first argument, then answer the requests of its test.
+    """Run a program, then perform the requests of its test until the test ends.
 
-    The other two arguments are the descriptors of the pipes from and to the test.
+    The arguments of the command are the path of the program, and the file descriptors of the pipes from and
+    to the test.
     """
-    source = sys.argv[1]
+    path = sys.argv[1]
     read_end = int(sys.argv[2])
     write_end = int(sys.argv[3])
-    sys.argv = [source]
+    sys.argv = [path]
 
+    # Register the module, since dataclasses and enums look up their module by name.
     module = types.ModuleType(PROGRAM)
-    sys.modules[PROGRAM] = module  # dataclasses and enums look up their module here
-    with open(source, encoding="utf-8") as file:
+    sys.modules[PROGRAM] = module
+    with open(path, encoding="utf-8") as file:
         exec(compile(file.read(), "program.py", "exec"), module.__dict__)
     Peer(read_end, write_end, module.__dict__).serve()
 

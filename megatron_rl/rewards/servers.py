@@ -4,10 +4,10 @@ The one idea: `Server` sends many requests concurrently, retries, pauses if the 
 sending to a server that fails repeatedly (a circuit breaker). The two rewards only construct requests and
 parse replies.
 
-This is the project's own code, so it runs in the trainer, which has network access. User code that constructs
-requests or parses replies runs contained, without network and without the secrets in the headers. A server is
-not trusted: the size and the time of its replies are limited, redirections are not followed, and secrets are
-removed from its text before a message quotes it.
+This module runs in the trainer, which has network access. User code that constructs requests or parses
+replies runs contained, without network and without the secrets in the headers. Servers are not trusted: the
+size and the time of a reply are limited, redirections are not followed, and secrets are removed from text
+before a message quotes it.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ UNREACHABLE = "unreachable"
 STATUS = "status"
 """Failure reason of a request: an HTTP status other than success and 429."""
 RATE_LIMITED = "rate_limited"
-"""Failure reason of a request: HTTP status 429 to the last try. Also the counter of all such statuses."""
+"""Failure reason of a request: HTTP status 429 to the last attempt. Also the counter of all statuses 429."""
 NONSENSE = "nonsense"
 """Failure reason of a request: a malformed reply."""
 CIRCUIT_OPEN = "circuit_open"
-"""Failure reason and counter: requests that were not sent because the previous ones failed."""
+"""Failure reason and counter: requests that were not sent because previous requests failed."""
 REPORTED = "reported"
 """Failure reason of a sample: the server reported an error for it."""
 UNREADABLE = "unreadable"
-"""Failure reason of a sample: the judge's text has no verdict that the parser can read."""
+"""Failure reason of a sample: the parser finds no verdict in the judge's text."""
 REQUESTS = "requests"
 """Counter of requests that were sent, including retries."""
 RETRIES = "retries"
 """Counter of requests that were sent again."""
 CACHE_HITS = "cache_hits"
-"""Counter of samples whose judge's text was in the cache, or requested for an equal sample."""
+"""Counter of samples without a request: the judge's text was cached, or requested for an equal sample."""
 
 LARGEST_REPLY = 2**22
 """Largest valid reply in bytes: thousands of rewards, or a long verdict, are far smaller."""
 SHORTEST_SECRET = 6
-"""Characters from which a word of a header value, such as the key after ``Bearer``, is removed from messages.
+"""Length in characters from which a word of a header value is removed from messages.
 
-Shorter words are ordinary ones, which would be replaced all over a message.
+Such a word is for example the key after ``Bearer``. Shorter words also occur in ordinary text.
 """
 EXCERPT = 200
 """Maximum number of characters of a reply that a message quotes."""
@@ -107,17 +107,17 @@ class _Attempt(NamedTuple):
     retryable: bool = False
     """Whether another attempt may succeed; if all fail, the server counts as unavailable."""
     pause: float = 0.0
-    """Seconds that the server requests its clients to wait."""
+    """Seconds to wait before the next request, as the server requested."""
 
 
 class Server:
-    """Client of one server, used in rounds of concurrent requests.
+    """Client of one server that sends rounds of concurrent requests.
 
     A pause that the server requests, and the state of the circuit breaker, persist from round to round.
 
-    ``secrets`` maps headers to their values. A reply of more bytes than ``largest_reply`` is malformed.
-    ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests that were not
-    sent.
+    ``secrets`` maps the names of secret headers to their values. A reply of more than ``largest_reply`` bytes
+    is malformed. ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests
+    that were not sent.
     """
 
     def __init__(
@@ -137,21 +137,21 @@ class Server:
         self._next_request_time = 0.0
         """Time (monotonic) before which no request is sent."""
         self._failures = 0
-        """Number of consecutive requests that failed."""
+        """Number of failed requests since the last success."""
         self._opened_time: float | None = None
         """Time (monotonic) at which the circuit opened, or None for a closed circuit."""
-        self._probing = False
-        """Whether a request is in flight that tests whether the server is available again."""
+        self._is_probing = False
+        """Whether a request that probes an unavailable server is in flight."""
 
     def post(
         self,
         bodies: Sequence[Any],
         convert: Callable[[int, Reply], Any] = lambda _, reply: reply,
     ) -> list[Any]:
-        """Post each of the ``bodies`` as JSON and return the replies in the same order.
+        """Post each of the ``bodies`` as JSON; return the converted replies in the same order.
 
-        ``convert`` gets the index and the reply of a request as soon as it arrives, and returns what is kept
-        of it: all replies of a step may be too large for the host's memory.
+        ``convert`` is called with the index and the reply of each request as soon as the reply arrives. It
+        may return a smaller value: all replies of a step may be too large for the host's memory.
         """
         self.counts = Counter()
         if not bodies:
@@ -167,7 +167,7 @@ class Server:
             timeout=aiohttp.ClientTimeout(total=self.config.timeout),
             headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._secrets},
             cookie_jar=aiohttp.DummyCookieJar(),
-            # A small compressed reply could expand to any size.
+            # Do not decompress: a small compressed reply could expand to any size.
             auto_decompress=False,
         ) as session:
 
@@ -183,22 +183,25 @@ class Server:
         session: aiohttp.ClientSession,
         body: bytes,
     ) -> Reply:
-        """Send a request until it succeeds, fails for good, or has used up its attempts."""
+        """Send a request, with retries after temporary failures; return the reply or the last failure.
+
+        Nothing is sent while the circuit is open.
+        """
         config = self.config
 
         # After `open_seconds`, an open circuit lets one request through to probe the server.
         is_probe = False
         if self._opened_time is not None:
-            if self._probing or time.monotonic() < self._opened_time + config.open_seconds:
+            if self._is_probing or time.monotonic() < self._opened_time + config.open_seconds:
                 return self._refuse_request()
-            self._probing = True
+            self._is_probing = True
             is_probe = True
 
         attempt = _Attempt(Reply(None))
         for retry in range(1 + config.retries):
             if retry:
                 self.counts[RETRIES] += 1
-                # The exponent is bounded, so that the power fits into a float; 2**60 s exceeds every limit.
+                # Bound the exponent, so that the power fits into a float; 2**60 s exceeds every limit.
                 exponent = min(retry - 1, 60)
                 backoff = min(config.backoff * 2**exponent, config.longest_wait)
                 await asyncio.sleep(max(attempt.pause, backoff * self._jitter.uniform(0.5, 1.0)))
@@ -210,8 +213,8 @@ class Server:
             await self._wait_for_turn()
             self.counts[REQUESTS] += 1
             attempt = await self._send(session, body)
-            # A failure counts as progress, too: the limits of this client end the attempts to reach a server
-            # that never answers, not the hang detector.
+            # Count a failure as progress, too: this client's own limits, and not the hang detector, end the
+            # attempts to reach a server that does not respond.
             count_progress("requests to servers that judge")
             if attempt.pause:
                 self._next_request_time = max(self._next_request_time, time.monotonic() + attempt.pause)
@@ -222,11 +225,14 @@ class Server:
         return attempt.reply
 
     def _update_circuit(self, attempt: _Attempt) -> None:
-        """Open the circuit after ``open_after`` failures in a row; close it after a reply of any kind."""
-        self._probing = False
+        """Update the circuit breaker with the last attempt of a request.
+
+        The circuit opens after ``open_after`` consecutive failures, and closes when the server responds.
+        """
+        self._is_probing = False
         count_progress("requests to reward servers")
 
-        # A server that limits the rate, or rejects a request, is available.
+        # A server that limits the rate or rejects a request is available.
         if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:
             self._failures = 0
             self._opened_time = None
@@ -236,7 +242,7 @@ class Server:
             self._opened_time = time.monotonic()
 
     def _refuse_request(self) -> Reply:
-        """Count a request that is not sent, and return its failure."""
+        """Count a request that is not sent because the circuit is open, and return its failure."""
         self.counts[CIRCUIT_OPEN] += 1
         message = (
             f"the last {self._failures} requests to the server failed; nothing is sent to it for a while"
@@ -244,9 +250,12 @@ class Server:
         return Reply(CIRCUIT_OPEN, message)
 
     async def _wait_for_turn(self) -> None:
-        """Wait for the end of a pause that the server requested, and for the configured rate."""
-        while (wait := self._next_request_time - time.monotonic()) > 0:
-            await asyncio.sleep(wait)
+        """Wait until the server's requested pause has ended and the configured rate allows a request."""
+        # Check the time again after the wait: another request may have extended the pause.
+        wait_seconds = self._next_request_time - time.monotonic()
+        while wait_seconds > 0:
+            await asyncio.sleep(wait_seconds)
+            wait_seconds = self._next_request_time - time.monotonic()
         if self.config.rate is not None:
             self._next_request_time = time.monotonic() + 1 / self.config.rate
 
@@ -274,7 +283,7 @@ class Server:
         response: aiohttp.ClientResponse,
         content: bytes,
     ) -> _Attempt:
-        """Parse a response into its JSON value, or into a failure that may be worth a retry."""
+        """Convert an HTTP response with the body ``content`` to a reply or a failure."""
         text = self._remove_secrets(content.decode("utf-8", "replace"))
         status = response.status
 
@@ -302,7 +311,8 @@ class Server:
         )
 
     def _requested_pause(self, response: aiohttp.ClientResponse) -> float:
-        """Return the seconds in ``Retry-After``, a number or a date; 0 for anything else."""
+        """Return the pause in seconds that the header ``Retry-After`` requests; 0 without a valid header."""
+        # The header contains a number of seconds or a date.
         text = response.headers.get("Retry-After", "").strip()
         try:
             if text[:1].isdigit():
@@ -315,9 +325,9 @@ class Server:
         return min(max(seconds, 0.0), self.config.longest_wait)
 
     def _remove_secrets(self, text: str) -> str:
-        """Return text that may be logged: without header values, and valid as UTF-8."""
+        """Remove the values of secret headers and invalid characters from text, so that it can be logged."""
         for secret in self._secrets.values():
-            # The key after `Bearer` may appear without that word.
+            # The key after `Bearer` may appear without the word `Bearer`.
             for fragment in (secret, *secret.split()):
                 if len(fragment) >= SHORTEST_SECRET:
                     text = text.replace(fragment, HIDDEN)
@@ -325,7 +335,7 @@ class Server:
 
 
 async def _read_content(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """Return the body of a response; reading stops once it exceeds ``max_bytes``."""
+    """Return the body of a response; stop reading as soon as it exceeds ``max_bytes``."""
     content = bytearray()
     async for data in response.content.iter_any():
         content.extend(data)
@@ -338,7 +348,8 @@ async def _read_content(response: aiohttp.ClientResponse, max_bytes: int) -> byt
 def secret_headers(config: ServerConfig, key_variable: str | None = None) -> dict[str, str]:
     """Return the HTTP headers whose values are in environment variables: name -> value.
 
-    ``key_variable`` names the variable of an API key, which is sent as bearer token; None sends no key.
+    ``key_variable`` is the environment variable with the API key, which is sent as a bearer token, or None to
+    send no key.
     """
     headers = {header: os.environ[variable] for header, variable in config.headers.items()}
     if key_variable is not None:
@@ -346,8 +357,8 @@ def secret_headers(config: ServerConfig, key_variable: str | None = None) -> dic
     return headers
 
 
-def _request_metrics(section: str, counts: Counter[str], sample_count: int) -> Metrics:
-    """Convert the counters of a round of requests to metrics, each divided by the number of samples.
+def _request_metrics(section: str, counts: Counter[str], num_samples: int) -> Metrics:
+    """Return the counters of a round of requests, divided by the number of samples, as metrics.
 
     ``section`` is ``http`` or ``judge``, the section of the reward in the configuration.
     """
@@ -360,7 +371,7 @@ def _request_metrics(section: str, counts: Counter[str], sample_count: int) -> M
         metrics += Metrics.mean(
             f"reward/{section}/{counter}",
             float(counts[counter]),
-            float(sample_count),
+            float(num_samples),
         )
     return metrics
 
@@ -380,13 +391,13 @@ class HttpReward:
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
-        # A request contains several samples, or one group.
+        # A request contains the configured fields of several samples, or of one group.
         rows_of_requests = self._split_into_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
         bodies = []
         for rows in rows_of_requests:
-            sent_samples = [{name: samples[row][name] for name in fields} for row in rows]
-            bodies.append({"samples": sent_samples})
+            request_samples = [{name: samples[row][name] for name in fields} for row in rows]
+            bodies.append({"samples": request_samples})
 
         answers: dict[int, Answer] = {}
         for rows, reply in zip(rows_of_requests, self.server.post(bodies), strict=True):
@@ -395,7 +406,7 @@ class HttpReward:
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _split_into_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
-        """Return the rows of each request: those of a group, or ``samples_per_request`` rows."""
+        """Return the rows of each request: the rows of one group, or ``samples_per_request`` rows."""
         if GROUP in self.takes:
             return [*rows_by_group(samples)]
         rows = range(len(samples))
@@ -407,7 +418,7 @@ class HttpReward:
 
 
 def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
-    """Return one answer per sample, for ``count`` samples, from the reply to their request."""
+    """Convert the reply to a request of ``count`` samples to one answer per sample."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
 
@@ -415,7 +426,7 @@ def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
     if isinstance(reply.value, dict):
         rewards = reply.value.get("rewards")
     if isinstance(rewards, list) and len(rewards) == count:
-        return [_parse_reward_entry(value) for value in rewards]
+        return [_parse_sample_reward(value) for value in rewards]
 
     got = f"{reply.value!r:.200}"
     if isinstance(rewards, list):
@@ -424,27 +435,27 @@ def _parse_rewards_reply(reply: Reply, count: int) -> list[Answer]:
     return [Answer(NONSENSE, message)] * count
 
 
-def _parse_reward_entry(value: Any) -> Answer:
-    """Return the answer in one entry of a reply: a number, a mapping with a reward, or one with an error."""
+def _parse_sample_reward(value: Any) -> Answer:
+    """Convert a sample's value in a reply to an answer: a number, or a mapping with a reward or an error."""
     if isinstance(value, dict) and "reward" not in value and "error" in value:
         return Answer(REPORTED, escape_unprintable(f"{value['error']!s:.500}"))
     answer = read_answer(reward_frame(value))
-    assert answer is not None, "`reward_frame` returns frames that `read_answer` reads"
+    assert answer is not None, "`reward_frame` returns only valid frames"
     return answer
 
 
 # A language model as a judge
 
 _Request = tuple[str, int]
-"""Key of the cache: a request as JSON text, and 0; or the row without a cache, so that all keys differ."""
+"""Request as JSON text, with a number that is 0 or, without a cache, the row, so that all requests differ."""
 
 
 class JudgeReward:
     """Reward from the verdicts of a language model; see `JudgeConfig`.
 
-    The parser is a function that runs in confined worker processes, and so is a template that is not text.
-    The judge's reply is cached by request if the parser finds a verdict in it, so that equal samples are sent
-    to the judge once. The least recently used entries are evicted first.
+    The parser runs in confined worker processes, like a template that is a function. A text of the judge with
+    a verdict is cached by request, so that equal samples are sent to the judge once. The cache evicts the
+    least recently used texts.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -487,9 +498,10 @@ class JudgeReward:
         returns_text: bool = False,
         extra_arguments: Sequence[str] = (),
     ) -> FunctionReward:
-        """Start the worker processes of the template or the parser; ``name`` is its key in `reward.judge`.
+        """Start the worker processes of the template function or the parser at the path ``spec``.
 
-        Raises UserError for a function with a parameter ``group``.
+        ``name`` is its key in the section `reward.judge`. Raises UserError for a function with a parameter
+        ``group``.
         """
         settings = RewardConfig(spec, limits=self.config.limits)
         function = FunctionReward(
@@ -515,7 +527,7 @@ class JudgeReward:
         """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
         answers: dict[int, Answer] = {}
 
-        # The judge's prompts; the user's template may fail for some samples.
+        # Make the prompts for the judge. The user's template may fail for some samples.
         requests: dict[int, _Request] = {}
         for row, judge_prompt in enumerate(self._make_judge_prompts(samples)):
             if judge_prompt.reason is None:
@@ -523,7 +535,7 @@ class JudgeReward:
             else:
                 answers[row] = judge_prompt
 
-        # The judge's texts.
+        # Get the texts of the judge, from the cache or the server.
         replies, counts = self._fetch_replies(list(requests.values()))
         texts: dict[int, str] = {}
         for row, request in requests.items():
@@ -533,7 +545,8 @@ class JudgeReward:
             else:
                 answers[row] = Answer(reply.reason, reply.message)
 
-        # Verdicts. A text without one is not cached: the next reply may have one.
+        # Parse the verdicts. Remove a text without a verdict from the cache: the next text may have a
+        # verdict.
         parser_samples = [{**samples[row], JUDGEMENT: text} for row, text in texts.items()]
         verdicts = self._parser.compute_answers(parser_samples)
         for (row, text), verdict in zip(texts.items(), verdicts, strict=True):
@@ -548,25 +561,37 @@ class JudgeReward:
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _make_judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the judge's prompt for each sample as `Answer.text`, or the template's failure."""
+        """Return the prompt for the judge per sample as `Answer.text`, or the failure of the template."""
         if self._template is not None:
             return self._template.compute_answers(samples)
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _make_request(self, prompt: Any, row: int) -> _Request:
-        """Make the request to the judge's server for a judge's prompt (text or messages)."""
+        """Return the chat-completion request for a prompt (text or messages), which is also its cache key."""
         messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
 
-        # Sorted keys give equal requests the same text; `parameters` may override the defaults.
+        # `parameters` may override the sampling settings, but neither the model nor the messages. Sorted keys
+        # give equal requests the same text.
         config = self.config
-        body = {"temperature": config.temperature, "max_tokens": config.max_tokens, **config.parameters}
-        body_text = json.dumps({**body, "model": config.model, "messages": messages}, sort_keys=True)
-        return body_text, 0 if config.cache else row
+        body = {
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            **config.parameters,
+            "model": config.model,
+            "messages": messages,
+        }
+        body_text = json.dumps(body, sort_keys=True)
+        if config.cache:
+            return body_text, 0
+        return body_text, row
 
     def _fetch_replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
-        """Return the reply with the judge's text for each request, and the counters of the round."""
+        """Return the reply with the judge's text for each request, and the counters of the round.
+
+        Cached replies are used first.
+        """
         # Send each distinct request once: samples of a group often have equal responses.
         cached_replies: dict[_Request, Reply] = {}
         for request in requests:
@@ -577,7 +602,7 @@ class JudgeReward:
         bodies = [json.loads(body_text) for body_text, _ in new_requests]
         new_replies = [_extract_completion(reply) for reply in self.server.post(bodies)]
 
-        # Entries move to the end when they are used, and are evicted from the front.
+        # Move used texts to the end of the cache, and evict texts from its front.
         for request in cached_replies:
             self._cache.move_to_end(request)
         for request, reply in zip(new_requests, new_replies, strict=True):
@@ -596,7 +621,7 @@ class JudgeReward:
 
 
 def _extract_completion(reply: Reply) -> Reply:
-    """Replace the JSON value of a reply by the text of its chat completion; return failures unchanged."""
+    """Replace the value of a reply by the text of its chat completion; return a failure unchanged."""
     if reply.reason is not None:
         return reply
 

@@ -1,9 +1,9 @@
-"""Worker process of a reward function: its answers, the trainer's side of it, and the process itself.
+"""Worker process of a reward function, and the class `Worker` that controls it from the trainer.
 
-User code can only produce frames of JSON, which the trainer validates with `read_answer`. For a malformed
-frame, the trainer kills the process, whose main function is `serve`.
+The main function of the process is `serve`. User code can only produce frames of JSON, which the trainer
+validates with `read_answer`. If a frame is malformed, the trainer kills the process.
 
-Calls have numbers, and each ends in one of three ways. It is answered, it fails with the process, or it is
+Calls are numbered. A call ends in one of three ways: it is answered, it fails when the process ends, or it is
 sent again to a process without other calls. The module can be imported without torch, so that `check` starts
 the same processes as a run.
 """
@@ -55,7 +55,7 @@ NOT_FINITE = "not_finite"
 WRONG_TYPE = "wrong_type"
 """Failure reason of a sample: the function returned something other than a reward."""
 TIMEOUT = "timeout"
-"""Failure reason of a sample: the call ran too long. A coroutine's worker detects it, else the trainer."""
+"""Failure reason of a sample: the call ran too long, as the worker (coroutines) or the trainer detected."""
 CRASHED = "crashed"
 """Failure reason of a sample: the process ended."""
 
@@ -77,13 +77,13 @@ GROUP = "group"
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
 RESTART_SECONDS = 60.0
-"""Seconds after the first attempt to start a process from which no further attempt begins."""
+"""Seconds after the first attempt to start a process again, after which no further attempt begins."""
 GRACE_SECONDS = 2.0
-"""Seconds in which a coroutine must end after it was cancelled at its limit; then its process is replaced."""
+"""Seconds that a coroutine has to end after it was cancelled at its limit, before its process is replaced."""
 
 _SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
 _NAMES_OF_OTHERS = {
-    # verl's custom_reward_function, and its batched form.
+    # verl's custom_reward_function, for one sample and for a batch.
     "data_source": '`metadata["data_source"]`',
     "solution_str": "`response`",
     "extra_info": '`metadata["extra_info"]`',
@@ -91,7 +91,7 @@ _NAMES_OF_OTHERS = {
     "solution_strs": _SINGLE,
     "ground_truths": "`ground_truth`, of one prompt",
     "extra_infos": '`metadata["extra_info"]`',
-    # TRL's reward_funcs, whose columns come as further parameters.
+    # TRL's reward_funcs, which get the columns of the data set as further parameters.
     "prompts": "`prompt`",
     "completions": _SINGLE,
     "completion": "`response`",
@@ -111,7 +111,7 @@ _NAMES_OF_OTHERS = {
 
 
 class Answer(NamedTuple):
-    """Answer of a function for one sample: a reward with components, or a failure with its reason.
+    """Result of a function for one sample: a reward with components, or a failure with its reason.
 
     Example:
         >>> Answer(None, reward=1.0, components={"length": 0.5}).components
@@ -131,7 +131,7 @@ class Answer(NamedTuple):
 
 
 def read_answers(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
-    """Return the answers in a worker's frame for ``count`` samples, or None for a malformed frame."""
+    """Parse a worker's frame with the answers for ``count`` samples; return None for a malformed frame."""
     sample_frames = frame.get("answers")
     if not isinstance(sample_frames, list) or len(sample_frames) != count:
         return None
@@ -146,17 +146,18 @@ def read_answers(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
 
 
 def read_answer(frame: Mapping[str, Any]) -> Answer | None:
-    """Return the answer in a frame for one sample, or None for a malformed frame.
+    """Parse the frame of one sample; return None for a malformed frame.
 
-    User code may have written the frame itself, so every value is checked.
+    Every value is checked, because user code may have written the frame.
     """
+    # A failure.
     if frame.get("kind") == FAILED:
         reason = frame.get("reason")
         if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
         return Answer(reason, escape_unprintable(str(frame.get("message", ""))))
 
-    # The transport marks frames whose text is not valid Unicode.
+    # A frame with text that is not valid Unicode, as marked by the transport.
     if INVALID_TEXT in frame:
         return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
@@ -174,7 +175,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
 
 
 def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
-    """Convert a reward and its components to an answer, or to None if a value is not a number."""
+    """Convert the reward and its components, by name, to an answer; return None for other types of values."""
     if not all(isinstance(number, int | float) for number in numbers.values()):
         return None
 
@@ -214,24 +215,21 @@ def _is_message(value: Any) -> bool:
 
 
 class CallSignature(NamedTuple):
-    """Parameters of a user's function, and whether it is a coroutine function.
-
-    They decide which arguments a call passes, and whether calls run concurrently.
-    """
+    """Parameters of a user's function, which determine the arguments of its calls."""
 
     takes: frozenset[str] = frozenset()
     """Names of the function's parameters."""
     requires: frozenset[str] = frozenset()
     """Names of the parameters without a default."""
     takes_all: bool = True
-    """Whether the function accepts any other name, too (``**kwargs``)."""
+    """Whether the function also accepts any other name (``**kwargs``)."""
     concurrent: bool = False
     """Whether the function is a coroutine function, whose calls run concurrently."""
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> CallSignature:
-        """Inspect a function; one whose signature cannot be read is assumed to accept any name."""
-        # An object with an `async def __call__` counts as a coroutine function, too.
+        """Inspect a function; if its signature cannot be read, assume that it accepts any name."""
+        # An object with an `async def __call__` is called like a coroutine function.
         call_method = getattr(function, "__call__", None)  # noqa: B004
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
         try:
@@ -240,36 +238,45 @@ class CallSignature(NamedTuple):
             return cls(concurrent=concurrent)
 
         variadic_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        named = [parameter for parameter in parameters if parameter.kind not in variadic_kinds]
-        required = [parameter for parameter in named if parameter.default is parameter.empty]
-        return cls(
-            takes=frozenset(parameter.name for parameter in named),
-            requires=frozenset(parameter.name for parameter in required),
-            takes_all=any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters),
-            concurrent=concurrent,
-        )
+        takes = set()
+        requires = set()
+        takes_all = False
+        for parameter in parameters:
+            if parameter.kind == parameter.VAR_KEYWORD:
+                takes_all = True
+            if parameter.kind in variadic_kinds:
+                continue
+            takes.add(parameter.name)
+            if parameter.default is parameter.empty:
+                requires.add(parameter.name)
+        return cls(frozenset(takes), frozenset(requires), takes_all, concurrent)
 
     def to_frame(self) -> dict[str, Any]:
-        """Return the signature as a JSON object, for the worker's first reply."""
-        return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
+        """Return the signature as a JSON object, which is part of the worker's first reply."""
+        return {
+            "takes": sorted(self.takes),
+            "requires": sorted(self.requires),
+            "takes_all": self.takes_all,
+            "concurrent": self.concurrent,
+        }
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> CallSignature:
-        """Construct the signature of a function from a worker's first reply, see `to_frame`."""
+        """Parse the signature in a worker's first reply; the inverse of `to_frame`."""
         return cls(
-            frozenset(map(str, frame.get("takes", ()))),
-            frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
-            frame.get("takes_all") is True,
-            frame.get("concurrent") is True,
+            takes=frozenset(map(str, frame.get("takes", ()))),
+            requires=frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
+            takes_all=frame.get("takes_all") is True,
+            concurrent=frame.get("concurrent") is True,
         )
 
     def accepted_arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values for which the function has a parameter."""
+        """Return the items of ``values`` for which the function has a parameter."""
         return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
 
 
 def parameter_hints(names: Iterable[str]) -> str:
-    """Return a hint with the replacements for parameters of other projects' reward functions, or "".
+    """Return a hint that translates parameter names of other projects' reward functions, or "".
 
     Example:
         >>> parameter_hints(["solution_str", "style"])
@@ -288,35 +295,38 @@ def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
     except (ValueError, TypeError):
         return function
 
-    # The worker passes every argument by name.
-    positional = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_ONLY]
-    if not positional:
+    # A worker passes every argument by name.
+    positional_only = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_ONLY]
+    if not positional_only:
         return function
 
-    def call_by_name(**values: Any) -> Any:
-        arguments = [values.pop(parameter.name, parameter.default) for parameter in positional]
-        return function(*arguments, **values)
+    def call_by_name(**arguments: Any) -> Any:
+        positional_arguments = []
+        for parameter in positional_only:
+            positional_arguments.append(arguments.pop(parameter.name, parameter.default))
+        return function(*positional_arguments, **arguments)
 
     return call_by_name
 
 
 def reject_generator(function: Callable[..., Any]) -> None:
     """Raise TypeError for a generator function, whose call returns a generator and not a reward."""
+    # The function may be an object whose `__call__` is a generator function.
     for candidate in (function, getattr(function, "__call__", None)):  # noqa: B004
         if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
+            function_name = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
-                f"{getattr(function, '__name__', type(function).__name__)} yields its values; "
-                "a function that is called for a sample returns one"
+                f"{function_name} yields its values; a function that is called for a sample returns one"
             )
 
 
-# Frames about the values that user code returns
+# Frames for the values that user code returns
 
 
 def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
-    """Convert the value that a reward function returned to one frame (JSON object) per sample.
+    """Convert the return value of a reward function to one frame (JSON object) per sample.
 
-    ``count`` is the number of samples of a group, or None in a call for one sample.
+    ``count`` is the number of samples in a call for a group, or None in a call for one sample.
     """
     if count is None:
         return [reward_frame(value)]
@@ -341,7 +351,10 @@ def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
 
 
 def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return [frame] with the text or messages that a function returned, such as a judge's template."""
+    """Convert the return value of a function that writes text or messages to a list with one frame.
+
+    The second argument is unused: such a function, for example a judge's template, is called per sample.
+    """
     if is_text_or_messages(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
@@ -349,7 +362,9 @@ def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
 
 
 def reward_frame(value: Any) -> dict[str, Any]:
-    """Return the frame (JSON object) for a reward with components, or a failure frame for another value.
+    """Convert a reward, a number or a mapping with components, to a frame (JSON object).
+
+    Any other value, and a number that is not finite, becomes a failure frame.
 
     Example:
         >>> reward_frame({"reward": 1, "length": 0.5})
@@ -374,12 +389,12 @@ def reward_frame(value: Any) -> dict[str, Any]:
 
 
 def failure_frame(reason: str, message: str) -> dict[str, Any]:
-    """Return the frame (JSON object) for a failure; a message that is too long loses its beginning."""
+    """Return the frame (JSON object) of a failure; a message that is too long loses its beginning."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
 class WrongType(Exception):
-    """Error: user code returned something that is not a number."""
+    """Error of user code that returned something other than a number."""
 
 
 def _to_float(value: Any) -> float:
@@ -397,7 +412,7 @@ def _to_float(value: Any) -> float:
     )
 
 
-# The trainer's side
+# In the trainer
 
 
 @dataclass
@@ -407,19 +422,22 @@ class Call:
     arguments: dict[str, Any]
     """Arguments of the call: name -> value."""
     rows: tuple[int, ...]
-    """Indices of the samples that the call is for, in their batch."""
+    """Indices in the batch of the samples of the call."""
     alone: bool = False
-    """Whether no other call may be open in its process: it was open when one ended, and may be the cause."""
+    """Whether its process must have no other open call.
+
+    True for a call that was open when a process ended: it may be the cause.
+    """
     start_time: float = 0.0
-    """Time (monotonic, seconds) from which its time limit counts."""
+    """Time (monotonic, seconds) at which its time limit starts."""
 
 
 class Worker:
-    """Worker process, with the calls that it has not answered yet.
+    """Trainer's handle of a worker process, with the calls that the process has not answered yet.
 
-    Calls are numbered over the worker's life. A plain function answers them in that order, and the time limit
-    of a call counts from the end of the previous one. A coroutine function runs its calls concurrently. A
-    function with ``returns_text`` returns text or messages for a sample, and no reward.
+    Calls are numbered from the start of the worker. A plain function answers them in that order, and the time
+    limit of a call starts at the end of the previous call. A coroutine function runs its calls concurrently.
+    A function with ``returns_text`` returns text or messages for a sample, and no reward.
     """
 
     def __init__(
@@ -470,13 +488,13 @@ class Worker:
         return [str(item) for item in ready.get("missing", ())]
 
     def _require_parameters(self) -> None:
-        """Raise UserError for parameters without an argument, and for arguments without a parameter."""
+        """Raise UserError unless the parameters of the function fit the arguments of its calls."""
         available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.signature.takes:
             available.discard("response")
 
-        # A parameter without a default must come from a call or from `reward.arguments`; an argument that the
-        # function does not take would silently have no effect.
+        # A parameter without a default needs an argument of the call or of `reward.arguments`. A configured
+        # argument without a parameter would silently have no effect.
         configured = set(self.config.arguments)
         unavailable = sorted(self.signature.requires - available - configured)
         unused = [] if self.signature.takes_all else sorted(configured - self.signature.takes)
@@ -500,24 +518,27 @@ class Worker:
         )
 
     def send_calls(self, queue: deque[Call], max_calls: int) -> None:
-        """Move calls from the queue to the worker, as many as it has room for.
+        """Send as many calls from the queue as the worker can accept, in one message.
 
-        ``max_calls``: largest number of calls for a plain function; a coroutine function gets as many as
-        ``concurrency`` allows. A call with ``alone`` is sent only to a worker without open calls.
+        A plain function gets up to ``max_calls`` calls when it has no open call. A coroutine function gets as
+        many as ``config.concurrency`` allows. A call with ``alone`` is sent only to a worker without open
+        calls.
         """
-        free_slots = max_calls
-        if self.signature.concurrent:
-            free_slots = self.config.concurrency - len(self.calls)
-
         # A plain function gets no calls in advance: another worker may be free earlier.
         if not queue or (self.calls and (queue[0].alone or not self.signature.concurrent)):
             return
         if any(call.alone for call in self.calls.values()):
             return
 
-        # Collect the calls of one message. A call with `alone` is the only one of its message.
+        free_slots = max_calls
+        if self.signature.concurrent:
+            free_slots = self.config.concurrency - len(self.calls)
+
+        # Collect the calls of the message. A call with `alone` gets a separate message.
         requests: list[tuple[int, dict[str, Any]]] = []
-        while queue and len(requests) < free_slots and not (queue[0].alone and requests):
+        while queue and len(requests) < free_slots:
+            if queue[0].alone and requests:
+                break
             call = queue.popleft()
             call.start_time = time.monotonic()
             self.calls[self._next_number] = call
@@ -531,30 +552,27 @@ class Worker:
     @property
     def deadline(self) -> float:
         """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
+        open_calls = list(self.calls.values())
         if not self.signature.concurrent:
-            return next(iter(self.calls.values())).start_time + self.config.timeout
+            return open_calls[0].start_time + self.config.timeout
 
-        # A worker whose event loop runs cancels a call itself at its limit, within the grace period.
-        return min(call.start_time for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
+        # The worker cancels a coroutine itself at its limit, unless the function blocks the event loop.
+        earliest_start = min(call.start_time for call in open_calls)
+        return earliest_start + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
-        """Store the answers that have arrived in ``outcomes``, one per sample of the batch.
+        """Store the answers that have arrived in ``outcomes``, which has one item per sample of the batch.
 
-        Returns False if the process ended or violated the protocol.
+        Returns False if the process has ended or violated the protocol.
         """
         frames, is_open = self.process.read_replies()
         for frame in frames:
-            # User code may have written the frame: its number must be that of an open call and, for a plain
-            # function, of the first open call.
             number = frame.get("call")
-            first_number = next(iter(self.calls), None)
-            call = None
-            if isinstance(number, int) and (self.signature.concurrent or number == first_number):
-                call = self.calls.get(number)
+            call = self._find_open_call(number)
             answers = None
             if call is not None:
                 answers = read_answers(frame, len(call.rows))
-            if not isinstance(number, int) or call is None or answers is None:
+            if call is None or answers is None:
                 self.process.protocol_error = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
 
@@ -563,16 +581,28 @@ class Worker:
                 count_progress("rewards")
             del self.calls[number]
 
-            # The time limit of the next call of a plain function counts from now.
+            # The time limit of the next call of a plain function starts now.
             if not self.signature.concurrent and self.calls:
-                next(iter(self.calls.values())).start_time = time.monotonic()
+                next_call = next(iter(self.calls.values()))
+                next_call.start_time = time.monotonic()
         return is_open and self.process.protocol_error is None
 
+    def _find_open_call(self, number: Any) -> Call | None:
+        """Return the open call that a frame with this number may answer, or None for an invalid number.
+
+        User code may have written the frame. A plain function can only answer its first open call.
+        """
+        if not isinstance(number, int):
+            return None
+        if not self.signature.concurrent and number != next(iter(self.calls), None):
+            return None
+        return self.calls.get(number)
+
     def split_open_calls(self) -> tuple[list[Call], list[Call]]:
-        """Split the open calls of a process that ended into those that fail and those to send again.
+        """Split the open calls of a process that ended into failed calls and calls to send again.
 
         The call that a plain function was running fails, and so does a single open call. Any of several
-        concurrent calls may be the cause, so each is sent again in a message of its own.
+        concurrent calls may be the cause, so each is sent again to a process without other calls.
         """
         calls = list(self.calls.values())
         if not self.signature.concurrent or len(calls) == 1:
@@ -586,7 +616,7 @@ def loading_errors(
     returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Load the configured function in a worker process, as a run does; return the error, or [] if none."""
+    """Load the configured function in a worker process, as a run does; return the error in a list, if any."""
     worker = Worker(config, key, returns_text, extra_arguments)
     try:
         worker.await_ready()
@@ -597,7 +627,7 @@ def loading_errors(
     return []
 
 
-# The process
+# In the worker process
 
 
 def serve(
@@ -605,14 +635,14 @@ def serve(
     limits: Mapping[str, Any],
     unenforced_limits: list[str],
 ) -> None:
-    """Load the function, report its signature, and answer calls until the trainer closes the requests.
+    """Load the function, report its signature, and answer calls until the trainer closes the connection.
 
     ``unenforced_limits`` are descriptions of limits that the kernel does not enforce. Each reply has the
     number of its call.
     """
     search_path, spec, arguments, returns_text, timeout = requests.read()
 
-    # The user's module may import other modules of its folder.
+    # Let the user's module import other modules of its folder.
     set_module_sources(search_path)
     try:
         function = load_callable(spec)
@@ -633,11 +663,11 @@ def serve(
 
 
 class _CallLoop:
-    """Loop that makes the calls of one function, one after another or concurrently.
+    """Loop that calls one function for each request, one after another or concurrently.
 
-    ``arguments``: configured arguments, which every call gets. ``make_frames``: converts a value that the
-    function returned, and the size of its group or None, to a frame per sample. ``timeout``: seconds after
-    which the call of a coroutine function is cancelled.
+    ``arguments`` are the configured arguments of every call. ``make_frames`` converts the return value of a
+    call, and the size of its group or None, to one frame per sample. ``timeout`` is the time limit in seconds
+    after which the call of a coroutine function is cancelled.
     """
 
     def __init__(
@@ -667,7 +697,7 @@ class _CallLoop:
             except EOFError:
                 return
 
-            # The limit of processor time is per call.
+            # Renew the limit of processor time for each call.
             for number, call_values in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
@@ -683,7 +713,7 @@ class _CallLoop:
         arrivals = asyncio.Queue()
         threading.Thread(target=self._read_calls, args=(loop, arrivals), daemon=True).start()
 
-        # The event loop itself holds only weak references to tasks.
+        # Keep a reference to each task: the event loop has only weak references.
         open_calls: set[asyncio.Task] = set()
         while (call := await arrivals.get()) is not None:
             task = asyncio.create_task(self._make_call(*call))
@@ -701,45 +731,48 @@ class _CallLoop:
             try:
                 calls = self._requests.read()
             except EOFError:
-                calls = [None]
+                loop.call_soon_threadsafe(arrivals.put_nowait, None)
+                return
 
             for call in calls:
                 loop.call_soon_threadsafe(arrivals.put_nowait, call)
-            if calls == [None]:
-                return
 
     async def _make_call(self, number: int, call_values: Mapping[str, Any]) -> None:
-        """Make one call of a coroutine function and send its answer.
+        """Call the coroutine function with a time limit and send the answer.
 
-        ``call_values`` are the values that the trainer sends with the call: argument name -> value.
+        ``number`` is the number of the call. ``call_values`` are its arguments by name, from the trainer.
         """
         allow_processor_seconds(self._limits["cpu_seconds"])
         try:
             frames = await asyncio.wait_for(self._await_frames(call_values), self._timeout)
         except TimeoutError:
             frames = _failure_frames(call_values, TIMEOUT, f"ran longer than {self._timeout:g} s")
-        except asyncio.CancelledError:  # nothing but the function itself cancels this task
+        except asyncio.CancelledError:  # only the function itself can have cancelled this task
             frames = _failure_frames(call_values, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 
     async def _await_frames(self, call_values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Call the coroutine function, await it, and return the frames for its value or its error."""
+        """Call the coroutine function, and return the frames for its return value or its exception."""
         try:
             value = await self._function(**self._select_arguments(call_values))
             return self._make_frames(value, _group_size(call_values))
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # sys.exit would end the event loop, and every call with it
+        except BaseException as error:  # sys.exit would end the event loop and all other calls
             return _failure_frames(call_values, EXCEPTION, format_error(error))
 
     def _select_arguments(self, call_values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments for which the function has a parameter: the call's and the configured ones."""
+        """Return the trainer's and the configured arguments of a call that the function has parameters for.
+
+        A configured argument replaces an argument of the trainer with the same name.
+        """
         return self._signature.accepted_arguments({**call_values, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
-        """Send the answers of the call with this number to the trainer; ``frames`` has one per sample."""
+        """Send the answer to call ``number`` to the trainer; ``frames`` has one frame per sample."""
+        # The function may have forked a child that also returned into this loop: end the child.
         if os.getpid() != self._process_id:
-            os._exit(0)  # this is a child that the function forked and that returned into the loop
+            os._exit(0)
         self._requests.reply({"call": number, "answers": frames})
 
 
