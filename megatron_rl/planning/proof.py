@@ -1,9 +1,8 @@
-"""Tests of machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
+"""Test machines: rates of devices and links, accuracy of the log-prob kernel, and small training jobs.
 
-`doctor --gpu` runs `prove_machine` on every rank. First come short measurements over the job's own
-communicators (`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model. The
-jobs run in separate processes, so that a job that hangs or crashes is reported as a finding and does not end
-the test.
+`doctor --gpu` runs `prove_machine` on every rank. It first measures devices and links over its own process
+group (`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then trains a small model. These jobs
+run in separate processes, so that a job that hangs or crashes becomes a finding and does not end the test.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from megatron_rl.shapes.hardware import GB, Constants, load_constants
 WITHIN = "within a machine"
 ACROSS = "across machines"
 STRAGGLER = 0.8
-"""Fraction of the median rate below which a rank is reported: the slowest rank delays all others."""
+"""Fraction of the median rate below which there is a warning: the slowest rank delays all others."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Tolerated relative difference of loss and gradient norm between all ranks and one rank, by dtype."""
 MAX_CLOCK_SPREAD = 1.0
@@ -50,10 +49,10 @@ SLOW_HOST_LINK = 50e6
 SLOW_LINK = 5e9
 """Bytes per second below which links between accelerators are reported as slow."""
 _REPEATS = 5
-"""Number of timed repetitions of a measurement, after one warm-up."""
+"""Number of timed repetitions of a measurement, after one repetition to warm up."""
 _MIB = 2**20
 _JOIN_SECONDS = 60.0
-"""Timeout of the rendezvous, and of every collective of the measurements, in seconds."""
+"""Timeout in seconds of the rendezvous and of each collective of the measurements."""
 _STEPS = 2
 """Number of training steps of each small job."""
 _LOG_TAIL = 3000
@@ -65,7 +64,7 @@ _LOG_TAIL = 3000
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """Measurement of all-reduces over the world's communicator, and of the ranks' clocks.
+    """Measurement of all-reduces over all ranks, and of the differences between the ranks' clocks.
 
     Example: 16 MiB in 0.7 ms between two machines, ``LinkProbe(2**24, 7e-4, True, 0.01, ("a", "b"))``.
     """
@@ -73,11 +72,11 @@ class LinkProbe:
     bytes: int
     """Bytes of one all-reduce."""
     seconds: float
-    """Median time of one all-reduce, on the slowest rank."""
+    """Median seconds of one all-reduce, on the slowest rank."""
     correct: bool
-    """Whether the sum of the all-reduce was right on every rank."""
+    """Whether the sum of the all-reduce was correct on every rank."""
     clock_spread: float
-    """Largest difference of the ranks' wall clocks in seconds, to within the duration of a barrier."""
+    """Largest difference between the ranks' wall clocks in seconds, as exact as the duration of a barrier."""
     hosts: tuple[str, ...]
     """Machine names by rank."""
 
@@ -89,11 +88,11 @@ class LinkProbe:
 
 
 def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
-    """Time all-reduces over the world and compare clocks. Collective over the world.
+    """Time all-reduces over all ranks and compare their clocks. Collective over the world.
 
     ``host_name`` is the name of this rank's machine.
     """
-    # Each rank adds its number, counted from 1, in float32.
+    # Rank r contributes r + 1 to every element (float32), so n ranks have the sum n (n + 1) / 2.
     num_elements = mebibytes * _MIB // 4
     expected_sum = device.world_size() * (device.world_size() + 1) / 2
     rank_seconds = []
@@ -105,7 +104,8 @@ def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
         rank_seconds.append(seconds)
         is_correct = is_correct and bool((values == expected_sum).all())
 
-    # Read the clocks right after a barrier, so that differences are not delays of the ranks.
+    # Read the clocks right after a barrier, so that all ranks read them at the same time. The first
+    # all-reduce was a warm-up.
     barrier()
     clocks = gather_objects(time.time())
     return LinkProbe(
@@ -118,18 +118,18 @@ def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
 
 
 def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
-    """Return the pairs of ranks that send at the same time: `WITHIN` machines, and `ACROSS` machines.
+    """Divide the ranks into pairs `WITHIN` machines and pairs `ACROSS` machines.
 
-    ``hosts`` are machine names by rank. Within a machine neighbouring ranks form pairs; across machines,
-    ranks with the same index on two machines do. Ranks without a partner are left out, and so is a kind
-    without pairs.
+    ``hosts`` are machine names by rank. Within a machine, a pair consists of neighbouring ranks; across
+    machines, of the ranks with the same index on two machines. A rank without a partner is in no pair, and a
+    kind without pairs is absent.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
         ranks_by_host[host].append(rank)
     machines = list(ranks_by_host.values())
 
-    # `zip` drops the last one of an odd number of ranks, which has no partner.
+    # `zip` drops the last rank of an odd number of ranks, which has no partner.
     pairs_within: list[tuple[int, int]] = []
     for ranks in machines:
         pairs_within += zip(ranks[::2], ranks[1::2], strict=False)
@@ -143,7 +143,7 @@ def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class PairProbe:
-    """Measurement of pairs of ranks that all send at the same time.
+    """Measurement of messages between the ranks of all pairs at the same time.
 
     Example: ``PairProbe(rate=180e9, slowest=(2, 3), correct=True)``.
     """
@@ -159,7 +159,7 @@ class PairProbe:
 def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairProbe:
     """Time messages between the ranks of each pair, all pairs at the same time. Collective over the world.
 
-    The world's communicator must have been used before, as `probe_links` does.
+    Call `probe_links` before: a collective of all ranks must have initialised the communicator.
     """
     num_elements = mebibytes * _MIB // 4
     rank = device.rank()
@@ -182,22 +182,22 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
             rank_seconds.append(_time_call(lambda: exchange(partner)))
             is_correct = is_correct and bool((incoming == partner).all())
 
-    # A rank without a partner has no measurements.
+    # Find the slowest pair. A rank without a partner has no measurement.
     median_seconds = 0.0
     if rank_seconds:
         median_seconds = median(rank_seconds[1:])
     seconds = gather_objects(median_seconds)
-    slowest = max(pairs, key=lambda pair: max(seconds[pair[0]], seconds[pair[1]]))
-    slowest_seconds = max(seconds[rank] for rank in slowest)
+    slowest_pair = max(pairs, key=lambda pair: max(seconds[pair[0]], seconds[pair[1]]))
+    slowest_seconds = max(seconds[rank] for rank in slowest_pair)
     return PairProbe(
         rate=num_elements * 4 / slowest_seconds,
-        slowest=slowest,
+        slowest=slowest_pair,
         correct=all(gather_objects(is_correct)),
     )
 
 
 def _partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Return the rank with which a rank forms a pair, or None if no pair contains it."""
+    """Return the partner of ``rank`` in its pair, or None for a rank without a pair."""
     for first, second in pairs:
         if rank == first:
             return second
@@ -220,28 +220,28 @@ class DeviceProbe:
     memory: float
     """Bytes per second of its memory."""
     host: float | None
-    """Bytes per second to host memory, or None if the device is the host."""
+    """Bytes per second from the device to host memory, or None if the device is the host."""
 
 
 def probe_devices() -> list[DeviceProbe]:
-    """Return the rates of all devices by rank, measured at the same time. Collective over the world."""
-    # The size is large enough for a GPU's full rate. A host would take minutes for it.
+    """Measure the rates of all devices at the same time; return them by rank. Collective over the world."""
+    # A GPU reaches its full rate only with large matrices, for which a host would take minutes.
     size = 8192
     block_bytes = 1024 * _MIB
     if device.on_host():
         size = 512
         block_bytes = 32 * _MIB
 
-    # Use random values: zeros and ones draw less power, so clocks would be higher than in training.
+    # Use random values: with constant values, GPUs draw less power and run at higher clocks than in training.
     matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     other_matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
-    # Measure all devices at the same time: they may share power, memory or a link to the host.
+    # Start all measurements at the same time: devices may share power, memory or a link to the host.
     barrier()
 
-    # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
+    # A product of n x n matrices takes 2 n^3 FLOPs. A copy reads and writes each byte.
     product_seconds = _median_call_seconds(lambda: matrix @ other_matrix)
     copy_seconds = _median_call_seconds(lambda: copy.copy_(block))
     host_rate = None
@@ -260,23 +260,25 @@ def probe_devices() -> list[DeviceProbe]:
 
 
 def probe_kernel() -> tuple[bool, str]:
-    """Return whether the log-prob kernels are accurate on this rank's device, and its errors as text."""
+    """Return whether the log-prob kernels are accurate on this rank's device, and their errors as text."""
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
-    # Errors relative to float64: of the values, and of the gradients by kind of token.
-    values, gradients = measure_kernel_errors(torch.bfloat16)
-    errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
-    return kernels_work(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
+
+    # The errors are relative to float64: of the values, and of the gradients by kind of token.
+    value_error, gradient_errors = measure_kernel_errors(torch.bfloat16)
+    gradient_text = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradient_errors.items())
+    text = f"log-probs within {value_error:.2g} of float64; gradients: {gradient_text}"
+    return kernels_work(torch.bfloat16), text
 
 
 def _median_call_seconds(call: Callable[[], object]) -> float:
-    """Return the median seconds of several calls of a function, without the first one, which warms up."""
+    """Return the median seconds of several calls of a function, after one call to warm up."""
     seconds = [_time_call(call) for _ in range(_REPEATS + 1)]
     return median(seconds[1:])
 
 
 def _time_call(call: Callable[[], object]) -> float:
-    """Return the seconds of one call of a function, synchronised with the device before and after it."""
+    """Return the seconds of one call of a function, with the device synchronised before and after it."""
     device.synchronize()
     start = time.perf_counter()
     call()
@@ -295,22 +297,22 @@ class SmallJob:
     """
 
     name: str
-    """Name of the job's run folder, inside the folder of the test (``--out``)."""
+    """Name of the job's run folder in the folder of the test (``--out``)."""
     capability: str
-    """Capability of the machines that the job tests, which is the name of its finding."""
+    """Description of what the job tests, which is the name of its finding."""
     command: str
-    """Command of megatron_rl."""
+    """Command of megatron_rl, such as ``train``."""
     overrides: tuple[str, ...]
-    """Overrides of the configuration in `job_settings`."""
+    """Overrides of the configuration of `job_settings`."""
     fix: str
-    """Advice if the job fails."""
+    """Fix in the finding if the job fails."""
 
 
 def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
-    """Return the training jobs of a small model that `prove_machine` runs, in their order.
+    """Return the small training jobs that `prove_machine` runs, in their order.
 
-    ``folder`` is the folder of their data and runs, and ``world`` the number of ranks. With one rank the job
-    that compares all ranks with one rank is left out.
+    ``folder`` contains their data and runs, and ``world`` is the number of ranks. With a single rank, the job
+    that compares all ranks with one rank is omitted.
     """
     sft_settings = (
         f"sft.data={folder / 'material/sft.jsonl'}",
@@ -318,7 +320,7 @@ def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
         "sft.rows_per_step=64",
     )
 
-    # The first two jobs train the same steps, whose losses and gradient norms are compared.
+    # The first two jobs train the same steps, so that `compare_steps` can compare them.
     jobs = [
         SmallJob(
             "one_rank",
@@ -341,7 +343,7 @@ def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
             (f"steps={_STEPS}",),
             "try rollout.engine=torch: if that passes, vLLM does not fit this machine",
         ),
-        # This job has the folder of the previous one, so that one more step resumes from its checkpoint.
+        # This job has the run folder of the previous job, so that it resumes from its checkpoint.
         SmallJob(
             "train",
             "resume from the checkpoint",
@@ -351,13 +353,13 @@ def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
         ),
     ]
 
-    # With one rank the second job would repeat the first one.
+    # With a single rank, the second job would repeat the first job.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
-    """Return the configuration of the jobs, with as many kinds of parallelism as the ranks allow."""
-    # Tensor parallelism needs two ranks, both together need four.
+    """Return the configuration of the small jobs, with as many kinds of parallelism as the ranks allow."""
+    # Tensor parallelism 2 needs two ranks; together with pipeline parallelism 2 it needs four.
     tensor = 1
     if world % 2 == 0:
         tensor = 2
@@ -388,10 +390,10 @@ def _training_dtype(on_host: bool) -> str:
 def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
     """Test a machine with measurements and small training jobs; yield a finding for each.
 
-    ``folder`` gets the data, configuration and runs of the jobs, and ``world`` is the number of ranks. The
-    test ends after a job with an error. Collective over the world.
+    The data, configuration and runs of the jobs are written to ``folder``, and ``world`` is the number of
+    ranks. The test ends after a job with an error. Collective over the world.
     """
-    # Measure first: the communicators are destroyed before the small jobs start.
+    # Measure before the small jobs, which run without this process group.
     watch_launcher()
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
@@ -399,14 +401,16 @@ def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
     devices = probe_devices()
     kernel_results = gather_objects(probe_kernel())
 
-    # Rank 0 writes the files of the jobs to the shared folder; every rank must see them.
+    # Rank 0 writes the files of the jobs, which must be visible to every rank.
     if device.rank() == 0:
         _write_job_files(folder, world, on_host=device.on_host())
     barrier()
-    sees_files = gather_objects(_has_job_files(folder))
-    blind_hosts = [host for host, has_files in zip(links.hosts, sees_files, strict=True) if not has_files]
+    ranks_with_files = gather_objects(_has_job_files(folder))
+    hosts_without_files = [
+        host for host, has_files in zip(links.hosts, ranks_with_files, strict=True) if not has_files
+    ]
 
-    # The small jobs run in other processes with their own process groups.
+    # Destroy the process group: the small jobs run in other processes, with separate process groups.
     watch.leave_job()
 
     if world > 1:
@@ -416,9 +420,9 @@ def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
     yield from _pair_findings(pairs)
     yield from rate_findings(devices)
     yield _kernel_finding(kernel_results)
-    if blind_hosts:
+    if hosts_without_files:
         fix = "name a folder on a file system that all machines share: --out FOLDER"
-        text = f"{folder} of rank 0 is not seen on {blind_hosts[0]}"
+        text = f"{folder} of rank 0 is not seen on {hosts_without_files[0]}"
         yield Finding("error", "shared folder", text, fix)
         return
 
@@ -432,7 +436,7 @@ def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
             return
     yield from run_findings(folder)
 
-    # Offer the measured rates to the planner.
+    # Write the measured rates to a file for the planner.
     pair_rates = {kind: pair.rate for kind, pair in pairs.items()}
     override = measured_constants(devices, pair_rates, load_constants())
     if override and process_rank() == 0:
@@ -444,7 +448,7 @@ def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
 def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
     """Write the model, data and configuration of the jobs, and remove the runs of an earlier test.
 
-    Raises UserError if the folder has other contents.
+    Raises UserError for a folder with files that no earlier test has written.
     """
     if not _has_job_files(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -455,12 +459,12 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
             fix="name another folder",
         )
 
-    # The jobs of two ranks include the one that a test on one rank leaves out.
+    # Remove the runs of all jobs, including the job that a test with one rank omits.
     job_names = {job.name for job in list_small_jobs(folder, 2)}
     for name in job_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
 
-    # A host trains the small model in seconds, a GPU the medium one.
+    # Choose a model that trains in seconds: medium on a GPU, small on a host.
     model_size = "medium"
     if on_host:
         model_size = "small"
@@ -472,12 +476,15 @@ def _write_job_files(folder: Path, world: int, *, on_host: bool) -> None:
 
 
 def _has_job_files(folder: Path) -> bool:
-    """Return whether this machine sees in ``folder`` the files of the jobs that rank 0 has written."""
+    """Return whether the files that `_write_job_files` writes are visible in ``folder`` on this machine."""
     return (folder / "proof.yaml").is_file()
 
 
 def _run_small_job(job: SmallJob, folder: Path) -> Finding:
-    """Run this rank's process of a job as a subprocess; the subprocesses of all ranks form the job."""
+    """Run this rank's process of a job as a subprocess, and return the finding.
+
+    The subprocesses of all ranks together are the job.
+    """
     start = time.monotonic()
     log = folder / f"logs/{job.name}_{process_rank()}.log"
     command = [
@@ -489,7 +496,7 @@ def _run_small_job(job: SmallJob, folder: Path) -> Finding:
         f"run_dir={folder / job.name}",
         *job.overrides,
     ]
-    # Unset the error file: the launcher would attribute the errors that the job writes to this process.
+    # Unset the error file: the launcher would attribute an error of the job to this process.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
 
     with log.open("wb") as output:
@@ -504,7 +511,7 @@ def _run_small_job(job: SmallJob, folder: Path) -> Finding:
 
 
 def link_findings(links: LinkProbe) -> list[Finding]:
-    """Return the findings on the links between ranks and on the machines' clocks."""
+    """Return a finding on the rate and correctness of all-reduces, and a finding on the clocks."""
     num_machines = len(set(links.hosts))
     noun = "machine"
     if num_machines > 1:
@@ -518,7 +525,7 @@ def link_findings(links: LinkProbe) -> list[Finding]:
     if device.on_host():
         slow_rate = SLOW_HOST_LINK
 
-    # A wrong sum is always an error, a slow link only a warning.
+    # A wrong sum is an error, a slow link only a warning.
     if not links.correct:
         fix = "check the network's driver and firmware"
         reduce_finding = Finding("error", "all-reduce", f"wrong sum; {text}", fix)
@@ -537,7 +544,7 @@ def link_findings(links: LinkProbe) -> list[Finding]:
 
 
 def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
-    """Yield a finding on the rate of messages within machines, and one on the rate across machines."""
+    """Yield a finding on the messages between ranks for each kind of pairs: within and across machines."""
     for kind, pair in pairs.items():
         text = f"{pair.rate / GB:.2f} GB/s {kind}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"
         if pair.correct:
@@ -548,7 +555,7 @@ def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
 
 
 def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
-    """Yield a finding for each rate of the slowest rank, a warning if it is far below the median."""
+    """Yield a finding on the slowest rank for each rate: a warning if it is far below the median."""
     for name, attribute, unit, scale in (
         ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
         ("memory", "memory", "GB/s", GB),
@@ -568,31 +575,37 @@ def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
 
 
 def _kernel_finding(kernel_results: Sequence[tuple[bool, str]]) -> Finding:
-    """Return the finding on the log-prob kernel, from each rank's accuracy and errors."""
-    inaccurate = [rank for rank, (accurate, _) in enumerate(kernel_results) if not accurate]
-    if not inaccurate:
-        return Finding("ok", "log-prob kernel", kernel_results[0][1])
-    fix = f"none needed: on ranks {inaccurate} torch computes log-probs instead, correct but slower"
-    return Finding("warning", "log-prob kernel", kernel_results[inaccurate[0]][1], fix)
+    """Return the finding on the log-prob kernels from the results of `probe_kernel`, by rank."""
+    inaccurate_ranks: list[int] = []
+    for rank, (is_accurate, _) in enumerate(kernel_results):
+        if not is_accurate:
+            inaccurate_ranks.append(rank)
+
+    if not inaccurate_ranks:
+        _, text = kernel_results[0]
+        return Finding("ok", "log-prob kernel", text)
+    _, text = kernel_results[inaccurate_ranks[0]]
+    fix = f"none needed: on ranks {inaccurate_ranks} torch computes log-probs instead, correct but slower"
+    return Finding("warning", "log-prob kernel", text, fix)
 
 
 def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
-    """Compare losses and gradient norms of the steps on all ranks with those of the steps on one rank.
+    """Compare the losses and gradient norms of training on all ranks with training on one rank.
 
     Returns an error if a relative difference is larger than ``tolerance``, otherwise ``finding`` with the
     largest relative difference added to its text.
     """
-    one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
-    all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
+    one_rank_metrics = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
+    all_rank_metrics = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
 
-    # The largest relative difference over all steps and numbers decides.
+    # Find the largest relative difference over all steps and both metrics.
     differences = []
-    for expected_line, actual_line in zip(one_rank, all_ranks, strict=True):
+    for expected_metrics, actual_metrics in zip(one_rank_metrics, all_rank_metrics, strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
-            expected = expected_line[name]
-            actual = actual_line[name]
+            expected = expected_metrics[name]
+            actual = actual_metrics[name]
             difference = abs(actual - expected) / abs(expected)
-            text = f"{name} of step {expected_line['step']}: {expected}, {actual}"
+            text = f"{name} of step {expected_metrics['step']}: {expected}, {actual}"
             differences.append((difference, text))
 
     largest_difference, text = max(differences)
@@ -604,24 +617,26 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 
 
 def run_findings(folder: Path) -> Iterator[Finding]:
-    """Yield findings on the weight sync and on the duration of the last step in the small model's run."""
-    lines = read_metrics(RunFolder(folder / "train").metrics)
-    # The times of the final step contain no compilation or other warm-up.
-    final = lines[-1]
-    # A line contains the time of the checkpoint before its step, so the first line of a process has none.
-    checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
+    """Yield findings on the weight sync, the step and the checkpoint in the small model's run."""
+    # Read the last step, whose times include no compilation or other warm-up.
+    step_metrics = read_metrics(RunFolder(folder / "train").metrics)
+    last_step = step_metrics[-1]
+    # The first step of a process lacks this metric: it is the time of the checkpoint before the step.
+    checkpoint_seconds = next(
+        metrics["time/checkpoint"] for metrics in step_metrics if "time/checkpoint" in metrics
+    )
 
-    sync_bytes = final["reshard/bytes_received_max"] + final["reshard/bytes_local_max"]
+    sync_bytes = last_step["reshard/bytes_received_max"] + last_step["reshard/bytes_local_max"]
     yield Finding(
         "ok",
         "a verified weight sync",
-        f"{sync_bytes / _MIB:.1f} MiB a rank in {final['time/reshard'] * 1e3:.1f} ms",
+        f"{sync_bytes / _MIB:.1f} MiB a rank in {last_step['time/reshard'] * 1e3:.1f} ms",
     )
     yield Finding(
         "ok",
         "trainer and rollout",
-        f"log-probs differ by {final['mismatch/abs_diff']:.2g} a token; one step {final['time/step']:.2f} s, "
-        f"a checkpoint {checkpoint:.2f} s",
+        f"log-probs differ by {last_step['mismatch/abs_diff']:.2g} a token; "
+        f"one step {last_step['time/step']:.2f} s, a checkpoint {checkpoint_seconds:.2f} s",
     )
 
 
@@ -630,10 +645,10 @@ def measured_constants(
 ) -> dict[str, Any]:
     """Return an override of the planner's constants with the measured rates, empty for an unknown device.
 
-    The planner multiplies a link's nominal rate by its efficiency, so the override is the measured rate
-    divided by that efficiency. The slowest rank determines each rate. ``pair_rates`` are bytes/s by kind.
+    The planner multiplies a nominal rate by an efficiency, so the override is the measured rate divided by
+    the efficiency. ``pair_rates`` maps `WITHIN` and `ACROSS` to bytes per second.
     """
-    # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
+    # A device reports a name such as "NVIDIA H100 80GB HBM3", which is "H100-80GB" in constants.json.
     name_parts = devices[0].name.lower().split()
     names = [name for name in constants.gpus if name.split("-")[0].lower() in name_parts]
     if not names:

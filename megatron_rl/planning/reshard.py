@@ -1,8 +1,8 @@
-"""Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
+"""Plan a weight transfer offline, for the shapes of a real model and any number of ranks, in one process.
 
-The idea: a plan depends only on boxes (slices of tensors in all dimensions, with their location on a rank),
-and boxes follow from a model's config and a layout. So one process computes the boxes of all ranks and builds
-the plan that the ranks of a job would build.
+The one idea: a plan depends only on boxes (slices of tensors in all dimensions, with their location on a
+rank), and boxes depend only on a model's config and a layout. So one process can compute the boxes of all
+ranks, and build the same plan as the ranks of a job.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_rl.weights.boxes import BoxGroup
 from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule_phases
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
-"""Short name -> size of a layout, such as tp -> tensor."""
+"""Short name of a layout's size -> its name, such as tp -> tensor."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class TransferSummary:
     local_mean: float
     """Mean bytes that a rank of the engine copies from its own actor weights."""
     inside_nodes: int
-    """Bytes that all ranks together send inside their nodes."""
+    """Total bytes that ranks send to ranks on the same node."""
     across_nodes: int
-    """Bytes that all ranks together send to other nodes."""
+    """Total bytes that ranks send to ranks on other nodes."""
     messages: int
-    """Number of messages of all ranks together."""
+    """Total number of messages."""
     messages_most: int
     """Largest number of messages that a rank sends or receives."""
     peers_most: int
-    """Largest number of ranks with which a rank exchanges messages, each over a separate connection."""
+    """Largest number of ranks with which a rank exchanges messages. Each needs a separate connection."""
     peers_mean: float
     """Mean number of ranks with which a rank exchanges messages."""
     staging_most: int
@@ -72,17 +72,20 @@ class TransferSummary:
     redundant_most: int
     """Largest number of bytes that a rank receives although it already has them."""
     seconds: Mapping[str, float]
-    """Predicted seconds of a transfer by cluster, without the time to connect."""
+    """Cluster -> predicted seconds of a transfer, without the time to connect."""
     connect_seconds: float
-    """Additional seconds of the first transfer, in which a rank connects to its peers."""
+    """Additional seconds of the first transfer, in which each rank connects to its peers."""
 
 
 def parse_layout(text: str, option: str = "--from") -> dict[str, int]:
-    """Parse a text such as ``tp8pp8dp2`` into sizes by name; raise UserError if it is not a layout."""
+    """Parse a layout such as ``tp8pp8dp2`` into sizes by name; raises UserError for other text.
+
+    ``option`` is the command-line option of the layout, for the error.
+    """
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
 
-    # The matches must cover the text, since findall skips text that does not match.
+    # The matches must cover the whole text, since findall skips text that does not match.
     matched_text = "".join(name + count for name, count in sizes)
     is_complete = bool(sizes) and matched_text == text
     has_unknown_names = not set(names) <= set(_SIZES)
@@ -100,21 +103,24 @@ def parse_layout(text: str, option: str = "--from") -> dict[str, int]:
 
 
 def find_config(model: str) -> Any:
-    """Return the transformers config of a model by name or path; raise UserError for an unknown model."""
-    values = dict(engine_config(find_named_config(model)[1]))
-    # transformers has one configuration class for each model type.
+    """Return the transformers config of a model by name or path; raises UserError for an unknown model."""
+    _, model_config = find_named_config(model)
+    values = dict(engine_config(model_config))
+    # The model type selects the configuration class of transformers.
+    model_type = values.pop("model_type", "")
     try:
-        return AutoConfig.for_model(values.pop("model_type", ""), **values)
+        return AutoConfig.for_model(model_type, **values)
     except ValueError as error:
         message = f"{model!r} is not an architecture of transformers"
         raise UserError(message, where="MODEL", got=first_line(error)) from error
 
 
 def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
-    """Return the layout of ranks 0, 1, … with these sizes; ``data`` defaults to 1.
+    """Return the layout with these sizes on the ranks 0, 1, …; the size ``data`` defaults to 1.
 
-    Raises UserError for more than `MAX_WORLD` ranks, before their tuple is created.
+    Raises UserError for more than `MAX_WORLD` ranks.
     """
+    # Count the ranks before their tuple is created, which would be huge for a typo.
     num_ranks = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
         num_ranks *= sizes.get(name, 1)
@@ -126,7 +132,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
             f"at most {MAX_WORLD:,} ranks",
             fix="plan fewer data-parallel copies: each has the same traffic",
         )
-    # The number of data-parallel copies follows from the ranks.
+    # Omit `data`: a layout computes the number of data-parallel copies from its ranks.
     model_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
     return ParallelLayout(tuple(range(num_ranks)), path="--from", **model_sizes).checked()
 
@@ -143,12 +149,12 @@ def plan_offline(
     lora: Lora | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ReshardPlan:
-    """Build the plan that the ranks themselves would build, in the rank order that a run would choose.
+    """Build the plan of a weight transfer that a run with these layouts would build.
 
     ``tensor`` is the tensor-parallel size of the engine, whose replicas are on ``rollout_ranks``.
-    ``settings`` are Megatron's for uneven stages; if None, they are derived from the number of layers. With
-    ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora`` only
-    adapters are transferred.
+    ``settings`` are Megatron's settings for uneven pipeline stages; None derives them from the number of
+    layers. With ``whole_experts`` the engine distributes complete experts over the ranks of a replica. With
+    ``lora`` only adapters are transferred.
     """
     model = describe_model(hf_config)
     if settings is None:
@@ -161,8 +167,8 @@ def plan_offline(
         message = "Megatron refuses this layout of the model"
         raise UserError(message, where="--from", got=str(error)) from error
 
-    # Assign ranks to replicas as a run would, by the bytes that they share with the actor.
-    shared = shared_bytes(
+    # Order the ranks of the replicas like a run: by the bytes that they share with the actor.
+    bytes_shared_with_actor = shared_bytes(
         model.shape,
         actor,
         tensor,
@@ -171,15 +177,15 @@ def plan_offline(
         whole_experts=whole_experts,
         lora=lora,
     )
-    ordered_ranks = best_rank_order(shared, rollout_ranks, ranks_per_node)
+    ordered_ranks = best_rank_order(bytes_shared_with_actor, rollout_ranks, ranks_per_node)
 
-    # With adapters the engine already has the base, and only the tensors of adapters are sent.
+    # With LoRA the engine already has the base weights, so only the tensors of adapters are sent.
     if lora is not None:
         model = make_adapted_model(model, lora.rank, None, lora.targets)
     destinations = engine_boxes(model, ordered_ranks, tensor, dtype, whole_experts)
 
-    nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
-    return build_plan(sources, destinations, nodes)
+    node_by_rank = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
+    return build_plan(sources, destinations, node_by_rank)
 
 
 def engine_boxes(
@@ -189,10 +195,10 @@ def engine_boxes(
     dtype: torch.dtype,
     whole_experts: bool = False,
 ) -> list[BoxGroup]:
-    """Return the slices of tensors (boxes) that vLLM's ranks need, for replicas of ``tensor`` ranks.
+    """Predict the slices of tensors (boxes) that the ranks of vLLM need.
 
-    ``ranks`` are those of all replicas, one replica after another. This predicts the slices of vLLM's weight
-    loaders; a running `HybridEngine` traces them.
+    ``ranks`` are the ranks of all replicas, one replica after another, and ``tensor`` is the number of ranks
+    of a replica. A running `HybridEngine` traces the boxes in vLLM's weight loaders instead.
     """
     groups = []
     for tensor_rank in range(tensor):
@@ -205,7 +211,7 @@ def engine_boxes(
             source = tensor_spec.source
             tensor_slice = engine_slice(source, tensor_rank, tensor)
             if whole_experts and tensor_spec.expert is not None:
-                # An expert is complete on one rank of the replica, and absent on the others.
+                # One rank of the replica has the complete expert, and the other ranks have no part of it.
                 tensor_slice = Slice(0, 0, 0)
                 if tensor_spec.expert in experts:
                     tensor_slice = Slice(0, 0, source.shape[0])
@@ -224,9 +230,9 @@ def engine_boxes(
 
 
 def _slice_boxes(name: str, source: Source, tensor_slice: Slice) -> list[TensorBox]:
-    """Return a slice of a weight as boxes of the checkpoint's tensor ``name``.
+    """Convert a slice of a weight to boxes of the checkpoint's tensor ``name``.
 
-    The boxes have no offsets and strides, which a plan does not need.
+    The boxes have no rank, offsets and strides, which a plan does not need.
     """
     start = [0] * len(source.shape)
     size = list(source.shape)
@@ -255,13 +261,13 @@ def summarise_transfer(
     constants: Constants,
     clusters: Sequence[str],
 ) -> TransferSummary:
-    """Summarise the cost of a planned weight transfer, including its predicted seconds on each cluster.
+    """Compute bytes, messages and predicted seconds of a planned weight transfer.
 
-    ``ranks_per_node``: number of consecutive ranks on a node. ``staging_bytes``: size of a rank's staging
-    buffers. ``clusters``: names of clusters in ``constants``. Raises UserError for any other cluster, and for
-    staging buffers that are too small.
+    ``ranks_per_node`` is the number of consecutive ranks on a node, ``staging_bytes`` the size of a rank's
+    staging buffers, and ``clusters`` are names of clusters in ``constants``. Raises UserError for an unknown
+    cluster, and for staging buffers that are too small.
     """
-    # The schedule divides the transfer into phases that fit into the staging buffers.
+    # Divide the transfer into phases that fit into the staging buffers.
     try:
         transfers = schedule_phases(plan, staging_bytes)
     except ValueError as error:
@@ -274,10 +280,10 @@ def summarise_transfer(
         ) from error
 
     received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]
-    nodes = {rank: rank // ranks_per_node for rank in plan.ranks}
-    inside_nodes, across_nodes = plan.bytes_inside_and_across_nodes(nodes)
+    node_by_rank = {rank: rank // ranks_per_node for rank in plan.ranks}
+    inside_nodes, across_nodes = plan.bytes_inside_and_across_nodes(node_by_rank)
 
-    # Count a region that is in several bundles once.
+    # Add the bytes of the model's regions; several bundles may contain the same region.
     region_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
     for bundle in plan.bundles:
         for region in bundle.regions:
@@ -312,10 +318,10 @@ def summarise_transfer(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return the bytes that each rank receives in a plan although it already has them, by rank."""
+    """Return rank -> bytes that the rank receives although it already has them."""
     redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
-        # All regions of a bundle have the same holders.
+        # All regions of a bundle are on the same ranks.
         holders = set(bundle.regions[0].holders)
         for receiver, sender in bundle.senders.items():
             if sender != receiver and receiver in holders:
@@ -324,13 +330,13 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 
 
 def predict_transfer_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
-    """Return the predicted seconds on a machine, until the slowest rank has exchanged its messages.
+    """Predict the seconds of a transfer until the slowest rank has sent and received all messages.
 
-    Connections are assumed to exist from an earlier transfer.
+    The ranks are assumed to be connected by an earlier transfer.
     """
     domain = machine.cluster.domain
 
-    # Count by (rank, direction). Directions are separate: links are full duplex.
+    # Count bytes and messages by (rank, direction), since links are full duplex.
     remote_bytes: Counter[tuple[int, str]] = Counter()
     domain_bytes: Counter[tuple[int, str]] = Counter()
     messages: Counter[tuple[int, str]] = Counter()
@@ -344,14 +350,14 @@ def predict_transfer_seconds(plan: ReshardPlan, transfers: Schedule, machine: Ma
                 remote_bytes[rank_and_direction] += num_bytes
 
     # A transfer without messages between ranks still takes the fixed time.
-    slowest = weight_transfer_seconds(machine, 0.0)
+    slowest_seconds = weight_transfer_seconds(machine, 0.0)
     message_seconds = machine.constants.weight_sync.message_seconds
     for rank_and_direction, num_messages in messages.items():
         seconds = weight_transfer_seconds(
             machine, remote_bytes[rank_and_direction], domain_bytes[rank_and_direction]
         )
-        slowest = max(slowest, seconds + num_messages * message_seconds)
-    return slowest
+        slowest_seconds = max(slowest_seconds, seconds + num_messages * message_seconds)
+    return slowest_seconds
 
 
 ParameterShapes = dict[str, tuple[int, ...]]
@@ -365,18 +371,20 @@ def megatron_boxes(
     settings: Mapping[str, Any] | None = None,
     lora: Lora | None = None,
 ) -> list[BoxGroup]:
-    """Return the slices of a model's tensors (boxes) that every rank of a layout has.
+    """Compute the slices of a model's tensors (boxes) that the ranks of a layout have.
 
-    ``settings`` are Megatron's for uneven stages. With ``lora`` the slices are only those of its adapters.
+    ``settings`` are Megatron's settings for uneven pipeline stages. With ``lora`` only the tensors of
+    adapters are included.
 
     Experts are sharded differently from other parameters, so a rank of a model with experts is in two groups.
-    Storages are parameter names with layers numbered over the whole model.
+    The storage of a box is a parameter name, in which layers are numbered over all stages.
     """
     model = model_spec(hf_config, layout, dtype, settings).model
     if lora is not None:
         model = make_adapted_model(model, lora.rank, None, lora.targets)
     hf_shapes = model.tensor_shapes()
 
+    # Trace how a checkpoint is imported into parameters, which are on the meta device and need no memory.
     def trace_group(shapes: ParameterShapes, shard: Shard, ranks: Sequence[int]) -> BoxGroup:
         parameters: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
@@ -384,7 +392,7 @@ def megatron_boxes(
         boxes = trace_import(parameters, model, shard, -1, shapes=hf_shapes)
         return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))
 
-    # Each pipeline stage has its own layers; its ranks differ by their shards.
+    # Each pipeline stage has separate layers, and its ranks have different shards of them.
     groups: list[BoxGroup] = []
     stages = stage_layers(model.shape.layers, layout, settings)
     for stage, stage_ranks in enumerate(layout.groups("tensor", "context", "data")):
@@ -392,7 +400,7 @@ def megatron_boxes(
         is_first_stage = stage == 0
         is_last_stage = stage == layout.pipeline - 1
 
-        # Parameters outside the experts are sharded over tensor-parallel ranks, which vary fastest.
+        # Parameters outside of experts are sharded over tensor-parallel ranks, which vary fastest.
         shapes = dense_shapes(model, layout, layers, is_first_stage, is_last_stage)
         for tensor_rank in range(layout.tensor):
             shard = Shard(tensor_rank, layout.tensor)
@@ -401,11 +409,12 @@ def megatron_boxes(
         if not model.shape.experts:
             continue
 
-        # Experts divide the same ranks again: expert-tensor-parallel ranks vary fastest, then expert ranks.
+        # Experts are sharded over the same ranks in a different order: expert-tensor-parallel ranks vary
+        # fastest, then expert-parallel ranks.
         ranks_by_shard: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for position, rank in enumerate(stage_ranks):
-            outer_position, expert_tensor_rank = divmod(position, layout.expert_tensor)
-            expert_rank = outer_position % layout.expert
+        for index, rank in enumerate(stage_ranks):
+            outer_index, expert_tensor_rank = divmod(index, layout.expert_tensor)
+            expert_rank = outer_index % layout.expert
             ranks_by_shard[expert_rank, expert_tensor_rank].append(rank)
 
         shapes = expert_shapes(model, layout, layers)
@@ -430,14 +439,18 @@ def dense_shapes(
     is_first_stage: bool,
     is_last_stage: bool,
 ) -> ParameterShapes:
-    """Return the shapes of a rank's parameters outside the experts, by Megatron's parameter names."""
-    weights = {weight.name: weight for weight in model.outer_weights(is_first_stage, is_last_stage)}
+    """Return the shapes of a rank's parameters outside of experts, by Megatron's parameter names.
+
+    ``layers`` are the layers of the rank's pipeline stage. The first and the last stage also have embeddings,
+    the final norm and the output layer.
+    """
+    weight_by_name = {weight.name: weight for weight in model.outer_weights(is_first_stage, is_last_stage)}
     for layer in layers:
         for weight in model.weights(layer):
             if not weight.expert:
-                weights[f"decoder.layers.{layer}.{weight.name}"] = weight
+                weight_by_name[f"decoder.layers.{layer}.{weight.name}"] = weight
 
-    return {name: weight.local_shape(layout.tensor) for name, weight in weights.items()}
+    return {name: weight.local_shape(layout.tensor) for name, weight in weight_by_name.items()}
 
 
 def expert_shapes(
@@ -445,11 +458,14 @@ def expert_shapes(
     layout: ParallelLayout,
     layers: list[int],
 ) -> ParameterShapes:
-    """Return the shapes of the parameters of a rank's experts, with each expert as a separate module."""
+    """Return the shapes of a rank's expert parameters, with a separate module for each expert.
+
+    ``layers`` are the layers of the rank's pipeline stage.
+    """
     shapes: ParameterShapes = {}
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]
-        # Some layers of a mixture-of-experts model are dense.
+        # Skip dense layers, which a mixture-of-experts model may also have.
         if not weights:
             continue
 
