@@ -1,8 +1,8 @@
 """Confine a process: a separate user, root and namespaces, limits, and a filter of system calls.
 
 Like `megatron_rl.contained.process` this module imports only the standard library. If the kernel does not
-allow a protection, the protection is reported by name and a weaker one replaces it: Landlock replaces a new
-root, a filter of system calls a network namespace, and measurements by the supervisor a control group.
+allow a protection, the protection is reported by name and a weaker protection replaces it: Landlock replaces
+a new root, a filter of system calls a network namespace, and measurements by the supervisor a control group.
 
 bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: they need the
 same permissions as this module (they fail if namespaces are refused, as in most containers), are not
@@ -211,7 +211,7 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
 
 def _create_temporary_folder() -> str:
     """Create a folder on disk for temporary files, and return its path."""
-    # Imported here because it takes a third of this module's import time and is seldom needed.
+    # Import it here, since it is seldom needed and takes a third of this module's import time.
     import tempfile
 
     return tempfile.mkdtemp(prefix="megatron_rl_")
@@ -553,6 +553,8 @@ def supervise_worker(
     termination_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: termination_signals.append(number))
 
+    # Wait until the worker ends, must be ended, or exceeds a limit. Other children are adopted orphans, which
+    # `waitpid` only removes.
     num_checks = 0
     exit_code: int | None = None
     while exit_code is None:
@@ -568,6 +570,7 @@ def supervise_worker(
             if exit_code is None:
                 time.sleep(CHECK_SECONDS)
 
+    # End all processes, and remove the temporary folder and the control group.
     _kill_worker(worker)
     if isolation.folder is not None:
         import shutil
@@ -611,7 +614,7 @@ def _find_exceeded_limit(
 
 
 def _kill_worker(worker: int) -> None:
-    """Kill the worker and every descendant, including those in other sessions."""
+    """Kill the worker and all its descendants, including descendants in other sessions."""
     # When the first process of a PID namespace ends, the kernel kills all other processes of the namespace.
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)

@@ -257,7 +257,7 @@ def _apply_landlock_rules(
 
     ``refused_scopes`` are the Landlock flags to deny abstract sockets and signals, or 0.
     """
-    # struct landlock_ruleset_attr. Without scopes pass only the first field: older kernels know no others.
+    # struct landlock_ruleset_attr. Without scopes, pass only its first field, as older kernels require.
     attributes = struct.pack("QQQ", handled_rights, 0, refused_scopes)
     attributes_size = len(attributes) if refused_scopes else 8
     ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, attributes_size, 0)

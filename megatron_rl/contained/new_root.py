@@ -196,7 +196,7 @@ def _set_tree_attributes(
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
 
-    # Without a mapping, the files belong to the trainer's user: test the permissions of other users.
+    # Without a mapping, the files may belong to a different user: test the permissions.
     if owner is not None and owner.user != os.getuid() and not _can_access(descriptor, owner, attributes):
         raise UnreadablePath(path)
 

@@ -408,7 +408,7 @@ class Requests:
         ]
 
         # An error without such frames, for example for a wrong name, needs no details. A syntax error has no
-        # frame, but its position.
+        # frames, but its details contain the position.
         details = ""
         if frames or isinstance(error, SyntaxError):
             lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]

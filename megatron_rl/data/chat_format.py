@@ -95,7 +95,7 @@ def _has_thoughts(message: Message) -> bool:
 
 
 def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
-    """Return ``text`` up to and including the first of its trailing end tokens, or None if it has none.
+    """Return ``text`` up to and including the first of its trailing end tokens, or None without an end token.
 
     ``end_texts`` are the texts of the tokens that end responses. Whitespace after and between these tokens is
     not part of the response.
@@ -179,7 +179,7 @@ class ConversationText:
         self._make_with_kwargs = cache_by_kwargs(partial(ConversationText, renderer, self.end_texts))
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
-        """Return the instance that passes ``kwargs`` to the same template; instances are cached."""
+        """Return a renderer of the same template with the arguments ``kwargs``; renderers are cached."""
         if kwargs == self._kwargs:
             return self
         return self._make_with_kwargs(kwargs)
@@ -194,7 +194,7 @@ class ConversationText:
         if self._has_steady_tails:
             return
 
-        # Compare with two other histories: one with a system message, and one with an earlier exchange.
+        # Compare with two further histories: with a system message, and with an earlier exchange.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -234,7 +234,7 @@ class ConversationText:
 
     @cached_property
     def after_turn(self) -> str | None:
-        """Text that the template writes after a turn, or None if it rejects a question with an answer.
+        """Text that the template writes after a turn, or None if it cannot render an example conversation.
 
         Some templates write nothing after the last turn, and close a turn by opening the next message. For
         these, it is the text from the turn to the end of the next question.
@@ -434,7 +434,10 @@ def cache_by_kwargs(make: Callable[[Mapping[str, Any]], _Made]) -> Callable[[Map
 
 
 def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
-    """Return the error for a template that cannot render conversations turn by turn."""
+    """Return the error for a template that cannot render conversations turn by turn.
+
+    The error quotes the beginning of the first two texts in ``excerpts``.
+    """
     return UserError(
         f"this chat template cannot render conversations turn by turn: {reason}",
         where="the chat template of model.path",
@@ -464,7 +467,7 @@ def find_turn_end(
     added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
-    """Return the text with which a template ends turns, or None if it rejects a question with an answer.
+    """Return the text with which a template ends turns, or None if it cannot render an example conversation.
 
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS after a turn belongs to the next turn.
@@ -632,12 +635,16 @@ def text_prefix(tokenizer: Any) -> list[int]:
     Some tokenizers also append an EOS to a text. It is not part of the result, since the response must follow
     the prompt directly.
     """
-    # A tokenizer with a small vocabulary may have no token for some of these texts: use the first with one.
-    samples = ("a", "1", " ")
-    sample = next((text for text in samples if tokenizer.encode(text, add_special_tokens=False)), "")
+    # Choose a text that has tokens: a tokenizer with a small vocabulary may have none for some texts.
+    sample_text = ""
+    for text in ("a", "1", " "):
+        if tokenizer.encode(text, add_special_tokens=False):
+            sample_text = text
+            break
 
-    tokens = tokenizer.encode(sample, add_special_tokens=False)
-    tokens_with_special = tokenizer.encode(sample)
+    # The prefix is before the tokens of the text itself.
+    tokens = tokenizer.encode(sample_text, add_special_tokens=False)
+    tokens_with_special = tokenizer.encode(sample_text)
     for start in range(len(tokens_with_special)):
         if tokens_with_special[start : start + len(tokens)] == tokens:
             return tokens_with_special[:start]
@@ -746,7 +753,7 @@ class ChatTemplate(PlainText):
 
 
 class ChatFormats:
-    """Chat formats of a run: one for prompts of the data set, and one for environments.
+    """Chat formats of a run, for prompts of the data set and for conversations of environments.
 
     ``templated``: whether the tokenizer's chat template renders the prompts of the data set.
     """

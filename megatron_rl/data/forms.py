@@ -111,7 +111,7 @@ def prompt_consumers(
     A ground truth is required if any code may read it. The code is searched and not imported: a file without
     the text ``ground_truth`` does not read the ground truth.
     """
-    # Of several settings that read a field, the last one is named in errors.
+    # If several settings read a field, errors name the last of them.
     setting_by_field = dict(_find_field_readers(config, evaluation_set, source))
     return Consumers(setting_by_field.get(_GROUND_TRUTH), setting_by_field.get(_METADATA))
 
@@ -141,12 +141,15 @@ def _fields_read_by_rewards(config: RunConfig, source: str | None) -> Iterator[t
 
     ``source`` is the source of the record in ``data.sources``, or None.
     """
+    # A source with its own reward function does not use the function of the run.
     reward = config.reward
     source_function = config.data.source_rewards.get(source or "")
     if source_function is not None:
         yield from _fields_read_by_code(source_function, f"data.sources.{source}.reward")
     elif reward.function is not None:
         yield from _fields_read_by_code(reward.function, "reward.function")
+
+    # The tests of a program are its ground truth. A server and a judge read only the configured fields.
     if reward.code is not None:
         yield _GROUND_TRUTH, "reward.code"
     if reward.http is not None:
@@ -197,7 +200,7 @@ class RecordReader:
     """Reader that converts one data set's records to the normal form, and collects warnings about them."""
 
     data: DataConfig
-    """Names of fields, and whether prompts go through the chat template."""
+    """Names of fields, and whether the chat template renders the prompts."""
     setting: str
     """Configuration key that names the data set, such as ``data.train``."""
     responses: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -282,6 +285,7 @@ class RecordReader:
                 fix="leave them out, if a table was exported to JSON and filled them in",
             )
 
+        # The user may have misspelt an argument: suggest similar names that the template contains.
         if self._unused_kwargs:
             template_names = re.findall(r"\b[a-z_]\w+\b", self.template or "")
             suggestions = [nearest(name, template_names) for name in self._unused_kwargs]
@@ -381,14 +385,16 @@ class RecordReader:
             messages = _parse_messages(value)
             if messages is None and name == self.data.prompt_field:
                 self._reject_broken_messages(value, record)
-            value = messages or value
+            if messages:
+                value = messages
 
         # The value may also be a single message, or a mapping of columns.
         if isinstance(value, Mapping):
             messages = _messages_of_columns(value)
             if not messages and _is_message(value):
                 messages = [value]
-            value = messages or value
+            if messages:
+                value = messages
         if not isinstance(value, list) or not any(map(_is_message, value)):
             return value
 
@@ -571,7 +577,9 @@ class RecordReader:
         if record.from_table and not isinstance(value, str):
             kwargs = remove_nulls(kwargs)
         self._note_unused_kwargs(kwargs, record.where)
-        return dict(kwargs) or None
+        if not kwargs:
+            return None
+        return dict(kwargs)
 
     # Fields and keys that nothing reads
 
@@ -739,8 +747,9 @@ def remove_nulls(value: Any) -> Any:
 def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
     """Remove the keys with value null from the description of a function.
 
-    A null that JSON Schema allows is retained, unless Arrow added it (``from_arrow``). Arrow gives every
-    function in a column the properties of all other functions; such a property has only nulls and is removed.
+    A null that JSON Schema allows is retained, unless Arrow added it (``from_arrow``). In a column
+    of Arrow, every function has the properties of all other functions, with only nulls. These properties are
+    removed.
 
     Example:
         >>> remove_schema_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)

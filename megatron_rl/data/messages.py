@@ -113,6 +113,7 @@ def _absent_field_fix(
     filled_fields = [field for field, value in record.values.items() if value is not None]
     free_fields = [field for field in filled_fields if field not in occupied_fields]
 
+    # Try the candidates in the order above, until one of them fits.
     candidate = next((path for path in nested_fields if path.endswith(f".{name}")), None)
     if candidate is None:
         free_paths = [path for path in (*filled_fields, *nested_fields) if path not in occupied_fields]
@@ -165,7 +166,7 @@ def require_last_answer(
 
 
 def uses_chat_template(record: Record, data: DataConfig) -> bool:
-    """Return whether a record's prompt goes through the chat template."""
+    """Return whether the chat template renders a record's prompt."""
     return bool(data.chat_template) or not isinstance(record.values[data.prompt_field], str)
 
 
@@ -188,7 +189,7 @@ def get_template_kwargs(record: Record, data: DataConfig) -> dict[str, Any]:
 
 
 def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """Return a prompt as messages for the chat template, with the system prompt of the data set if set."""
+    """Return a prompt as messages for the chat template, including the data set's system prompt, if any."""
     prompt = record.values[data.prompt_field]
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -302,7 +303,7 @@ def no_tokens_error(prompt: str, location: str) -> UserError:
 
 
 def _are_messages(prompt: Any) -> bool:
-    """Return whether a value is a non-empty sequence of messages with a role and a content or calls."""
+    """Return whether a value is a non-empty sequence of messages that have a role, and content or calls."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
         return False
     return all(
@@ -445,11 +446,11 @@ def _count_shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
 
 
 def _ends_with_turn(messages: Sequence[Any]) -> bool:
-    """Return whether the last of ``messages`` is the assistant's."""
+    """Return whether the last message is a turn of the assistant."""
     if not messages:
         return False
-    last = messages[-1]
-    return isinstance(last, dict) and last.get("role") == "assistant"
+    last_message = messages[-1]
+    return isinstance(last_message, dict) and last_message.get("role") == "assistant"
 
 
 def _is_text_turn(messages: Sequence[Any]) -> bool:
@@ -467,12 +468,13 @@ def _are_turns(messages: Any) -> bool:
     """
     if not isinstance(messages, list) or not _ends_with_turn(messages[:1]) or not _ends_with_turn(messages):
         return False
-    return all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
-        for message in messages
-    )
+
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return False
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            return False
+    return True
 
 
 # Warnings about responses
@@ -562,10 +564,10 @@ def _closes_thoughts(response: Any, closing_tag: str) -> bool:
 
 
 def mixed_templates_error(first: str, first_uses_template: bool, second: str) -> UserError:
-    """Return the error for two sources of prompts, if only one goes through the chat template.
+    """Return the error for two sources of prompts, if the chat template renders only one of them.
 
-    ``first`` and ``second`` are the names of the sources. The first source goes through the template if
-    ``first_uses_template``, otherwise the second.
+    ``first`` and ``second`` are the names of the sources. ``first_uses_template``: whether the template
+    renders the first source, and not the second.
     """
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(

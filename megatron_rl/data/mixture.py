@@ -72,7 +72,8 @@ class MixedPrompts:
 
     ``weights`` maps each source to its weight. ``schedule`` maps a number of steps to the weights of later
     steps; a source without a weight supplies no prompts. ``prompt_ids`` number the records of all sources
-    consecutively, source after source. Raises UserError if only some sources go through the chat template.
+    consecutively, source after source. Raises UserError if the chat template renders only some of the
+    sources.
     """
 
     def __init__(
@@ -242,6 +243,7 @@ def load_training_prompts(
     if not config.data.sources:
         return data_sets["data.train"], data_sets
 
+    # The data sets have the same order as the sources.
     sources = dict(zip(config.data.sources, data_sets.values(), strict=True))
     weights = {name: source.weight for name, source in config.data.sources.items()}
     schedule = {int(steps): step_weights for steps, step_weights in config.data.weights.items()}

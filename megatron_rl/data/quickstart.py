@@ -85,15 +85,16 @@ def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> P
     train_pairs = pairs_with_carry[eval_half:] + pairs_without_carry[eval_half : len(pairs_with_carry)]
     sft_pairs = pairs_with_carry[eval_half:] + pairs_without_carry[eval_half:]
 
-    demonstrations = [
-        _make_demonstration(pair, _has_carry(pair) and generator.random() < CARELESS)
-        for _ in range(DEMONSTRATIONS)
-        for pair in sft_pairs
-    ]
-    # A fixed number of careless demonstrations, so that the lowest possible loss is equal for every seed.
-    careless_count = round(CARELESS * eval_half)
+    demonstrations: list[dict[str, str]] = []
+    for _ in range(DEMONSTRATIONS):
+        for pair in sft_pairs:
+            is_careless = _has_carry(pair) and generator.random() < CARELESS
+            demonstrations.append(_make_demonstration(pair, is_careless))
+
+    # Fix the number of careless demonstrations, so that the lowest possible loss is equal for every seed.
+    num_careless = round(CARELESS * eval_half)
     eval_demonstrations = [
-        _make_demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)
+        _make_demonstration(pair, index < num_careless) for index, pair in enumerate(eval_pairs)
     ]
 
     _write_jsonl(directory / "eval.jsonl", (_make_problem(pair) for pair in eval_pairs))

@@ -96,6 +96,8 @@ def main() -> int:
     parser.add_argument("--held-out", type=int, default=200, help="problems of eval.jsonl (200)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+
+    # Report errors of the user as messages, without a traceback.
     try:
         tasks = options.tasks.split(",")
         write_data_sets(options.directory, tasks, options.problems, options.held_out, options.seed)

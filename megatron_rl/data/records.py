@@ -419,7 +419,7 @@ def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
 
 
 def _is_record_file(name: str) -> bool:
-    """Return whether a file of this name contains records; tools' files start with . or _."""
+    """Return whether a file name has a suffix of `SUFFIXES` and does not start with . or _."""
     return name.endswith(SUFFIXES) and not name.startswith((".", "_"))
 
 
@@ -434,12 +434,16 @@ def _parse_split(name: str) -> str:
     if shard is not None:
         return shard["split"]
 
+    # A name such as `train_1` begins with the split, but `training` does not.
     stem = name.rpartition(".")[0]
-    return next((split for split in _SPLITS if re.match(rf"{split}(?![a-z])", stem)), "")
+    for split in _SPLITS:
+        if re.match(rf"{split}(?![a-z])", stem):
+            return split
+    return ""
 
 
 def _likely_split(splits: Sequence[str], setting: str) -> str:
-    """Return the split that a setting most likely means: a training split, or one for evaluation."""
+    """Return the split that a setting most likely means: a training or an evaluation split."""
     is_training_data = not (setting.startswith("evaluation.") or setting.endswith(".held_out"))
     for split in splits:
         if split.startswith("train") == is_training_data:
@@ -525,9 +529,18 @@ def _make_mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Convert the (key, value) pairs of a JSON object to a mapping; raises _RepeatedKey if a key repeats."""
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedKey(next(name for name in names if names.count(name) > 1))
+        raise _RepeatedKey(_find_repeated([key for key, _ in pairs]))
     return values
+
+
+def _find_repeated(names: Sequence[str]) -> str | None:
+    """Return the first name that occurs more than once, or None if all names are different."""
+    if len(set(names)) == len(names):
+        return None
+    for name in names:
+        if names.count(name) > 1:
+            return name
+    return None
 
 
 def require_encodable_text(values: Mapping[str, Any], location: str) -> None:
@@ -616,10 +629,10 @@ def _require_unique_names(schema: Any, path: Path) -> None:
     while pending:
         prefix, fields = pending.pop()
         names = [field.name for field in fields]
-        repeated = next((name for name in names if names.count(name) > 1), None)
-        if repeated is not None:
+        repeated_name = _find_repeated(names)
+        if repeated_name is not None:
             raise UserError(
-                f"a Parquet file has two columns named `{prefix}{repeated}`",
+                f"a Parquet file has two columns named `{prefix}{repeated_name}`",
                 where=str(path),
                 expected="one column of each name",
                 got=f"the columns {', '.join(f'{prefix}{name}' for name in names)}",

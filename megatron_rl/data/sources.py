@@ -94,6 +94,8 @@ class ShuffledOrder:
         self.shuffle = shuffle
         self.fingerprint = fingerprint
         self.uniform_share = uniform_share
+
+        # State of the order, which checkpoints store.
         self.epoch = 0
         self.position = 0
         self.uniform: set[int] = set()
@@ -115,7 +117,7 @@ class ShuffledOrder:
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
-        # The added 1 gives a random stream that is independent of the permutation's stream.
+        # Add 1 to the seed sequence: the stream must be independent of the permutation's stream.
         generator = numpy.random.default_rng([self.seed, self.epoch, 1])
         draws = generator.random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
@@ -306,7 +308,7 @@ class PromptSource:
 
     @property
     def record_count(self) -> int:
-        """Return the number of records of the data set, including those over the token limit."""
+        """Return the number of records of the data set, including records over the token limit."""
         return len(self._records)
 
     def has_prompt(self, record: int, tokens: torch.Tensor) -> bool:
@@ -372,6 +374,7 @@ class PromptSource:
         if temperature is None:
             return batch
 
+        # Also disable changes over the tokens of a response, which would override the constant values.
         if temperature == 0:
             sampling = [parameters.with_greedy_decoding() for parameters in batch.sampling]
         else:
@@ -399,8 +402,8 @@ class PromptSource:
                 fix="resume with the data of the checkpoint, or start a new run",
             )
 
-        # If the prompts differ because the template writes the date, say so. Older checkpoints have neither
-        # `clock` nor `records`.
+        # Raise a more specific error if the prompts differ because the template writes the date. Older
+        # checkpoints have neither `clock` nor `records`.
         clock = state.get("clock") or None
         prompts_differ = state["fingerprint"] != self._order.fingerprint
         if prompts_differ and clock is not None and clock != self._clock:
@@ -424,7 +427,7 @@ class PromptSource:
         return self._encoded.digest()
 
     def _make_batch(self, positions: Sequence[int]) -> PromptBatch:
-        """Return the prompts at ``positions`` among the prompts within the limit, as a batch."""
+        """Return the prompts at ``positions`` as a batch; positions count only prompts within the limit."""
         ids = [self._ids[position] for position in positions]
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
@@ -779,10 +782,13 @@ class _ResponseEncoder:
             if row_tokens is None or not _ends_with(prompt, row_tokens[0]):
                 separate_rows.append(index)
                 separate_texts.extend(pieces[index])
-        separate_tokens = iter(encode_texts(tokenizer, separate_texts, limit))
+        separate_tokens = encode_texts(tokenizer, separate_texts, limit)
         no_prompt = numpy.empty(0, numpy.int32)
+        start = 0
         for index in separate_rows:
-            tokens_of_rows[index] = [no_prompt, *(next(separate_tokens) for _ in pieces[index])]
+            stop = start + len(pieces[index])
+            tokens_of_rows[index] = [no_prompt, *separate_tokens[start:stop]]
+            start = stop
 
         # Join the pieces of each response. The first piece of a row is the prompt.
         responses = []

@@ -239,6 +239,7 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
+        # Try without waiting first, to find out whether another process holds the lock.
         was_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,9 +247,10 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
             was_locked = error.errno not in _NO_LOCKS
             if was_locked:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
+
         yield was_locked
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # also releases the lock
 
 
 # Files

@@ -180,6 +180,7 @@ def split_stop_texts(
     ids: list[int] = []
     texts: list[str] = []
     for text in stop:
+        # Reject a text with unknown tokens, and a text that its tokens do not decode to.
         tokens = tokenizer.encode(text, add_special_tokens=False)
         names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
         decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
@@ -187,6 +188,7 @@ def split_stop_texts(
         if error is not None:
             raise error
 
+        # A text of several tokens is found in the decoded response, which needs a fast tokenizer.
         if len(tokens) == 1:
             ids.append(tokens[0])
         elif tokenizer.is_fast:

@@ -164,6 +164,7 @@ def _normalize_messages(messages: Any) -> list[dict[str, Any]]:
     normalized_messages = []
     try:
         for message in messages:
+            # Join the parts of the content, and omit empty fields and further keys.
             content = message.get("content") or ""
             if not isinstance(content, str):
                 content = "".join(content_part["text"] for content_part in content)
@@ -278,6 +279,7 @@ async def _respond(
 
     ``api_key`` is the bearer token that the request must have.
     """
+    # Another episode's agent must not reach this conversation.
     if request.headers.get("Authorization") != f"Bearer {api_key}":
         raise Refused(401, "key", "the key is not this episode's")
 
@@ -287,6 +289,7 @@ async def _respond(
     if route != "POST /v1/chat/completions":
         raise Refused(404, "path", f"{route} is not served")
 
+    # Read the body, and map each error to an HTTP error in OpenAI's format.
     try:
         body = json.loads(await _read_body(request))
     except web.HTTPRequestEntityTooLarge:
@@ -348,7 +351,7 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent's program as a client of ``base_url``; return its output, which `judge` is given."""
+        """Run the agent's program as a client of ``base_url``; return its output, an argument of `judge`."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run_program(self.command, variables, json.dumps(task))

@@ -533,6 +533,7 @@ def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | 
     if INVALID_TEXT in frame:
         return EpisodeEnd(number, failure=WRONG_TYPE, message=f"the environment {INVALID_TEXT_MESSAGE}")
 
+    # Messages and opening must be valid, since they become part of the policy's sequence.
     messages = frame.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         return None
@@ -544,6 +545,7 @@ def _parse_turn_request(number: int, frame: Mapping[str, Any]) -> TurnRequest | 
             return None
         opening = Opening(opening_values["messages"], opening_values["tools"])
 
+    # An invalid limit is no limit: the policy's own limits still apply.
     limit = frame.get("limit")
     if not isinstance(limit, int) or limit <= 0:
         limit = None

@@ -363,6 +363,7 @@ def check_disk() -> list[Finding]:
             )
             continue
 
+        # Checkpoints are usually in the current folder, so only this folder needs much space.
         free = shutil.disk_usage(folder).free / _GIB
         text = f"{free:.1f} GiB free in {folder}"
         if label == "disk" and free < MIN_DISK_GIB:

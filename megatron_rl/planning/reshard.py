@@ -40,7 +40,7 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 class TransferSummary:
     """Cost of a planned weight transfer, which `plan-reshard` prints.
 
-    Bytes are per rank unless a field says otherwise.
+    Bytes are per rank, except in fields that contain totals.
     """
 
     model_bytes: int

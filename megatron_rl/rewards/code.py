@@ -373,14 +373,14 @@ def _is_text(value: Any) -> bool:
 
 
 def _join_lines(value: str | list[str]) -> str:
-    """Return text as one string; text may also be a list of lines."""
+    """Join a list of lines to one text; return text unchanged."""
     if isinstance(value, str):
         return value
     return "\n".join(value)
 
 
 def _parse_assertions(text: str) -> list[Test]:
-    """Return the tests in Python code: one per top-level assertion, with all other statements before it.
+    """Parse the tests in Python code: one per top-level assertion, with all other statements before it.
 
     Code whose assertions are all nested is a single test, such as a function with assertions and its call.
     Raises ValueError for text without an assertion.
@@ -393,27 +393,28 @@ def _parse_assertions(text: str) -> list[Test]:
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"an assertion is 'assert f(x) == y', got {text!r:.200}")
 
-    # Imports and helper functions belong to each assertion that follows them.
-    preceding: list[ast.stmt] = []
+    # Imports and helper functions are part of the test of each assertion that follows them.
+    preceding_statements: list[ast.stmt] = []
     tests: list[Test] = []
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
-            _require_decidable(statement, preceding)
-            tests.append(Test(source=ast.unparse(ast.Module([*preceding, statement], []))))
+            _require_decidable(statement, preceding_statements)
+            test_module = ast.Module([*preceding_statements, statement], [])
+            tests.append(Test(source=ast.unparse(test_module)))
         else:
-            preceding.append(statement)
+            preceding_statements.append(statement)
 
     if not tests:
         return [Test(source=ast.unparse(tree))]
     return tests
 
 
-def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None:
+def _require_decidable(statement: ast.Assert, preceding_statements: list[ast.stmt]) -> None:
     """Raise ValueError for an assertion whose outcome the program itself could decide.
 
-    ``preceding`` are the statements before the assertion in the same test.
+    ``preceding_statements`` are the other statements of the same test.
     """
-    names = _program_names([*preceding, statement])
+    names = _program_names([*preceding_statements, statement])
     condition = statement.test
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         condition = condition.operand
@@ -458,7 +459,9 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
 
-    nodes = [node for statement in statements for node in ast.walk(statement)]
+    nodes: list[ast.AST] = []
+    for statement in statements:
+        nodes.extend(ast.walk(statement))
     for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
             loaded_names[node.id] = None
@@ -605,6 +608,8 @@ def _read_until(descriptor: int, deadline: float) -> bytes:
         ready_descriptors, _, _ = select.select([descriptor], [], [], remaining_seconds)
         if not ready_descriptors:
             return b""
+
+        # An empty read means that the write end was closed.
         data = os.read(descriptor, 1 << 16)
         if not data:
             return content

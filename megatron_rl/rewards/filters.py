@@ -43,7 +43,7 @@ class FilteredRows:
 
     @property
     def dropped_rows(self) -> frozenset[int]:
-        """Return the removed rows that are dropped from training; none if removed rows have a reward."""
+        """Return the removed rows that are dropped from training; empty if they get a fixed reward."""
         if self.reward is not None:
             return frozenset()
         return frozenset(self.names)
@@ -125,7 +125,7 @@ class ResponseFilters:
         return _KEPT
 
     def close(self) -> None:
-        """End the worker processes of the user's filter function, if there is one."""
+        """End the worker processes of the user's filter function."""
         if self._function is not None:
             self._function.close()
 

@@ -98,11 +98,13 @@ class RewardResult:
     @property
     def components(self) -> dict[str, Tensor]:
         """Return the values of each named component, [B] float32, NaN for a sample without it."""
-        values: dict[str, Tensor] = {}
+        values_by_name: dict[str, Tensor] = {}
         for row, answer in enumerate(self.answers):
             for name, value in answer.components.items():
-                values.setdefault(name, torch.full((len(self.answers),), float("nan")))[row] = value
-        return values
+                if name not in values_by_name:
+                    values_by_name[name] = torch.full((len(self.answers),), float("nan"))
+                values_by_name[name][row] = value
+        return values_by_name
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -134,6 +134,7 @@ class Server:
         self._secrets = secrets
         self._jitter = random.Random()
 
+        # State of the rate limit and of the circuit breaker, which persists from round to round.
         self._next_request_time = 0.0
         """Time (monotonic) before which no request is sent."""
         self._failures = 0
@@ -572,8 +573,8 @@ class JudgeReward:
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
 
-        # `parameters` may override the sampling settings, but neither the model nor the messages. Sorted keys
-        # give equal requests the same text.
+        # `parameters` may override the sampling settings, but neither the model nor the messages. With sorted
+        # keys, equal requests have equal texts.
         config = self.config
         body = {
             "temperature": config.temperature,

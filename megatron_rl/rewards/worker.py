@@ -164,7 +164,9 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
     # Text, such as the prompt from a judge's template.
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
-        return Answer(None, text=text) if is_text_or_messages(text) else None
+        if not is_text_or_messages(text):
+            return None
+        return Answer(None, text=text)
 
     # A reward with its components.
     components = frame.get("components")
@@ -362,7 +364,7 @@ def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
 
 
 def reward_frame(value: Any) -> dict[str, Any]:
-    """Convert a reward, a number or a mapping with components, to a frame (JSON object).
+    """Convert a reward (a number, or a mapping with components) to a frame, which is a JSON object.
 
     Any other value, and a number that is not finite, becomes a failure frame.
 
@@ -552,12 +554,12 @@ class Worker:
     @property
     def deadline(self) -> float:
         """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
-        open_calls = list(self.calls.values())
         if not self.signature.concurrent:
-            return open_calls[0].start_time + self.config.timeout
+            first_number = min(self.calls)
+            return self.calls[first_number].start_time + self.config.timeout
 
         # The worker cancels a coroutine itself at its limit, unless the function blocks the event loop.
-        earliest_start = min(call.start_time for call in open_calls)
+        earliest_start = min(call.start_time for call in self.calls.values())
         return earliest_start + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
@@ -567,36 +569,36 @@ class Worker:
         """
         frames, is_open = self.process.read_replies()
         for frame in frames:
-            number = frame.get("call")
-            call = self._find_open_call(number)
+            number = self._find_open_call(frame)
             answers = None
-            if call is not None:
-                answers = read_answers(frame, len(call.rows))
-            if call is None or answers is None:
+            if number is not None:
+                answers = read_answers(frame, len(self.calls[number].rows))
+            if number is None or answers is None:
                 self.process.protocol_error = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
 
+            call = self.calls.pop(number)
             for row, answer in zip(call.rows, answers, strict=True):
                 outcomes[row] = answer
                 count_progress("rewards")
-            del self.calls[number]
 
             # The time limit of the next call of a plain function starts now.
             if not self.signature.concurrent and self.calls:
-                next_call = next(iter(self.calls.values()))
-                next_call.start_time = time.monotonic()
+                next_number = min(self.calls)
+                self.calls[next_number].start_time = time.monotonic()
         return is_open and self.process.protocol_error is None
 
-    def _find_open_call(self, number: Any) -> Call | None:
-        """Return the open call that a frame with this number may answer, or None for an invalid number.
+    def _find_open_call(self, frame: Mapping[str, Any]) -> int | None:
+        """Return the number of the open call that a frame answers, or None for an invalid number.
 
         User code may have written the frame. A plain function can only answer its first open call.
         """
-        if not isinstance(number, int):
+        number = frame.get("call")
+        if not isinstance(number, int) or number not in self.calls:
             return None
-        if not self.signature.concurrent and number != next(iter(self.calls), None):
+        if not self.signature.concurrent and number != min(self.calls):
             return None
-        return self.calls.get(number)
+        return number
 
     def split_open_calls(self) -> tuple[list[Call], list[Call]]:
         """Split the open calls of a process that ended into failed calls and calls to send again.
