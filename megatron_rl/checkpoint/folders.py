@@ -1,7 +1,7 @@
 """Checkpoint folders: written under a partial name, published when complete, verified before they are read.
 
-All ranks share the folder's file system, and each writes and reads some of the files. A step that fails on
-one rank raises on all: otherwise the others would wait for the failed rank in the next collective.
+All ranks share the folder's file system, and each rank writes and reads some of the files. A step that fails
+on one rank raises on all ranks: otherwise they would wait for the failed rank in the next collective.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from megatron_rl.progress import count_progress
 _FULL_BYTES = 2**20
 """Free bytes below which a disk counts as full, even if the failed writer reports another reason."""
 _SHOWN_PROBLEMS = 5
-"""Maximum number of damaged files in a summary of one line."""
+"""Maximum number of damaged files in a one-line summary."""
 _SHOWN_LINES = 8
-"""Maximum number of damaged files in an error."""
+"""Maximum number of damaged files in a multi-line error."""
 _TRUNCATED_WRITE = "unexpected pos"
 """Text in the error of PyTorch's tensor writer after a failed write; the error omits the system's reason."""
 _PROGRESS_SECONDS = 1.0
@@ -59,7 +59,7 @@ def run_write_step(
     description: str,
     folder: Path,
 ) -> None:
-    """Run ``action``, a step of writing ``folder``, on every rank; raise on all ranks if it fails on one.
+    """Run ``action``, which writes to ``folder``, on every rank; raise on all ranks if any rank fails.
 
     ``description`` names the step in the error, such as "prepare the checkpoint's folder". Collective over
     the world.
@@ -86,7 +86,9 @@ def convert_write_error(error: Exception, folder: Path) -> Exception:
         return memory_error
 
     # A failed write may leave no folder: query the file system of the nearest existing parent.
-    existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    existing_folder = folder
+    while not existing_folder.exists():
+        existing_folder = existing_folder.parent
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.full_disk_error(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
@@ -121,9 +123,8 @@ def write_tensors(
 ) -> None:
     """Write Megatron's sharded ``state`` into an empty folder, and wait until it is written.
 
-    ``model`` is None on ranks outside its layout. ``content`` is Megatron's metadata for readers of the
-    checkpoint, or None to write none. Call it inside `checkpoint.tensors.megatron_scope`. Collective over the
-    world.
+    Ranks outside the layout of ``model`` pass None. ``content`` is Megatron's metadata for readers of the
+    checkpoint, if any. Call it inside `checkpoint.tensors.megatron_scope`. Collective over the world.
     """
     tensor_write = TensorWrite(folder, model, state, content, copy_host_tensors=False)
     run_write_step(tensor_write.write_shards, "write a checkpoint", folder)
@@ -168,13 +169,14 @@ class PendingCheckpoint:
 
     @property
     def is_written(self) -> bool:
-        """Return whether this rank's writer thread has ended; if it failed, `finish` raises its error."""
+        """Return whether this rank's writer thread has ended, successfully or with an error."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until all ranks have written; rename the folder to its final name; prune older checkpoints.
 
-        If one rank failed, all raise: UserError, or RuntimeError with the rank. Collective over the world.
+        If a rank failed, raises UserError, or RuntimeError with the failed rank, on all ranks. Collective
+        over the world.
         """
         # `save` has already finished a checkpoint in the foreground.
         if self._is_finished:
@@ -202,13 +204,13 @@ class PendingCheckpoint:
         self._is_finished = True
 
     def _wait_for_thread(self) -> None:
-        """Wait for the thread that writes this rank's files; raise the error with which it failed."""
-        size = 0
+        """Wait for the thread that writes this rank's files; raise its error if it failed."""
+        num_bytes = 0
         while self._thread.is_alive():
             self._thread.join(_PROGRESS_SECONDS)
-            new_size = sum(path.stat().st_size for path in self._files if path.exists())
-            if new_size != size:
-                size = new_size
+            new_num_bytes = sum(path.stat().st_size for path in self._files if path.exists())
+            if new_num_bytes != num_bytes:
+                num_bytes = new_num_bytes
                 # Writing may take longer than the hang detector's limit: growing files count as progress.
                 count_progress("checks of a growing checkpoint")
 
@@ -216,7 +218,10 @@ class PendingCheckpoint:
             raise self._failure
 
     def _write_files(self) -> None:
-        """Write this rank's files and compute their digests, on the thread; `finish` raises its errors."""
+        """Write this rank's files and compute their digests, on the writer thread.
+
+        Errors are stored, and `finish` raises them.
+        """
         start = time.perf_counter()
         try:
             for write in self._writes:
@@ -234,8 +239,8 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
     """Return the digests of all files of a folder, by file name, the same on every rank.
 
     ``rank_digests`` are the digests that this rank has computed already. Files without a digest are divided
-    among the ranks. Raises on all ranks if one cannot read a file or flush it to the disk. Collective over
-    the world.
+    among the ranks. Raises on all ranks if a file cannot be read or flushed to the disk. Collective over the
+    world.
     """
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
@@ -260,7 +265,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
 
 def find_newest_intact_checkpoint(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files match their digests, or None if there are none.
+    """Return the newest checkpoint in ``folder`` whose files match their digests, or None if it has none.
 
     First, a checkpoint whose replacement was interrupted by a kill is renamed back. Damaged checkpoints are
     not deleted. ``log`` receives a line for each renamed and each damaged checkpoint. If an intact checkpoint
@@ -311,8 +316,8 @@ def require_intact_checkpoint(path: Path) -> None:
 def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
     """Raise UserError for the first model folder whose files do not match their digests.
 
-    ``keys_by_folder`` maps each folder to the configuration key that names it. A folder without digests, such
-    as a download, is not verified. Collective over the world.
+    ``keys_by_folder`` maps each folder to the configuration key whose value it is. A folder without digests,
+    such as a download, is not verified. Collective over the world.
     """
     for path, key in keys_by_folder.items():
         problems = find_damaged_model_files(Path(path))
@@ -339,11 +344,11 @@ def find_damaged_model_files(folder: Path) -> list[str]:
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
-    """Join the first lines from `find_damaged_files` into one line, with the number of omitted ones."""
-    text = "; ".join(problems[:_SHOWN_PROBLEMS])
+    """Join the first lines of `find_damaged_files` into one line; state the number of omitted lines."""
+    summary = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
-        text += f" and {len(problems) - _SHOWN_PROBLEMS} more"
-    return text
+        summary += f" and {len(problems) - _SHOWN_PROBLEMS} more"
+    return summary
 
 
 def find_damaged_files(path: Path) -> list[str]:

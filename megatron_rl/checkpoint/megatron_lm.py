@@ -1,7 +1,7 @@
-"""Checkpoints for Megatron-LM: write weights that it can load, and read Adam's state that it saved.
+"""Exchange of checkpoints with Megatron-LM: write weights for it, and read Adam's state that it saved.
 
-The idea: both directions use Megatron's distributed format, which any parallel layout can read. So
-Megatron-LM can load a written checkpoint on any layout, and each rank of this run reads only the slices of a
+The idea: both directions use Megatron's distributed format, which any parallel layout can read. Megatron-LM
+can therefore load a written checkpoint on any layout, and each rank of this run reads only the slices of a
 saved optimizer that its own layout needs.
 """
 
@@ -40,7 +40,7 @@ from megatron_rl.types import TensorBox
 VOCABULARY_MULTIPLE = 128
 """Megatron-LM's default of --make-vocab-size-divisible-by."""
 _MAX_POSITIONS = 1 << 20
-"""Upper bound of the --max-position-embeddings in written checkpoints."""
+"""Upper bound of --max-position-embeddings in written checkpoints."""
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """Metadata from which Megatron-LM's loader derives the names of sharded states."""
 _LISTED = 6
@@ -51,11 +51,12 @@ _LISTED = 6
 
 
 def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
-    """Return the Megatron-LM arguments to save with a model, and the iteration from which its steps count.
+    """Return the Megatron-LM arguments to save with a model, and the iteration at the start of training.
 
-    ``source`` is the folder of the model that training began with. If it points to a Megatron checkpoint,
-    arguments and iteration are that checkpoint's. Otherwise the arguments are derived from config.json, and
-    the iteration is 0. Raises UserError for a model that Megatron-LM has no arguments for.
+    ``source`` is the folder of the model from which training started. If it points to a Megatron checkpoint,
+    arguments and iteration are read from this checkpoint. Otherwise the arguments are derived from
+    config.json, and the iteration is 0. Raises UserError for a model that Megatron-LM's arguments cannot
+    describe.
     """
     model = read_pretrained(Path(source) / "config.json")
     arguments = derive_arguments(model)
@@ -95,10 +96,10 @@ def save_megatron(
 ) -> Path:
     """Write ``iter_N`` and the tracker for pretrain_gpt.py --load; return the path of ``iter_N``.
 
-    ``arguments`` come from `checkpoint_arguments`, equal on every rank; ``model`` is None on ranks outside
-    its layout. Adapters are merged into the weights. Optimizer and random generators are not saved: the saved
-    arguments contain --no-save-optim and --no-save-rng. At most ``keep`` iterations remain, or all if it is
-    None. Collective over the world; the folder is on a file system that all ranks share.
+    ``arguments`` come from `checkpoint_arguments`, equal on every rank; ranks outside the layout of ``model``
+    pass None. Adapters are merged into the weights. Optimizer and random generators are not saved: the saved
+    arguments contain --no-save-optim and --no-save-rng. Retains the newest ``keep`` iterations, by default
+    all. Collective over the world; the folder is on a file system that all ranks share.
     """
     final = iteration_folder(folder, iteration)
     partial_folder = partial_path(final)
@@ -106,7 +107,7 @@ def save_megatron(
     def prepare() -> None:
         if device.rank() == 0:
             final.parent.mkdir(parents=True, exist_ok=True)
-            # If a kill interrupted the replacement of an iteration, rename the older one back.
+            # If a kill interrupted the replacement of an iteration, rename the old iteration back.
             durable.recover_replaced(final.parent)
             durable.remove_path(partial_folder)
             partial_folder.mkdir()
@@ -114,7 +115,7 @@ def save_megatron(
     def publish() -> None:
         if device.rank() == 0:
             durable.publish_folder(partial_folder, final)
-            # After `publish`: the tracker must never name an incomplete iteration.
+            # Write the tracker last: it must never name an incomplete iteration.
             durable.write_text(final.parent / TRACKER, str(iteration))
             for old_folder in _surplus_iterations(final, keep):
                 durable.remove_path(old_folder)
@@ -130,7 +131,7 @@ def save_megatron(
 
 
 def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
-    """Return the oldest iterations to remove so that ``keep`` remain, of which ``final`` is the newest."""
+    """Return the oldest iterations to remove, so that ``keep`` iterations up to ``final`` remain."""
     if keep is None:
         return []
 
@@ -139,8 +140,8 @@ def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
     for path in sorted(final.parent.glob("iter_*")):
         if re.fullmatch(r"iter_\d+", path.name) and path.name < final.name:
             earlier_folders.append(path)
-    surplus = len(earlier_folders) + 1 - keep
-    return earlier_folders[: max(surplus, 0)]
+    num_surplus = len(earlier_folders) + 1 - keep
+    return earlier_folders[: max(num_surplus, 0)]
 
 
 def _build_state(
@@ -148,14 +149,14 @@ def _build_state(
     arguments: Mapping[str, Any],
     iteration: int,
 ) -> dict[str, Any]:
-    """Return Megatron-LM's checkpoint state: arguments, iteration and the sharded weights of this rank.
+    """Build Megatron-LM's checkpoint state: arguments, iteration and the sharded weights of this rank.
 
     It has no optimizer, learning-rate schedule or random generators.
     """
-    namespace = {
-        **{name: _torch_value(value) for name, value in arguments.items()},
+    saved_arguments = {name: _torch_value(value) for name, value in arguments.items()}
+    saved_arguments |= {
         "iteration": iteration,
-        # Megatron-LM expects random generators, which are not stored, if these sizes equal its own.
+        # If these sizes equal Megatron-LM's own sizes, it expects random generators, which are not stored.
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
@@ -166,7 +167,7 @@ def _build_state(
     }
 
     state: dict[str, Any] = {
-        "args": Namespace(**namespace),
+        "args": Namespace(**saved_arguments),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0.0,
@@ -186,18 +187,17 @@ def _build_state(
 
 
 def _torch_value(value: Any) -> Any:
-    """Convert a string such as "torch.bfloat16" to the object of torch; return other values unchanged."""
+    """Convert a string like "torch.bfloat16" to the attribute of torch; return other values unchanged."""
     if isinstance(value, str) and value.startswith("torch."):
         return getattr(torch, value.removeprefix("torch."), value)
     return value
 
 
 def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
-    """Change a sharded tensor with a row per token of the vocabulary to ``num_rows`` rows in total.
+    """Pad or shorten a sharded embedding or output tensor to ``num_rows`` rows in total.
 
     This run pads the vocabulary to a multiple of its tensor-parallel size, Megatron-LM to a multiple of 128.
-    The last tensor-parallel rank adds or removes rows of zeros. Other values than embedding and output
-    tensors are returned unchanged.
+    The last tensor-parallel rank adds or removes rows of padding. Other values are returned unchanged.
     """
     vocabulary = vocabulary_names(model.spec.model.shape)
     if not isinstance(value, ShardedTensor) or value.key not in vocabulary:
@@ -221,7 +221,7 @@ def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
         local_shape=tuple(data.shape),
         global_shape=(num_rows, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
-        # A number of equal shards, which these are not: the last one has another size.
+        # The number of equal shards: the last shard may have another size.
         axis_fragmentations=None,
     )
 
@@ -233,10 +233,10 @@ def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
 def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     """Restore Adam's moments and step count from a Megatron checkpoint.
 
-    ``source`` is a model folder that points to the checkpoint. float32 master weights are restored too, if
-    they were saved. Each rank reads only the slices that its shard of the model needs, on any layout.
-    Learning rate and decay stay as configured. Raises UserError, on all ranks, if master weights in flat
-    buffers differ from the checkpoint's weights. Collective over the model's ranks.
+    ``source`` is a model folder that points to the checkpoint. Float32 master weights are restored too, if
+    they were saved. Each rank reads only the slices that its shard of the model needs, on any layout. The
+    configured learning rate and decay are not changed. Raises UserError, on all ranks, if master weights in
+    flat buffers differ from the checkpoint's weights. Collective over the model's ranks.
     """
     model = optimizer.model
     with model.scope():
@@ -244,7 +244,7 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
     checkpoint = read_pointed_checkpoint(source)
     assert checkpoint.steps is not None, "model.resume_optimizer has been validated"
 
-    # One optimizer state at a time, since all parameters of this rank are unsharded in host memory meanwhile.
+    # Restore one optimizer state at a time: its values for all parameters of this rank are in host memory.
     for stored_name, open_files in _iterate_optimizer_states(model, source, checkpoint):
         values: dict[str, Tensor] = {}
         for parameter_name, parameter in live_parameters(model).items():
@@ -290,13 +290,13 @@ def _open_verified_buffers(
     source: str | Path,
     checkpoint: MegatronCheckpoint,
 ) -> BufferFiles:
-    """Return a reader of the optimizer's flat buffers, with the order of parameters in them.
+    """Return a reader of the optimizer's flat buffers that uses the correct order of parameters.
 
-    Flat buffers have no parameter names. The right order is the one in which the float32 master weights in
-    the buffers equal the checkpoint's model weights. Each rank compares the parameters that it will read.
-    Raises UserError on all ranks if no order matches. Collective over the model's ranks.
+    Flat buffers have no parameter names. The order is correct if the float32 master weights in the buffers
+    equal the checkpoint's model weights. Each rank compares the parameters that it will read. Raises
+    UserError on all ranks if no order matches. Collective over the model's ranks.
     """
-    # The model weights that the master weights are compared with.
+    # Model weights to compare the master weights with.
     weights = MegatronFiles(source, checkpoint)
     assigned_names = assigned_parameters(live_parameters(model), model)
     boxes = [box for box in source_boxes(model) if box.storage in assigned_names]
@@ -331,9 +331,9 @@ def _find_first_difference(
     weights: MegatronFiles,
     boxes: Sequence[TensorBox],
 ) -> str | None:
-    """Return the name of the first tensor in ``boxes`` whose master weights differ from its weights.
+    """Return the name of the first tensor in ``boxes`` whose master weights differ from the model weights.
 
-    Returns None if all are equal up to rounding.
+    Returns None if all tensors are equal up to rounding.
     """
     for box in boxes:
         if not _is_equal_up_to_rounding(master_weights, weights, box):
@@ -365,7 +365,7 @@ def _set_state(
 ) -> None:
     """Copy one optimizer state into one of Megatron's optimizers.
 
-    ``values`` has a tensor of the parameter's shape for each name "chunk index.parameter name".
+    ``values`` has a tensor of the parameter's shape for each storage name, ``<chunk>.<parameter name>``.
     """
     is_distributed = hasattr(sub_optimizer, "model_param_gbuf_map")
     for index, chunk in enumerate(model.chunks):
@@ -406,7 +406,7 @@ def _set_complete_state(
 
     Does nothing if the optimizer does not have the parameter.
     """
-    # Its states belong to the float32 master weight of a half-precision parameter, if there is one.
+    # The states of a half-precision parameter belong to its float32 master weight.
     main_parameter = getattr(parameter, "main_param", parameter)
     optimizer_state = sub_optimizer.optimizer.state
     if main_parameter not in optimizer_state:

@@ -1,15 +1,15 @@
-"""Checkpoints of a run: save every trained role and the run's state; restore them on any parallel layout.
+"""Save every trained role and the state of the run; restore them on any parallel layout.
 
 A checkpoint is a folder:
 
 ```
 ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; if the optimizer is
                 stored in the shards of its layout (`SAME`), an index with which other layouts can read it
-rollout/        the actor weights that responses are sampled from, if these are older than actor/
+rollout/        the actor weights from which responses are sampled, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role
-checksums.json  the digest of each of these files
+checksums.json  digests of all other files
 ```
 """
 
@@ -73,7 +73,7 @@ _OPTIMIZER_BYTES = 12
 
 
 class TrainedRole(NamedTuple):
-    """A role's model and optimizer on this rank, which are saved or restored together.
+    """A role's model and optimizer on this rank.
 
     Example: ``TrainedRole(model, optimizer)`` on the role's ranks, ``TrainedRole(None, None)`` on others.
     """
@@ -81,9 +81,9 @@ class TrainedRole(NamedTuple):
     model: ParallelModel | None
     """This rank's shard of the model; None on ranks outside the role's layout."""
     optimizer: Optimizer | None
-    """Optimizer of this shard; None if ``model`` is None or only weights are stored."""
+    """Optimizer of this shard; None on ranks outside the role's layout, or if only weights are stored."""
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context in which ``model`` has the weights to save or restore; outside it, its weights may differ."""
+    """Function that returns a context in which ``model`` has the weights to save or restore."""
 
 
 # --- Saving
@@ -105,25 +105,25 @@ def save_checkpoint(
     world; the folder is on a file system that all ranks share.
 
     Arguments:
-        roles: the trained roles by name, in the same order on every rank. The first one is the actor, whose
-            entries are repeated at the top level of meta.json.
+        roles: the trained roles by name, in the same order on every rank. The first role is the actor, whose
+            values are repeated at the top level of meta.json.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, or None for all.
         best_steps: steps whose checkpoints are retained in addition.
-        layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
+        layout: format of distributed optimizers: `ANY` layout can read it, or only the `SAME` layout.
         in_background: write from copies, so that the models may change meanwhile; the caller must call
             `PendingCheckpoint.finish`. Otherwise the returned checkpoint is finished.
     """
     final = Path(directory)
     partial_folder = partial_path(final)
-    first_role = next(iter(roles))
+    actor_name = next(iter(roles))
 
-    # Before anything is written, `_prepare_folders` compares the free space with the whole checkpoint's size.
+    # Before anything is written, `_prepare_folders` compares the free space with the checkpoint's total size.
     rank_bytes = sum(_stored_bytes(role) for role in roles.values())
     checkpoint_bytes = sum(gather_objects(rank_bytes))
 
-    # The first rank of the world writes meta.json and state.pt for all roles, even if their layouts exclude
-    # it.
+    # The first rank of the world writes meta.json and state.pt for all roles, even for roles whose layout
+    # excludes this rank.
     schedules: dict[str, Any] = {}
     roles_meta: dict[str, Any] = {}
     for name, role in roles.items():
@@ -137,9 +137,11 @@ def save_checkpoint(
             role_meta = _role_meta(role.model, role.optimizer, layout)
         roles_meta[name] = _broadcast_from_layout(role_meta, role.model)
 
-    run_state = _broadcast_from_layout(dict(state), roles[first_role].model)
+    run_state = _broadcast_from_layout(dict(state), roles[actor_name].model)
     content = {"state": run_state, "schedules": schedules}
-    meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
+    meta = dict(roles_meta[actor_name])
+    meta.update(_run_meta(state))
+    meta["roles"] = roles_meta
     generator_path = partial_folder / "rng" / f"rank_{device.rank()}.pt"
     state_path = partial_folder / "state.pt"
 
@@ -162,11 +164,11 @@ def save_checkpoint(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # Weights that are in the model only inside this context are copied, as for a background write.
-            copies = in_background or role.weights is not nullcontext
+            # Copy weights that are in the model only inside this context, as for a background write.
+            needs_copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = plan_tensor_write(
-                    partial_folder / name, role.model, role.optimizer, layout, copy_host_tensors=copies
+                    partial_folder / name, role.model, role.optimizer, layout, copy_host_tensors=needs_copies
                 )
             writes.append(write)
             files += write.files
@@ -189,7 +191,7 @@ def _prepare_folders(
 ) -> None:
     """Create the folders of a checkpoint; raise UserError if it cannot be written.
 
-    ``checkpoint_bytes``: size of the complete checkpoint, for which the disk must have room.
+    ``checkpoint_bytes`` is the size of the complete checkpoint, which is compared with the free disk space.
     """
     if layout == SAME:
         for role in roles.values():
@@ -205,14 +207,14 @@ def _prepare_folders(
 
 
 def _stored_bytes(role: TrainedRole) -> int:
-    """Return the bytes of a role's checkpoint that this rank accounts for.
+    """Return this rank's contribution to the size of a role's checkpoint, in bytes.
 
-    The sum over all ranks is the size of the role's part of the checkpoint.
+    The sum over all ranks is the size of the role's files.
     """
     if role.model is None:
         return 0
 
-    # Data- and context-parallel ranks hold the same weights: count the first rank's.
+    # Data- and context-parallel ranks hold the same weights: count only the weights of the first rank.
     coordinates = role.model.groups.coordinates
     if coordinates.data != 0 or coordinates.context != 0:
         return 0
@@ -231,11 +233,11 @@ def _stored_bytes(role: TrainedRole) -> int:
 
 
 def _broadcast_from_layout(value: Any, model: ParallelModel | None) -> Any:
-    """Return, on all ranks of the world, the value on the first rank of the model's layout.
+    """Broadcast the value of the first rank in the model's layout to all ranks of the world.
 
-    ``model`` is None on ranks outside the layout. Collective over the world.
+    Ranks outside the layout pass None as ``model``. Collective over the world.
     """
-    # In a tuple: the value itself may be None.
+    # Wrap the value in a tuple, since the value itself may be None.
     boxed_value = None
     if model is not None and model.groups.layout.ranks[0] == device.rank():
         boxed_value = (value,)
@@ -262,9 +264,9 @@ def load_checkpoint(
     if loading could run code from the checkpoint, unless it is ``trusted``.
 
     If all roles have the layouts of the save, the random generators of every rank are restored; otherwise
-    they are seeded from the saved seed and step. Learning rate, decay and other settings stay as configured.
-    Raises UserError, before any tensor changes, if the checkpoint has a different model or optimizer.
-    Collective over the world.
+    they are seeded from the saved seed and step. Learning rate, decay and other configured settings are not
+    restored. Raises UserError, before any tensor changes, if the checkpoint has a different model or
+    optimizer. Collective over the world.
     """
     folder = Path(directory)
 
@@ -279,13 +281,13 @@ def load_checkpoint(
             if role.optimizer is not None:
                 require_layout(folder, name, meta, _layout_meta(role.model))
 
-    # Before any pickle of the checkpoint is loaded.
+    # Inspect the pickles of the checkpoint before any of them is loaded.
     for name in roles:
         refuse_code(folder / name, trusted=trusted)
     content = _read_file(folder / "state.pt", value_types)
 
-    # Both loads below are collective over the world: every rank needs every role's layout to choose the same
-    # one.
+    # Both load functions below are collective over the world: every rank needs every role's layout to select
+    # the same function.
     layouts: dict[str, Any] = {}
     for name, role in roles.items():
         role_layout = None
@@ -308,13 +310,13 @@ def load_checkpoint(
             scheduler.num_steps = 0
             scheduler.step(content["schedules"][name])
 
-    # Each rank's generators have been used for its shards, so they fit only the layouts of the save.
+    # The state of a rank's generators depends on its shards, so it is valid only for the layouts of the save.
     if all(layouts[name] == roles_meta[name]["layout"] for name in roles):
         generator_path = folder / "rng" / f"rank_{device.rank()}.pt"
         _set_generator_states(_read_file(generator_path))
     else:
-        first_model = next(iter(roles.values())).model
-        seed_all_generators(int(meta["seed"]), int(meta["step"]), first_model)
+        actor = next(iter(roles.values()))
+        seed_all_generators(int(meta["seed"]), int(meta["step"]), actor.model)
     return content["state"]
 
 
@@ -366,7 +368,7 @@ def _read_file(path: Path, value_types: Sequence[type] = ()) -> Any:
 
 
 def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of meta.json about the run: step, seed and package versions."""
+    """Return the fields of meta.json about the run: step, seed and package versions."""
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
@@ -379,9 +381,9 @@ def _role_meta(
     optimizer: Optimizer | None,
     layout: str,
 ) -> dict[str, Any]:
-    """Return a role's entry of meta.json, which `load_checkpoint` compares with the role that it restores.
+    """Return a role's description in meta.json, which `load_checkpoint` compares with the role to restore.
 
-    ``layout`` is how a distributed optimizer is stored: `ANY` or `SAME`.
+    ``layout`` is the format of a distributed optimizer: `ANY` or `SAME`.
     """
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
@@ -406,12 +408,12 @@ def _role_meta(
 
 
 def _layout_meta(model: ParallelModel) -> dict[str, Any]:
-    """Return the parallel layout of a model as an entry of meta.json."""
-    values = asdict(model.groups.layout)
-    # JSON has no tuples: the entry must equal one that was read from a file.
-    values["ranks"] = list(values["ranks"])
-    values["world_size"] = device.world_size()
-    return values
+    """Return the parallel layout of a model as it is stored in meta.json."""
+    layout_fields = asdict(model.groups.layout)
+    # JSON has no tuples, and the result is compared with a layout that was read from a file.
+    layout_fields["ranks"] = list(layout_fields["ranks"])
+    layout_fields["world_size"] = device.world_size()
+    return layout_fields
 
 
 def _dtype_name(model: ParallelModel) -> str:
@@ -420,14 +422,14 @@ def _dtype_name(model: ParallelModel) -> str:
 
 
 def _layer_kind(model: ParallelModel) -> str:
-    """Return whose layers the model consists of: "transformer_engine" or "torch"."""
+    """Return the implementation of the model's layers: "transformer_engine" or "torch"."""
     if model.uses_transformer_engine:
         return "transformer_engine"
     return "torch"
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
-    """Return the entry of meta.json that names the kind of optimizer, or None without an optimizer."""
+    """Return the name of the optimizer in meta.json, or None without an optimizer."""
     if optimizer is None:
         return None
     return optimizer_kind(optimizer.config.name, optimizer.config.distributed)
@@ -457,7 +459,7 @@ def _require_same_role(
 ) -> None:
     """Raise UserError if meta.json has a different model, layer kind, adapter or optimizer for the role.
 
-    If ``optimizer`` is None, optimizer and dtype are not compared.
+    Without ``optimizer``, optimizer and dtype are not compared.
     """
     require_same_model(folder, meta["model"], describe_model(model.hf_config))
     build = {
@@ -477,12 +479,13 @@ def _require_same_role(
 def _generator_states() -> dict[str, Any]:
     """Return the states of the random generators of Python, NumPy and torch as plain values and tensors."""
     numpy_state: Any = np.random.get_state(legacy=False)
-    # A list, because torch.load(weights_only=True) refuses NumPy arrays.
+    # Convert the array to a list, because torch.load(weights_only=True) refuses NumPy arrays.
     generator = dict(numpy_state["state"])
     generator["key"] = generator["key"].tolist()
+    numpy_state["state"] = generator
     return {
         "python": random.getstate(),
-        "numpy": {**numpy_state, "state": generator},
+        "numpy": numpy_state,
         "torch": device.generator_states(),
     }
 
@@ -491,10 +494,11 @@ def _set_generator_states(states: Mapping[str, Any]) -> None:
     """Set the random generators of Python, NumPy and torch to the states from `_generator_states`."""
     random.setstate(states["python"])
 
-    numpy_state = states["numpy"]
+    numpy_state = dict(states["numpy"])
     generator = dict(numpy_state["state"])
     generator["key"] = np.array(generator["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": generator})
+    numpy_state["state"] = generator
+    np.random.set_state(numpy_state)
 
     device.set_generator_states(states["torch"])
 
@@ -502,12 +506,12 @@ def _set_generator_states(states: Mapping[str, Any]) -> None:
 def seed_all_generators(seed: int, step: int, model: ParallelModel | None) -> None:
     """Seed every random generator of this rank from the run's seed and a step.
 
-    The device's generators get a different seed on each tensor-parallel rank of ``model``.
+    The seed of the device's generators also depends on the tensor-parallel rank in ``model``.
     """
-    # SeedSequence hashes both numbers, so that neighbouring steps get unrelated seeds. All generators accept
+    # SeedSequence hashes both numbers, so that consecutive steps have unrelated seeds. All generators accept
     # a seed of 31 bits.
-    sequence = np.random.SeedSequence([seed, step])
-    hashed_seed = int(sequence.generate_state(1)[0]) >> 1
+    seed_sequence = np.random.SeedSequence([seed, step])
+    hashed_seed = int(seed_sequence.generate_state(1)[0]) >> 1
     random.seed(hashed_seed)
     np.random.seed(hashed_seed)
 

@@ -1,8 +1,8 @@
 """Load an optimizer that was saved in the shards of one layout (`SAME`) on another layout, without a gather.
 
 For `SAME`, Megatron writes each rank's range of the flat optimizer buffers unchanged, without parameter
-names. The one idea: each data-parallel group also writes an index of its buffers, which maps each box (slice
-in all dimensions) of a global tensor to its elements in a buffer. On another layout, each rank reads the
+names. The idea: each data-parallel group also writes an index of its buffers, which maps each box (a slice in
+all dimensions) of a global tensor to its elements in a buffer. On another layout, each rank reads the
 elements of its own parameters, one parameter and one state at a time, and copies them bit for bit.
 """
 
@@ -63,28 +63,28 @@ class ParameterBox:
     """Strides of the box in the flattened parameter, in elements, one per dimension."""
 
     def offset_of(self, start: tuple[int, ...]) -> int:
-        """Return the offset in the flattened parameter of the global tensor's value at index ``start``."""
+        """Return the offset in the flattened parameter of the global tensor's element at index ``start``."""
         offset = self.first
-        for index, origin, stride in zip(start, self.start, self.strides, strict=True):
-            offset += (index - origin) * stride
+        for index, box_start, stride in zip(start, self.start, self.strides, strict=True):
+            offset += (index - box_start) * stride
         return offset
 
     def narrow_to_range(self, begin: int, end: int) -> ParameterBox:
-        """Return the part of this box that covers a range of the flattened parameter.
+        """Return the smaller box that contains all elements in a range of the flattened parameter.
 
-        ``begin`` and ``end`` are offsets in elements. The box is narrowed along its dimension of largest
-        stride, so it may contain values outside the range.
+        ``begin`` and ``end`` are offsets in elements. The box is narrowed only along its dimension of largest
+        stride, so it may contain elements outside the range.
         """
         dims = [dim for dim, extent in enumerate(self.size) if extent > 1]
         if not dims:
             return self
 
-        # The elements of a slice are within one stride, because this dimension has the largest one.
+        # The elements of a slice are within one stride, because this dimension has the largest stride.
         dim = max(dims, key=lambda dim: self.strides[dim])
         stride = self.strides[dim]
         extent = self.size[dim]
 
-        # The first slice contains ``begin`` (rounded down), the last one the element before ``end`` (up).
+        # Round the first slice down, so that it contains ``begin``, and the end slice up.
         first_slice = (begin - self.first) // stride
         first_slice = min(max(first_slice, 0), extent)
         end_slice = -(-(end - self.first) // stride)
@@ -103,7 +103,7 @@ class _StoredBox:
     """Box of a saved parameter, and the location of the parameter in the saved optimizer buffers."""
 
     box: ParameterBox
-    """Box in the flattened parameter of the rank that saved it."""
+    """Location of the box in the flattened parameter of the rank that saved it."""
     bucket: Bucket
     """Bucket that contains the parameter."""
     begin: int
@@ -114,9 +114,9 @@ class _StoredBox:
 
 
 def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> list[Path]:
-    """Write the index of the optimizer buffers, if this rank is the first of their data-parallel group.
+    """Write the index of the optimizer buffers, if this rank is the first of a data-parallel group.
 
-    Returns a list with the path of the written file, or an empty list if this rank writes none.
+    Returns the paths of the written files: one path, or an empty list.
     """
     if model is None or optimizer is None:
         return []
@@ -127,15 +127,15 @@ def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Opti
 
     entries: list[dict[str, Any]] = []
     for optimizer_index, sub_optimizer in enumerate(optimizer.sub_optimizers):
-        # All ranks of a data-parallel group have equal buffers, so the first one writes the index.
+        # All ranks of a data-parallel group have equal buffers, so the first rank writes the index.
         is_distributed = hasattr(sub_optimizer, "gbuf_ranges")
         if not is_distributed or sub_optimizer.data_parallel_group.rank() != 0:
             continue
 
-        group = sub_optimizer.data_parallel_group_idx
+        group_index = sub_optimizer.data_parallel_group_idx
         for buffer_index, buffer in enumerate(sub_optimizer.buffers):
             for parameter, (start, _, bucket_index) in buffer.param_index_map.items():
-                bucket = Bucket(optimizer_index, group, buffer_index, bucket_index)
+                bucket = Bucket(optimizer_index, group_index, buffer_index, bucket_index)
                 # Megatron's offset is relative to the buffer; the checkpoint has a separate tensor per
                 # bucket.
                 begin = start - buffer.buckets[bucket_index].offset
@@ -152,10 +152,7 @@ def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Opti
 
 
 def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return each parameter's entry in Megatron's sharded ``state``.
-
-    It is a ShardedTensor or a ShardedTensorFactory.
-    """
+    """Return the ShardedTensor or ShardedTensorFactory of each parameter in Megatron's sharded ``state``."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
     sharded_parameters = {}
     for sharded_parameter in nested_values(sharded):
@@ -165,7 +162,7 @@ def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
-    """Return the boxes (rectangular parts) of global tensors that a parameter consists of.
+    """Return the boxes of global tensors that a parameter consists of.
 
     ``sharded`` is the parameter's ShardedTensor or ShardedTensorFactory. Returns an empty list if a factory
     copies the parameter's values, since the boxes are then not views of the parameter.
@@ -178,7 +175,7 @@ def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
 
     boxes = []
     for tensor in tensors:
-        # If a factory copies, the strides are those of the copy, not of the parameter.
+        # If a factory copies, the strides belong to the copy, not to the parameter.
         if tensor.data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             return []
 
@@ -204,8 +201,8 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
     ``folder`` is the role's folder in the checkpoint. Raises UserError, on all ranks, if values of a
     parameter are not in the checkpoint. Collective over the world.
     """
-    # Before the weights are loaded: with an optimizer in host memory, this call overwrites the model's
-    # weights with the optimizer's copies of them.
+    # Initialise states before the weights are loaded: with an optimizer in host memory, this overwrites the
+    # model's weights with the optimizer's copies.
     if model is not None and optimizer is not None:
         with megatron_scope(model):
             initialise_states(optimizer)
@@ -239,7 +236,7 @@ def _read_states(folder: Path, optimizer: Optimizer, sharded_parameters: Mapping
     saved_index = _read_index(folder, tensor_names)
     bucket_reader = BucketReader(folder, read_tensors(folder).buffers)
 
-    # One parameter and one state at a time, so that host memory has a single unsharded parameter.
+    # Read one parameter and one state at a time, so that host memory has a single unsharded parameter.
     for sub_optimizer in optimizer.sub_optimizers:
         for parameter in sub_optimizer.model_param_gbuf_map:
             boxes = boxes_by_parameter[parameter]
@@ -289,11 +286,11 @@ def _copy_box(
 
         # Read the contiguous range from the first to the last element of the overlap.
         start, size = overlap
-        element_count = 1
+        num_elements = 1
         for extent, stride in zip(size, source.strides, strict=True):
-            element_count += (extent - 1) * stride
+            num_elements += (extent - 1) * stride
         begin = stored_box.begin + source.offset_of(start)
-        elements = bucket_reader.read(state_name, stored_box.bucket, begin, element_count)
+        elements = bucket_reader.read(state_name, stored_box.bucket, begin, num_elements)
 
         # View the overlap with the strides of the saved and of the current parameter.
         source_view = elements.as_strided(size, source.strides, elements.storage_offset())
@@ -305,7 +302,7 @@ def _copy_box(
 
 
 class _Index(NamedTuple):
-    """Index of a checkpoint's optimizer shards, merged from the files of all ranks that wrote one."""
+    """Index of a checkpoint's optimizer shards, merged from all index files."""
 
     boxes: dict[str, list[_StoredBox]]
     """Name of a global tensor -> its saved boxes, without duplicates."""
@@ -314,7 +311,7 @@ class _Index(NamedTuple):
 
 
 def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
-    """Read the index files of a role's folder, and keep each box of the named global tensors once."""
+    """Read the index files of a role's folder; return the boxes of the named global tensors."""
     stored_boxes: dict[str, list[_StoredBox]] = {}
     unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
@@ -350,17 +347,17 @@ def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
 
 
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
-    """Return the error for optimizer state that the checkpoint's index does not locate.
+    """Return the error for optimizer state that the checkpoint's index does not contain.
 
-    ``box`` is None for a parameter that Megatron copies before it shards it, so that no index can locate it.
+    Without ``box`` the parameter is one that Megatron copies before sharding, which no index can contain.
     """
-    text = "a parameter whose shards Megatron copies"
+    location = "a parameter whose shards Megatron copies"
     if box is not None:
-        text = f"{box.key} from {list(box.start)}"
+        location = f"{box.key} from {list(box.start)}"
     return UserError(
         "the checkpoint's optimizer shards cannot be read on this layout",
         where=str(folder),
-        expected=f"{state_name} of {text}",
+        expected=f"{state_name} of {location}",
         got="no location of it in the index of the shards",
         fix="resume on the layout that saved it with checkpoint.optimizer_layout=any, which writes the "
         "checkpoint for any layout",

@@ -1,13 +1,13 @@
 """Weights and optimizer in Megatron's distributed format, which any parallel layout can read.
 
-Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module adjusts
-them for models that have neither.
+Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module adapts
+these functions to models without them.
 
 Megatron's asynchronous save plans a write, copies tensors to the host, and starts another process that writes
 them. A forked process loses the threads of vLLM and gloo. A spawned process creates another context on the
-accelerator and fails without an accelerator, and if it dies, the job waits for it forever. Here a thread of
-this process writes the copies instead. Writing files and computing digests release Python's global lock, so
-the thread does not block the others.
+accelerator and fails without an accelerator, and if it dies, the job waits for it forever. This module writes
+the copies from a thread instead. Writing files and computing digests release Python's global lock, so the
+thread does not block other threads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
 
 
 class TensorWrite:
-    """The planned write of a sharded state and its common values into an empty folder.
+    """Planned write of a sharded state and its common values into an empty folder.
 
     The constructor copies this rank's shards from the accelerator into pinned host memory and, on the first
     rank, writes the common values. Then `write_shards` writes the shards, on any thread, and
@@ -70,7 +70,7 @@ class TensorWrite:
         folder: an empty folder on a file system that all ranks share.
         model: the model, or None on ranks outside its layout.
         state: Megatron's sharded state.
-        content: Megatron's content metadata, which readers of the checkpoint use; None to write none.
+        content: Megatron's content metadata, which readers of the checkpoint use, if any.
         copy_host_tensors: also copy tensors that are already in host memory, because the job may change them
             before they are written.
 
@@ -91,7 +91,7 @@ class TensorWrite:
             # Ranks outside the layout join the collectives of the save.
             strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
         else:
-            # The wrapper distributes replicated tensors over the ranks that hold them.
+            # The wrapper distributes the writing of replicated tensors over the ranks that hold them.
             rank_strategy = _SaveInProcess("torch_dist", 1, thread_count=WRITERS)
             strategy = FullyParallelSaveStrategyWrapper(rank_strategy, model.groups.data_context)
 
@@ -110,8 +110,8 @@ class TensorWrite:
         if self._request.async_fn is None:
             return
 
-        # Each bucket becomes a file: its path, its name, and lists of (plan item, value) for bytes and
-        # tensors.
+        # Each bucket becomes a file. It consists of the file's path, the file's name, and two lists of
+        # (plan item, value), for bytes and for tensors.
         buckets = self._request.async_fn_args[1]
         if copy_host_tensors:
             for _, _, (_, tensors) in buckets:
@@ -133,24 +133,24 @@ class TensorWrite:
 
         def write_bucket(index: int) -> Any:
             # Megatron's function expects two queues: one for its result, one that counts pending files.
-            outcomes: Any = queue.Queue()
-            pending: Any = queue.Queue()
-            pending.put(index)
-            write_file(transforms, index, buckets[index], outcomes, pending, True)
+            result_queue: Any = queue.Queue()
+            pending_queue: Any = queue.Queue()
+            pending_queue.put(index)
+            write_file(transforms, index, buckets[index], result_queue, pending_queue, True)
             # Release the copy as soon as it is written.
             buckets[index] = None
-            _, outcome = outcomes.get()
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
+            _, write_result = result_queue.get()
+            if isinstance(write_result, Exception):
+                raise write_result
+            return write_result
 
         # Megatron's finalize functions expect one dict: file index -> result.
         with ThreadPoolExecutor(WRITERS) as pool:
-            outcomes_by_file = pool.map(write_bucket, range(len(buckets)))
-            results.put(dict(enumerate(outcomes_by_file)))
+            write_results = pool.map(write_bucket, range(len(buckets)))
+            results.put(dict(enumerate(write_results)))
 
     def write_tensor_index(self) -> None:
-        """Write the index of all ranks' tensors (.metadata). Call it inside `megatron_mode`.
+        """Write the index of the tensors of all ranks (.metadata). Call it inside `megatron_mode`.
 
         Collective over the world.
         """
@@ -159,7 +159,7 @@ class TensorWrite:
 
 
 class _SaveInProcess(TorchDistSaveShardedStrategy):
-    """Save strategy that returns the results of a write in this process instead of starting another one."""
+    """Save strategy whose files are written by this process, without Megatron's additional processes."""
 
     def async_save(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any
@@ -167,8 +167,8 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
         """Plan a write and return Megatron's request for it; the first rank writes the common values.
 
         Common values are written to common.pt, which all versions of Megatron-Core can read. Since 0.19
-        Megatron passes them in ``sharded_state_dict`` next to the tensors, and passes the package whose
-        writer to use in ``writer_package``. Here the writer is always the one of Megatron-Core.
+        Megatron passes them in ``sharded_state_dict`` next to the tensors, and passes the package of the
+        writer in ``writer_package``. This method always selects Megatron-Core's writer.
         """
         common = sharded_state_dict.pop("common_state", None)
         if common is not None and device.rank() == 0:
@@ -177,7 +177,7 @@ class _SaveInProcess(TorchDistSaveShardedStrategy):
         # Versions before 0.19 pass no package.
         package = ["mcore"] * len(writer_package)
 
-        # Megatron starts a process to create this queue unless one exists.
+        # Without an existing queue, Megatron would start a process that creates it.
         filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
         try:
             return super().async_save(sharded_state_dict, checkpoint_dir, *package)
@@ -191,7 +191,8 @@ class _SaveOutsideLayout(_SaveInProcess):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
         """Join the collectives of the ranks in the layout. Collective over the world.
 
-        On those ranks, FullyParallelSaveStrategyWrapper gathers metadata over the world before it saves.
+        On the ranks in the layout, FullyParallelSaveStrategyWrapper gathers metadata over the world before it
+        saves.
         """
         determine_global_metadata(sharded_state_dict)
         return super().async_save(sharded_state_dict, checkpoint_dir, *writer_package)
@@ -200,7 +201,7 @@ class _SaveOutsideLayout(_SaveInProcess):
 def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
     """Return the context manager in which Megatron's checkpoint functions are called.
 
-    ``model`` is None on ranks outside its layout, which join the collectives of these functions.
+    Ranks outside the layout of ``model`` pass None, and join the collectives of these functions.
     """
     if model is None:
         return device.megatron_mode()
@@ -217,15 +218,15 @@ def plan_tensor_write(
 ) -> TensorWrite:
     """Plan the write of a model and its optimizer into an empty folder, and copy this rank's shards.
 
-    ``model`` is None on ranks outside its layout. ``layout`` is how a distributed optimizer is stored: `ANY`
-    gathers it, `SAME` stores its shards. ``copy_host_tensors``: whether tensors in host memory are copied
-    too, as in `TensorWrite`. Collective over the world.
+    Ranks outside the layout of ``model`` pass None. ``layout`` is the format of a distributed optimizer:
+    `ANY` gathers the states, `SAME` stores their shards. ``copy_host_tensors``: whether tensors in host
+    memory are copied too, as in `TensorWrite`. Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
-                # Before the first step the optimizer has no states yet: create the initial ones to save.
+                # Before the first step the optimizer has no states: create initial states to save.
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
 
@@ -235,7 +236,7 @@ def plan_tensor_write(
 def require_savable_shards(optimizer: Optimizer | None) -> None:
     """Raise UserError if a bucket of the distributed optimizer has no parameter on this rank.
 
-    Megatron cannot save such a bucket in the shards of its layout (`SAME`).
+    Megatron cannot save such a bucket in the format `SAME`.
     """
     if optimizer is None:
         return
@@ -264,11 +265,11 @@ def load_tensors(
     optimizer: Optimizer | None,
     layout: str = ANY,
 ) -> None:
-    """Load a model's weights and, unless ``optimizer`` is None, its optimizer states in place.
+    """Load a model's weights and, with ``optimizer``, its optimizer states in place.
 
-    ``model`` is None on ranks outside its layout. ``layout`` is how the checkpoint stores a distributed
-    optimizer, `ANY` or `SAME`. Raises UserError if Megatron cannot read the checkpoint. Collective over the
-    world.
+    Ranks outside the layout of ``model`` pass None. ``layout`` is the format of a distributed optimizer in
+    the checkpoint, `ANY` or `SAME`. Raises UserError if Megatron cannot read the checkpoint. Collective over
+    the world.
     """
     # If data-parallel ranks divide the reading, ranks outside the layout must join additional collectives.
     shares_reading = model is not None and model.groups.data_context.size() > 1
@@ -284,8 +285,8 @@ def load_tensors(
         if optimizer is not None:
             initialise_states(optimizer)
         state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
-        # Any: in Megatron-Core 0.19.2 the wrapper does not derive from the annotated class, but has its
-        # `load`.
+        # The type is Any, because in Megatron-Core 0.19.2 the wrapper is not a subclass of the annotated
+        # strategy class.
         strategy: Any = FullyParallelLoadStrategyWrapper(
             TorchDistLoadShardedStrategy(),
             model.groups.data_context,
@@ -310,9 +311,8 @@ def load_tensors(
 class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
     """Load strategy of a rank outside the model's layout, which joins the collectives and reads nothing.
 
-    Megatron's load is collective over all ranks of the job. If the data-parallel ranks of the layout divide
-    the reading among them (``shares_reading``), it loads objects, then tensors, and then gathers which rank
-    has which objects.
+    Megatron's load is collective over the world. If the data-parallel ranks of the layout divide the reading
+    among them (``shares_reading``), Megatron loads objects, then tensors, and then exchanges the objects.
     """
 
     def __init__(self, shares_reading: bool) -> None:
@@ -359,10 +359,11 @@ def sharded_state(
     is_loading: bool,
     layout: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
-    """Return Megatron's sharded state of a model and its optimizer, and the optimizer values not to store.
+    """Return Megatron's sharded state of a model and its optimizer, and the optimizer's values of this rank.
 
-    For a model with adapters the state has only the adapters: its base weights are in the model's folder.
-    ``layout`` is how a distributed optimizer is stored, `ANY` or `SAME`.
+    The values of this rank are not stored. For a model with adapters the state has only the adapters, since
+    its base weights are in the model's folder. ``layout`` is the format of a distributed optimizer, `ANY` or
+    `SAME`.
     """
     groups = model.groups
     metadata = {
@@ -393,44 +394,49 @@ def sharded_state(
     # which may be outside the layout.
     replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
     common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
-    complete_state = {**chunks, "optimizer": tensors, "optimizer_common": common_object}
+    complete_state = dict(chunks)
+    complete_state["optimizer"] = tensors
+    complete_state["optimizer_common"] = common_object
     return complete_state, _unwrap_values(rank_state)
 
 
-def _unwrap_values(value: Any) -> Any:
-    """Replace each of Megatron's wrappers in a nested state by the value that it contains."""
-    if isinstance(value, dict):
-        return {key: _unwrap_values(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_unwrap_values(item) for item in value]
-    return value.unwrap()
+def _unwrap_values(nested_state: Any) -> Any:
+    """Replace each of Megatron's wrappers in nested dicts and lists by the wrapped value."""
+    if isinstance(nested_state, dict):
+        return {key: _unwrap_values(child) for key, child in nested_state.items()}
+    if isinstance(nested_state, list):
+        return [_unwrap_values(child) for child in nested_state]
+    return nested_state.unwrap()
 
 
 @contextmanager
 def _use_model_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
     """Make Megatron's get_data_parallel_rank return the rank in the model's own group inside the block.
 
-    Megatron calls it for the copy of tied embeddings on the last pipeline stage. The original needs
-    process-global groups, which do not exist here.
+    Megatron calls this function for the copy of tied embeddings on the last pipeline stage. The original
+    function needs process-global groups, which do not exist.
     """
-    original = parallel_state.get_data_parallel_rank
-    rank = model.groups.data_context.rank()
-    parallel_state.get_data_parallel_rank = lambda *_, **__: rank
+
+    def get_rank_in_model_group(*_: Any, **__: Any) -> int:
+        return model.groups.data_context.rank()
+
+    original_function = parallel_state.get_data_parallel_rank
+    parallel_state.get_data_parallel_rank = get_rank_in_model_group
     try:
         yield
     finally:
-        parallel_state.get_data_parallel_rank = original
+        parallel_state.get_data_parallel_rank = original_function
 
 
 def _clear_padding(model: ParallelModel) -> None:
-    """Zero the padding rows of the embedding and output weights, which may be absent from the checkpoint.
+    """Zero the rows of the embedding and output weights after the last token of the vocabulary.
 
-    These are the rows after the last token of the vocabulary.
+    These padding rows may be absent from the checkpoint.
     """
     shape = model.spec.model.shape
     for storage_name, parameter in live_parameters(model).items():
         if global_name(model, storage_name) in vocabulary_names(shape):
-            # Tensor-parallel ranks have equal numbers of rows, in order; the last rows are padding.
+            # Tensor-parallel ranks have equal, consecutive ranges of rows; the last rows are padding.
             first_row = model.groups.coordinates.tensor * len(parameter)
             token_rows = max(shape.vocab - first_row, 0)
             parameter[token_rows:].zero_()
@@ -470,9 +476,9 @@ def initialise_states(optimizer: Optimizer) -> None:
 
 
 def _separate_steps(torch_optimizer: Any, reset: bool = False) -> None:
-    """Give each parameter a separate step counter, set to zero if ``reset``.
+    """Replace the step counter of each parameter by a separate copy, which is zero if ``reset``.
 
-    After Megatron's load all parameters share one tensor, which would count every parameter's update.
+    After Megatron's load all parameters share one tensor, which would count the updates of all parameters.
     """
     for state in torch_optimizer.state.values():
         step = state.get("step")
@@ -484,7 +490,8 @@ def _separate_steps(torch_optimizer: Any, reset: bool = False) -> None:
 
 def step_count(optimizer: Optimizer) -> int:
     """Return the number of steps that the optimizer has taken, which is equal in all sub-optimizers."""
-    # torch's Adam has the count in the state of each parameter, Transformer Engine's in the parameter group.
+    # torch's Adam stores the count in the state of each parameter, Transformer Engine's Adam in the parameter
+    # group.
     for sub_optimizer in optimizer.sub_optimizers:
         torch_optimizer = sub_optimizer.optimizer
         for state_or_group in (*torch_optimizer.state.values(), *torch_optimizer.param_groups):
@@ -512,7 +519,7 @@ def _make_state_dict_with_step(
     """Return a ``state_dict`` method that includes the step count even if this rank has no parameters.
 
     Megatron reads the step count from the states of parameters. Dense and expert parameters have separate
-    optimizers, so one of them may have no parameters in this rank's pipeline stage.
+    optimizers, and either may have no parameters in this rank's pipeline stage.
     """
 
     def state_dict() -> Any:
@@ -522,8 +529,9 @@ def _make_state_dict_with_step(
 
         groups = []
         for group in torch_optimizer.state_dict()["param_groups"]:
-            settings = {name: value for name, value in group.items() if name != "params"}
-            groups.append(settings | {"step": step})
+            group_settings = {name: value for name, value in group.items() if name != "params"}
+            group_settings["step"] = step
+            groups.append(group_settings)
         return {"optimizer": {"param_groups": groups}}
 
     return state_dict
@@ -531,19 +539,19 @@ def _make_state_dict_with_step(
 
 def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
     """Restore optimizer states; parameter groups retain their configured settings, such as weight decay."""
-    settings: list[dict[str, Any]] = []
+    configured_settings: list[dict[str, Any]] = []
     for group in optimizer.megatron.param_groups:
         group_settings = dict(group)
         del group_settings["params"]
         group_settings.pop("step", None)
-        settings.append(group_settings)
+        configured_settings.append(group_settings)
 
-    # no_grad: shards are copied into views of parameters, which autograd does not allow.
+    # Disable gradients, because autograd does not allow copies into views of parameters.
     restore_method = "_set_main_param_and_optimizer_states"
     with torch.no_grad(), _replace_method(optimizer, restore_method, _make_restore_without_step):
         optimizer.megatron.load_state_dict(state)
 
-    for group, group_settings in zip(optimizer.megatron.param_groups, settings, strict=True):
+    for group, group_settings in zip(optimizer.megatron.param_groups, configured_settings, strict=True):
         group.update(group_settings)
     for sub_optimizer in optimizer.sub_optimizers:
         _separate_steps(sub_optimizer.optimizer)
@@ -559,7 +567,7 @@ def _replace_method(
 ) -> Iterator[None]:
     """Replace the method ``name`` of all Megatron optimizers that have it inside the block.
 
-    ``build(sub_optimizer, method)`` returns the new method from the original one.
+    ``build(sub_optimizer, original_method)`` returns the new method.
     """
     sub_optimizers = []
     for sub_optimizer in optimizer.sub_optimizers:
@@ -578,15 +586,15 @@ def _replace_method(
 
 
 def _make_padded_gather(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's gather of a distributed optimizer's state so that it includes padding between buckets.
+    """Wrap Megatron's gather of a distributed optimizer's state, and insert the padding between buckets.
 
-    Megatron's gather omits that padding, but its load expects it. After a padded bucket, such as the separate
-    bucket of the last stage's tied embedding, every element would be at a wrong offset.
+    Megatron's gather omits this padding, but Megatron's load expects it. After a padded bucket, such as the
+    separate bucket of the last stage's tied embedding, every element would be at a wrong offset.
     """
 
     def gather(**arguments: Any) -> Any:
         state = original(**arguments)
-        # Only the first data-parallel rank gets the gathered state.
+        # Only the first data-parallel rank receives the gathered state.
         if not state:
             return state
 

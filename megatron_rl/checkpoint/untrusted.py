@@ -1,8 +1,8 @@
 """Detection of code that loading a checkpoint would run, without running it.
 
 Megatron's distributed format stores its index (.metadata), and small values other than tensors, as pickles.
-Loading a pickle calls the functions that it names. Here pickles are parsed with an inert placeholder for
-every name, and the names are compared with those that Megatron and torch write.
+Loading a pickle calls the functions that it names. This module parses pickles with an inert placeholder for
+every name, and compares the names with the list of names that Megatron and torch write.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HARMLESS = frozenset(
         ("numpy._core.multiarray", "_reconstruct"),
     }
 )
-"""Names (module, global) in the pickles of Megatron's format that are safe to call: they build values."""
+"""Names (module, global) in the pickles of Megatron's format that are safe to call: they only make values."""
 _LISTED = 8
 """Maximum number of names in an error."""
 _ARCHIVE_MAGIC = b"PK\x03\x04"
@@ -76,9 +76,9 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
 
 
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
-    """Yield each file with pickles and the names in them: first the index, then the files that it lists.
+    """Yield each file with pickles and the names in its pickles: first the index, then the listed files.
 
-    The caller must stop at dangerous names: after the first yield the index is unpickled.
+    The caller must stop at dangerous names, since the index is unpickled after the first yield.
     """
     index_path = folder / DIRECTORY
     # Damaged pickles raise errors of any type.
@@ -103,13 +103,13 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 
 def _locate_pickled_values(folder: Path, metadata: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length in bytes of each pickled value that the index lists beside tensors.
+    """Yield file, offset and length in bytes of each pickled value in the index; tensors are not pickled.
 
     ``metadata`` is the unpickled index, a ``Metadata`` of torch.
     """
     pickled_names: set[str] = set()
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
+    for name, value_metadata in metadata.state_dict_metadata.items():
+        if not isinstance(value_metadata, TensorStorageMetadata):
             pickled_names.add(name)
 
     locations = metadata.storage_data or {}
@@ -136,8 +136,8 @@ def _names_in_archive(
             # torch.load would read these bytes in its older format, a pickle without an archive.
             raise ValueError("no archive begins there")
 
-        # torch's reader, as for the load itself: if an archive has two entries of the same name, or two
-        # tables of entries, other readers may select the other one.
+        # Use torch's reader, like the load itself: of two records with the same name, or two tables of
+        # records, other readers may select a different one.
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
@@ -147,7 +147,7 @@ def _names_in_archive(
 
 
 def _unreadable_error(path: Path, error: Exception) -> UserError:
-    """Return the error for a file of the checkpoint whose pickles cannot be parsed because of ``error``."""
+    """Return the error for a checkpoint file whose pickles cannot be parsed, with ``error`` as the reason."""
     return unreadable_file_error(
         "a value of the checkpoint",
         path,

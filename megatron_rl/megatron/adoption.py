@@ -28,9 +28,9 @@ SCRIPT = "the training script's model"
 def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
     """Return a `ParallelModel` of a training script's chunks, which are wrapped in Megatron's DDP.
 
-    The layout is that of Megatron's process-global groups, which must span the world. After the call the
-    chunks take packed rows and return hidden states, which the script's own loss cannot use. Raises UserError
-    for a model that config.json does not describe, and for settings that RL cannot train with. Collective
+    The layout is derived from Megatron's process-global groups, which must span the world. After the call the
+    chunks accept packed rows and return hidden states, which the script's own loss cannot use. Raises
+    UserError if the model differs from config.json, or has settings that RL cannot train with. Collective
     over the world.
     """
     chunks = [_unwrap_chunk(chunk) for chunk in wrapped_chunks]
@@ -54,7 +54,7 @@ def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
         post_process = groups.is_last_stage and virtual_stage == layout.virtual_pipeline - 1
         check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
-        # The seed has no effect: it is for a new scalar head, which a script's language model does not have.
+        # The seed has no effect: it initialises a scalar head, and a script's language model has none.
         finish_chunk(chunk, spec, seed=1)
 
     if layout.virtual_pipeline > 1:
@@ -77,10 +77,10 @@ def require_megatron_setup(
     optimizer: Any,
     scheduler: Any,
 ) -> None:
-    """Raise UserErrors unless these are the results of Megatron-LM's setup_model_and_optimizer."""
+    """Raise UserErrors unless the arguments have the types that setup_model_and_optimizer returns."""
     errors: list[UserError] = []
 
-    # Megatron-LM returns a list of chunks, also of a model with one chunk.
+    # Megatron-LM returns a list of chunks, even for a model with one chunk.
     chunks: Sequence[Any] = [model]
     if isinstance(model, Sequence):
         chunks = model
@@ -150,7 +150,7 @@ def _require_equal_groups(groups: ParallelGroups) -> None:
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
         role_group = getattr(groups, attribute)
-        # "all" stands for groups of optimizer instances, which the trainer does not read.
+        # The attribute "all" marks groups of optimizer instances, which the trainer does not use.
         if attribute == "all" or global_group is None or role_group is None:
             continue
 
@@ -167,10 +167,10 @@ def _require_equal_groups(groups: ParallelGroups) -> None:
 
 
 def _require_unscaled_gradients(chunk: Any) -> None:
-    """Raise UserError if Megatron's DDP scales gradients: losses have global denominators already."""
+    """Raise UserError if Megatron's DDP scales gradients, since losses already have global denominators."""
     buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
     factors = {buffer.gradient_scaling_factor for buffer in buffers}
-    if factors - {1.0}:
+    if any(factor != 1.0 for factor in factors):
         raise UserError(
             "the training script's gradients are averages",
             where=SCRIPT,

@@ -1,7 +1,7 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) on packed rows.
 
-Megatron-Core's layer has the parameters and their checkpoint names. Its forward pass refuses packed rows
-(0.16.1) or takes them only with flash-linear-attention, and its constructor raises without that package.
+Megatron-Core's layer provides the parameters and their checkpoint names. Its forward pass rejects packed rows
+(0.16.1), or accepts them only with flash-linear-attention. Its constructor raises without that package.
 
 A delta net is causal, so a row can be padded at its end. Rows are therefore gathered by length into the
 buckets of `PackedRows`, as `PackedAttention` does: neither the convolution nor the state crosses rows.
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class PackedDeltaNet(GatedDeltaNet):
         packed_seq_params: PackedRows | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [T, 1, h] of hidden states [T, 1, h], and no bias.
+        """Compute the output [T, 1, h] from hidden states [T, 1, h]; return it with the bias None.
 
         Under sequence parallelism T is the number of this rank's tokens. Collective over the tensor-parallel
         group.
@@ -87,8 +86,8 @@ class PackedDeltaNet(GatedDeltaNet):
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
-        # For this rank's heads: queries, keys and values; the gate of the output; and the projections of
-        # learning rate and decay, one each per value head.
+        # Split the projection for this rank's heads: queries, keys and values; the output gate; and one
+        # learning rate and one decay per value head, before their activation functions.
         value_heads = self.num_value_heads // self.tp_size
         qkv_width = (2 * self.qk_dim + self.v_dim) // self.tp_size
         gate_width = self.v_dim // self.tp_size
@@ -151,9 +150,9 @@ class PackedDeltaNet(GatedDeltaNet):
 
 
 class _HeadNorm(RmsNorm):
-    """Norm of one head's output, with one weight for the heads of all tensor-parallel ranks.
+    """RMS norm of each head's output; all heads on all tensor-parallel ranks share one weight.
 
-    The model's other norms store their weight minus 1, this one stores the weight itself.
+    The model's other norms store their weight minus 1, this norm stores the weight itself.
     """
 
     def __init__(
@@ -197,27 +196,26 @@ def chunked_delta_rule(
 
     Returns the output [rows, length, heads, value size] in the dtype of ``value``.
     """
-    rows, length, heads, key_size = key.shape
+    num_rows, length, num_heads, key_size = key.shape
     value_size = value.shape[-1]
     chunk_size = min(CHUNK, length)
-    chunk_count = -(-length // chunk_size)
+    num_chunks = -(-length // chunk_size)
 
     # [rows, heads, chunks, tokens of a chunk, size], and without size for rate and decay.
-    split = partial(_split_into_chunks, chunk_count=chunk_count, chunk_size=chunk_size)
-    query = split(query) * key_size**-0.5
-    key = split(key)
-    chunked_value = split(value)
-    rate = split(rate)
+    query = _split_into_chunks(query, num_chunks, chunk_size) * key_size**-0.5
+    key = _split_into_chunks(key, num_chunks, chunk_size)
+    chunked_value = _split_into_chunks(value, num_chunks, chunk_size)
+    rate = _split_into_chunks(rate, num_chunks, chunk_size)
     # Logarithm of the decay from the start of the chunk to each token.
-    log_decay_sums = split(log_decay).cumsum(dim=-1)
+    log_decay_sums = _split_into_chunks(log_decay, num_chunks, chunk_size).cumsum(dim=-1)
 
     # Decay between the tokens of a chunk. Later tokens are masked before exp, which would overflow for them.
     causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=key.device).tril()
     log_differences = log_decay_sums[..., :, None] - log_decay_sums[..., None, :]
     decay = log_differences.masked_fill(~causal, -torch.inf).exp()
 
-    # Every token's update depends on those of the earlier tokens of its chunk: solve for all of them at once,
-    # up to the part that depends on the state at the start of the chunk.
+    # A token's update depends on the updates of earlier tokens in its chunk: solve for all updates of a chunk
+    # at once. ``corrections`` multiply the state at the start of the chunk, which only the loop below knows.
     system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
     start_decay = log_decay_sums.exp()[..., None]
     right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
@@ -231,9 +229,9 @@ def chunked_delta_rule(
     chunk_decay = log_decay_sums[..., -1].exp()[..., None, None]
 
     # Only the state passes from one chunk to the next.
-    state = chunked_value.new_zeros(rows, heads, key_size, value_size)
+    state = chunked_value.new_zeros(num_rows, num_heads, key_size, value_size)
     outputs = []
-    for index in range(chunk_count):
+    for index in range(num_chunks):
         update = updates[:, :, index] - corrections[:, :, index] @ state
         outputs.append(start_query[:, :, index] @ state + scores[:, :, index] @ update)
         state = chunk_decay[:, :, index] * state + end_key[:, :, index].transpose(-1, -2) @ update
@@ -244,21 +242,21 @@ def chunked_delta_rule(
 
 def _split_into_chunks(
     values: Tensor,
-    chunk_count: int,
+    num_chunks: int,
     chunk_size: int,
 ) -> Tensor:
-    """Return values [rows, length, heads, ...] in float32, cut into chunks and zero-padded.
+    """Zero-pad values [rows, length, heads, ...] and split their tokens into chunks, in float32.
 
-    The result is [rows, heads, chunk_count, chunk_size, ...].
+    The result is [rows, heads, num_chunks, chunk_size, ...].
     """
-    padding = chunk_count * chunk_size - values.shape[1]
+    padding = num_chunks * chunk_size - values.shape[1]
     # `pad` takes (before, after) of the last dimension first; only the tokens, dimension 1, are padded.
     padded = functional.pad(values.float(), (0, 0) * (values.dim() - 2) + (0, padding))
-    return padded.transpose(1, 2).unflatten(2, (chunk_count, chunk_size))
+    return padded.transpose(1, 2).unflatten(2, (num_chunks, chunk_size))
 
 
 def _scale_to_unit_length(heads: Tensor) -> Tensor:
-    """Scale each head's vector, heads [..., size], to Euclidean length 1, in float32."""
+    """Scale the vector of each head [..., size] to Euclidean length 1, in float32."""
     heads = heads.float()
     squared_length = heads.square().sum(dim=-1, keepdim=True)
     return heads * (squared_length + NORM_EPSILON).rsqrt()
@@ -266,16 +264,16 @@ def _scale_to_unit_length(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Let Megatron's constructor run without the package flash-linear-attention.
+    """Set Megatron's flag ``HAVE_FLA`` inside the block, and restore it afterwards.
 
-    The constructor of Megatron-Core 0.16.1 and of 0.19.2 raises an exception if the flag ``HAVE_FLA`` of its
-    module is false. The flag is true during the block, and restored afterwards.
+    The constructor of Megatron-Core 0.16.1 and 0.19.2 raises an exception if this flag of its module is
+    false, that is without the package flash-linear-attention.
     """
-    # Look the constructor's module up by name: 0.16 has one module, 0.19 a package in its place.
+    # Find the constructor's module by name: it is a module in 0.16, but inside a package in 0.19.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
-    available: bool = vars(module)["HAVE_FLA"]
+    original_flag: bool = vars(module)["HAVE_FLA"]
     setattr(module, "HAVE_FLA", True)
     try:
         yield
     finally:
-        setattr(module, "HAVE_FLA", available)
+        setattr(module, "HAVE_FLA", original_flag)

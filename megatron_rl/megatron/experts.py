@@ -8,6 +8,7 @@ this package.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,15 +31,15 @@ from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
 _megatron_exchanges: dict[str, Any] = {}
-""""gather" and "scatter" -> Megatron's own gather and reduce-scatter along the first dimension, for parts of
-equal size."""
+"""Megatron's functions that `prepare_experts` replaces, for tensors of equal length: ``gather`` is the
+all-gather and ``scatter`` the reduce-scatter along the first dimension."""
 
 
 def prepare_experts() -> None:
     """Replace functions of Megatron-Core's router and dispatcher that fail on this platform. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
-        # Megatron defines the name only where Transformer Engine has it; the router compares it with None.
+        # Megatron defines the name only if Transformer Engine has it, but its router always reads the name.
         utilities.te_general_gemm = None
 
     if not device.on_host():
@@ -68,49 +69,49 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
             continue
         for expert in module.local_experts:
             linear: Any = expert.linear_fc2
-            # An expert is on one rank: without this the layer would call a collective over only that rank.
+            # An expert is on one rank: without this flag the layer would call a collective over that rank.
             linear.explicit_expert_comm = True
             linear.bias.sequence_parallel = False
 
 
 def _gather_uneven(
-    value: Tensor,
+    tensor: Tensor,
     group: Any,
     output_split_sizes: Any = None,
     use_global_buffer: bool = False,
 ) -> Any:
-    """Concatenate the tensors of all ranks, which differ in length, along the first dimension.
+    """All-gather tensors of different lengths along the first dimension.
 
     ``output_split_sizes`` are the lengths by rank; None means equal lengths. Collective over ``group``.
     """
     if output_split_sizes is None or group.size() == 1:
-        return _megatron_exchanges["gather"](value, group, output_split_sizes, use_global_buffer)
+        return _megatron_exchanges["gather"](tensor, group, output_split_sizes, use_global_buffer)
 
-    # Pad to the largest part, so that an even all-gather can be used.
+    # Pad to the longest tensor, so that an even all-gather can be used.
     padded_size = max(output_split_sizes)
-    padded = value.new_zeros((padded_size, *value.shape[1:]))
-    padded[: len(value)] = value
+    padded = tensor.new_zeros((padded_size, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
     gathered = padded.new_empty((group.size(), *padded.shape))
     dist.all_gather_into_tensor(gathered.view(-1), padded.view(-1), group=group)
     return torch.cat([shard[:size] for shard, size in zip(gathered, output_split_sizes, strict=True)])
 
 
 def _reduce_scatter_uneven(
-    value: Tensor,
+    tensor: Tensor,
     group: Any,
     input_split_sizes: Any = None,
     use_global_buffer: bool = False,
 ) -> Any:
-    """Sum ``value`` over the ranks and return this rank's slice of the sum along the first dimension.
+    """Sum ``tensor`` over the ranks and return this rank's slice of the sum along the first dimension.
 
     ``input_split_sizes`` are the lengths of the slices by rank; None means equal lengths. Collective over
     ``group``.
     """
     if input_split_sizes is None or group.size() == 1:
-        return _megatron_exchanges["scatter"](value, group, input_split_sizes, use_global_buffer)
+        return _megatron_exchanges["scatter"](tensor, group, input_split_sizes, use_global_buffer)
 
-    # The host's backend, gloo, has no reduce-scatter: sum everything, keep this rank's part.
-    total = value.contiguous().clone()
+    # The host's backend, gloo, has no reduce-scatter: all-reduce, then keep this rank's slice.
+    total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(list(input_split_sizes))[group.rank()].contiguous()
 
@@ -120,9 +121,9 @@ def convert_host_counts(
     as_numpy: bool = False,
     record_stream: bool = False,
 ) -> Any:
-    """Return a host tensor in the form that the token dispatcher expects: a NumPy array if ``as_numpy``.
+    """Convert a host tensor to a NumPy array if ``as_numpy``, otherwise return it unchanged.
 
-    It replaces Megatron's `maybe_move_tensor_to_cpu`, which converts device tensors only.
+    Replaces Megatron's `maybe_move_tensor_to_cpu`, which converts only device tensors.
     """
     if as_numpy and isinstance(tensor, Tensor):
         return tensor.numpy()
@@ -131,10 +132,11 @@ def convert_host_counts(
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Row (sequence) of each of a micro-batch's T tokens on this rank, and the denominators of router losses.
+    """Row (sequence) of each token of a micro-batch, and the denominators of router losses.
 
-    Example: rows of 2 and 3 tokens with one token of padding, in a mini-batch of 4 rows with 12 tokens, have
-    ``index=[0, 0, 1, 1, 1, 2]``, ``lengths=[2, 3, 1]``, ``batch_rows=4``, ``batch_tokens=12``.
+    T is the number of the micro-batch's tokens on this rank. Example: rows of 2 and 3 tokens with one token
+    of padding, in a mini-batch of 4 rows with 12 tokens, have ``index=[0, 0, 1, 1, 1, 2]``,
+    ``lengths=[2, 3, 1]``, ``batch_rows=4``, ``batch_tokens=12``.
     """
 
     index: Tensor
@@ -148,7 +150,7 @@ class TokenRows:
 
 
 class RoutedTokens:
-    """Expert routing of one micro-batch's T tokens on this rank."""
+    """Expert routing of one micro-batch, which has T tokens on this rank."""
 
     def __init__(
         self,
@@ -157,14 +159,14 @@ class RoutedTokens:
         rows: TokenRows | None = None,
     ) -> None:
         self.replayed = replayed
-        """[T, layers, k] experts that routers must select, -1 where the router decides; or None if it decides
-        for all tokens."""
+        """[T, layers, k] experts that routers must select, -1 where the router decides; or None if routers
+        decide for all tokens."""
         self.real_count = real_count
         """Number of real tokens; padding comes after them."""
         self.rows = rows
         """Rows of the tokens for the routers' losses, or None if no router has a loss."""
         self.choices: dict[int, Tensor] = {}
-        """Experts [T, k] that the router of each layer selected, by layer."""
+        """Layer -> experts [T, k] that the layer's router selected."""
 
 
 LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
@@ -281,11 +283,11 @@ class Routing:
         }
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
-        """Replace the functions with which Megatron adds the losses of a router.
+        """Replace the methods of a router that add its losses.
 
         Megatron's losses are means over a micro-batch, multiplied by its number of tokens, since Megatron
-        later divides all gradients by the number of tokens of the batch. Here gradients are never divided:
-        losses are sums whose weights have global denominators.
+        later divides all gradients by the number of tokens of the batch. In this package gradients are never
+        divided: losses are sums whose weights have global denominators.
         """
         z_coefficient = router.config.moe_z_loss_coeff or 0.0
         balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)
@@ -304,7 +306,7 @@ class Routing:
     ) -> Tensor:
         """Attach the z-loss of the ``logits`` [T, experts] to them (Zoph et al. 2022, arXiv 2202.08906).
 
-        It is the mean over the mini-batch's tokens of logsumexp(logits)^2.
+        The loss is the mean over the mini-batch's tokens of logsumexp(logits)^2.
         """
         # Without gradients this is the first pass of a recomputed layer: the recomputation adds the loss.
         if not self.trains or not torch.is_grad_enabled():
@@ -332,9 +334,9 @@ class Routing:
     ) -> Tensor:
         """Attach the balancing loss of each row to ``probs`` (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17).
 
-        It is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti, where c_i of the row's
-        L tokens selected expert i of E, and s_ti are the ``scores`` [T, E]. ``routing_map`` [T, E] bool marks
-        the selected experts.
+        The loss is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti. For a row of L
+        tokens and E experts, c_i is the number of tokens that selected expert i, and s_ti are the ``scores``
+        [T, E]. ``routing_map`` [T, E] bool marks the selected experts.
         """
         if not self.trains:
             return probs
@@ -365,7 +367,7 @@ class Routing:
         total: Tensor,
         count: Tensor | int,
     ) -> None:
-        """Add ``total`` to the sum of a loss and ``count`` to its number of terms, on the device."""
+        """Add ``total`` to the accumulated loss and ``count`` to its number of terms, on the device."""
         self._losses[name][0] += total.detach()
         self._losses[name][1] += count
 
@@ -384,9 +386,9 @@ class Routing:
         tokens: RoutedTokens,
         experts: Tensor,
     ) -> None:
-        """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
+        """Count the experts' loads, and how often the router's ``experts`` [T, k] match the replayed experts.
 
-        Loads count the experts that process the tokens: the replayed experts where routing is replayed.
+        Loads count the experts that process the tokens: where routing is replayed, the replayed experts.
         """
         experts = experts[: tokens.real_count]
         routed = experts
@@ -416,10 +418,10 @@ class Routing:
     def metrics(self, group: Any) -> Metrics:
         """Return loads, agreement and losses of a training pass over all ranks of the ``group``.
 
-        ``router/load_max/layer_N`` is the load of the busiest expert of a layer over the mean load, 1 if all
-        are equal. ``router/agreement`` is the share of replayed experts that routers would choose too.
-        ``router/z_loss`` is a mean over tokens and layers, ``router/seq_aux_loss`` over rows and layers; both
-        without their coefficients. Collective over the group.
+        ``router/load_max/layer_N`` is the load of a layer's busiest expert divided by the mean load, 1 if all
+        loads are equal. ``router/agreement`` is the fraction of replayed experts that routers would select
+        too. ``router/z_loss`` is a mean over tokens and layers, ``router/seq_aux_loss`` over rows and layers;
+        both without their coefficients. Collective over the group.
         """
         # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):
@@ -438,7 +440,10 @@ class Routing:
                     metrics += Metrics.mean(name, total, count)
 
         loads = self._loads.double()
-        load_max = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()
-        # Skip layers without experts, whose value 0 / 0 is NaN: NaN differs from itself.
-        values = {f"router/load_max/layer_{n}": value for n, value in enumerate(load_max) if value == value}
-        return metrics + Metrics.of(values)
+        load_ratios = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()
+        metric_values = {}
+        for layer, load_ratio in enumerate(load_ratios):
+            # Skip layers without experts: their ratio 0 / 0 is NaN.
+            if not math.isnan(load_ratio):
+                metric_values[f"router/load_max/layer_{layer}"] = load_ratio
+        return metrics + Metrics.of(metric_values)

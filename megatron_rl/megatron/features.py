@@ -1,4 +1,4 @@
-"""Features of model families that neither Megatron's settings nor the blocks of the layers express."""
+"""Features of model families that Megatron's settings and the blocks of the layers cannot express."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _scale_queries(chunk: Any, spec: ModelSpec) -> None:
 
 
 def _cap_scores(chunk: Any, spec: ModelSpec) -> None:
-    """Soft-cap attention's scores, if config.json has a bound for them."""
+    """Soft-cap the attention scores, if config.json has a bound for them."""
     cap = spec.model.config.get("attn_logit_softcapping")
     if cap is not None:
         cap_scores(chunk, cap)

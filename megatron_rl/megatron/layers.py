@@ -69,7 +69,7 @@ def warn_of_unfused_attention() -> None:
     """
     global _warned_of_unfused
 
-    # Transformer Engine caches its last choice here. Its module is imported once it has computed attention.
+    # Transformer Engine caches its last selection in this module, which it imports on its first attention.
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
     if _warned_of_unfused or not backends.get("use_unfused_attention"):
         return
@@ -117,15 +117,20 @@ def _explain_missing_kernel() -> Iterator[None]:
 
 
 def _rejection_reasons(backends: Mapping[str, Any]) -> str:
-    """Return Transformer Engine's reasons against its fused attention kernels.
+    """Return Transformer Engine's reasons for rejecting its fused attention kernels.
 
-    It logs them at DEBUG, which is off by default, so it is made to select its kernel again. ``backends`` is
-    its cache of the last selection. This function never raises, since it explains another error.
+    Transformer Engine logs its reasons at DEBUG, which is off by default. This function enables DEBUG and
+    repeats the last kernel selection, which ``backends`` caches. It never raises, since its result explains
+    another error.
     """
-    # Capture the log without passing it to the handlers of the application.
     messages: list[str] = []
+
+    def collect_message(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+
+    # Capture the log without passing it to the handlers of the application.
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
+    handler.emit = collect_message
     log = logging.getLogger("DotProductAttention")
     level_before = log.level
     propagate_before = log.propagate
@@ -148,9 +153,8 @@ def _rejection_reasons(backends: Mapping[str, Any]) -> str:
         log.setLevel(level_before)
         log.propagate = propagate_before
 
-    reasons = [
-        line for line in messages if not line.startswith(("Running with", "Available backends", "Selected"))
-    ]
+    other_messages = ("Running with", "Available backends", "Selected")
+    reasons = [message for message in messages if not message.startswith(other_messages)]
     return "; ".join(reasons) or "nothing"
 
 
@@ -232,21 +236,21 @@ class PackedRotaryEmbedding(nn.Module):
 
 
 class RowAttention:
-    """Base class of attention modules that take the boundaries of rows as `PackedRows`."""
+    """Base class of attention modules that receive the boundaries of rows as `PackedRows`."""
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether attention works on packed rows and their boundaries; else rows are unpacked."""
+        """Return whether the kernel reads packed rows by their boundaries; otherwise rows are unpacked."""
         return True
 
 
 class PackedAttention(nn.Module, RowAttention):
     """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
-    On an accelerator in half precision these take the boundaries of rows (`varlen_attn`), otherwise rows
-    gathered by length. The config's ``window_size`` limits the number of earlier tokens that a token attends
-    to. Under context parallelism an all-to-all exchanges all heads of a shard of the tokens for all tokens of
-    a shard of the heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within
+    On an accelerator in half precision the kernel reads the boundaries of rows (`varlen_attn`); otherwise
+    rows are gathered by length. The config's ``window_size`` limits the number of earlier tokens that a token
+    attends to. Under context parallelism, all-to-all collectives change the sharding from tokens to heads
+    before attention, and back afterwards (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends within
     complete rows.
     """
 
@@ -266,7 +270,7 @@ class PackedAttention(nn.Module, RowAttention):
         self.scale = softmax_scale
         self.half_precision = config.params_dtype in (torch.bfloat16, torch.float16)
 
-        # Latent attention has keys with a rotary part, which are wider than values.
+        # In latent attention keys include rotary dimensions, and are wider than values.
         untyped_config: Any = config
         self.head_sizes: tuple[int, int] = (untyped_config.kv_channels, untyped_config.kv_channels)
         if config.multi_latent_attention:
@@ -293,9 +297,11 @@ class PackedAttention(nn.Module, RowAttention):
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
             if isinstance(frequency, list):
-                has_window = frequency[layer_number - 1]
+                has_window = bool(frequency[layer_number - 1])
+            elif frequency:
+                has_window = layer_number % frequency != 0
             else:
-                has_window = layer_number % (frequency or 1e9)
+                has_window = True
             if has_window:
                 self.window = config.window_size[0]
 
@@ -324,13 +330,17 @@ class PackedAttention(nn.Module, RowAttention):
         context-parallel group.
         """
         assert packed_seq_params is not None, "packed rows are the only input format"
-        query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
+        query = query.flatten(0, -3)
+        key = key.flatten(0, -3)
+        value = value.flatten(0, -3)
 
-        # Context-parallel ranks take equal numbers of key-value heads: repeat heads that do not divide
+        # Context-parallel ranks need equal numbers of key-value heads: repeat heads that do not divide
         # evenly.
         if key.shape[1] % self.context_group.size():
             key, value = _repeat_grouped_heads(query, key, value)
-        query, key, value = (_shard_over_heads(self.context_group, heads) for heads in (query, key, value))
+        query = _shard_over_heads(self.context_group, query)
+        key = _shard_over_heads(self.context_group, key)
+        value = _shard_over_heads(self.context_group, value)
 
         if self.takes_boundaries and packed_seq_params.boundaries is not None:
             output = _attend_between_boundaries(
@@ -367,7 +377,7 @@ class PackedAttention(nn.Module, RowAttention):
         """Return a bucket's output as `_compute_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
-        query. To give it this score in any fused kernel, queries and keys get one more dimension, which is
+        query. To produce this score in any fused kernel, one dimension is appended to queries and keys: it is
         the logit in every query, 0 in the keys of tokens, and 1 / scale in the key of the sink.
         """
         assert self.softmax_offset is not None
@@ -424,10 +434,12 @@ class PackedAttention(nn.Module, RowAttention):
         """
         if scale is None:
             scale = self.scale
-        takes_grouped_keys = self.cap is None and _takes_grouped_keys(query)
-        if not takes_grouped_keys:
+        enable_gqa = self.cap is None and _takes_grouped_keys(query)
+        if not enable_gqa:
             key, value = _repeat_grouped_heads(query, key, value)
-        query_rows, key_rows, value_rows = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query_rows = query.transpose(1, 2)
+        key_rows = key.transpose(1, 2)
+        value_rows = value.transpose(1, 2)
 
         # Without a window the kernel's own causal mask is enough.
         length = query.shape[1]
@@ -456,7 +468,7 @@ class PackedAttention(nn.Module, RowAttention):
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=scale,
-                enable_gqa=takes_grouped_keys,
+                enable_gqa=enable_gqa,
             )
         return output.transpose(1, 2).flatten(0, 1)
 
@@ -471,8 +483,8 @@ def _attend_between_boundaries(
 ) -> Tensor:
     """Return the attention output [T, heads, value size] of rows between ``boundaries``.
 
-    Grouped keys and values are not repeated. Values that are narrower than keys are padded with zeros: the
-    kernel has one head size.
+    Grouped keys and values are not repeated. The kernel supports a single head size, so values that are
+    narrower than keys are padded with zeros.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -510,13 +522,12 @@ def _compute_capped_attention(
 ) -> Tensor:
     """Compute causal attention with scores bounded by ``cap``, [rows, heads, longest, size].
 
-    PyTorch's fused kernels have no cap, so all scores are stored. ``mask`` is True where a token attends to
-    another one; by default a token attends to itself and to all tokens before it.
+    PyTorch's fused kernels have no cap, so all scores are stored. ``mask`` [longest, longest] is True where a
+    query attends to a key; by default a token attends to itself and to all tokens before it.
     """
-    factor = query.shape[-1] ** -0.5
-    if scale is not None:
-        factor = scale
-    scores = query @ key.transpose(2, 3) * factor
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scores = query @ key.transpose(2, 3) * scale
     scores = cap * torch.tanh(scores.float() / cap)
 
     if mask is None:
@@ -525,7 +536,7 @@ def _compute_capped_attention(
 
 
 def _shard_over_heads(group: Any, heads: Tensor) -> Tensor:
-    """Exchange [T / ranks, H, size] with all heads for [T, H / ranks, size] with all tokens.
+    """Change the sharding from tokens [T / ranks, H, size] to heads [T, H / ranks, size].
 
     Collective over ``group``.
     """
@@ -540,7 +551,7 @@ def _shard_over_heads(group: Any, heads: Tensor) -> Tensor:
 
 
 def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
-    """Exchange [T, H / ranks, size] with all tokens for [T / ranks, H, size] with all heads.
+    """Change the sharding from heads [T, H / ranks, size] to tokens [T / ranks, H, size].
 
     Collective over ``group``.
     """
@@ -557,8 +568,8 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 def _takes_grouped_keys(query: Tensor) -> bool:
     """Return whether PyTorch's fused attention supports grouped-query attention for ``query``.
 
-    The host's kernel does, but in half precision it would sum the gradients of a group's heads in half
-    precision. On accelerators only the half-precision kernel without a mask does, so heads are repeated.
+    The host's kernel supports it, but in half precision would sum the gradients of a group's heads in half
+    precision. On accelerators only the half-precision kernel without a mask supports it: return False.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
@@ -579,15 +590,14 @@ def _repeat_grouped_heads(
 def transformer_engine_attention() -> type:
     """Return the class of Transformer Engine's attention for `PackedRows`, for Megatron's layer specs.
 
-    Its kernels take row boundaries (THD). If Megatron's own layers received these boundaries, they would also
-    derive rotary angles from them, with four device synchronizations per layer, and split each row over
-    context-parallel ranks. Here angles come from `PackedRotaryEmbedding`, and every rank attends within
-    complete rows.
+    Its kernels read row boundaries (THD). Megatron's own layers would also derive rotary angles from these
+    boundaries, with four device synchronizations per layer, and split each row over context-parallel ranks.
+    With this class, angles come from `PackedRotaryEmbedding`, and every rank attends within complete rows.
     """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class WholeRowAttention(TEDotProductAttention, RowAttention):
-        """Transformer Engine's attention within complete rows, on this rank's share of the heads."""
+        """Transformer Engine's attention within complete rows, for this context-parallel rank's heads."""
 
         def __init__(
             self,
@@ -600,7 +610,7 @@ def transformer_engine_attention() -> type:
             ranks = pg_collection.cp.size()
             self.divides_key_heads = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
 
-            # Configure Transformer Engine for one context-parallel rank with a share of the heads.
+            # Configure Transformer Engine for one context-parallel rank with a shard of the heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
             rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
@@ -623,12 +633,15 @@ def transformer_engine_attention() -> type:
         ) -> Tensor:
             """Return the attention output [T, 1, heads * size], as `PackedAttention.forward` does."""
             assert packed_seq_params is not None, "packed rows are the only input format"
-            query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
+            query = query.flatten(0, -3)
+            key = key.flatten(0, -3)
+            value = value.flatten(0, -3)
+
             if not self.divides_key_heads:
                 key, value = _repeat_grouped_heads(query, key, value)
-            query, key, value = (
-                _shard_over_heads(self.context_group, heads) for heads in (query, key, value)
-            )
+            query = _shard_over_heads(self.context_group, query)
+            key = _shard_over_heads(self.context_group, key)
+            value = _shard_over_heads(self.context_group, value)
 
             with _explain_missing_kernel():
                 output = super().forward(
@@ -651,18 +664,18 @@ def transformer_engine_attention() -> type:
 def allow_plain_output_layer(fused: bool) -> Iterator[None]:
     """Allow Megatron's plain output layer inside the block even with ``gradient_accumulation_fusion``.
 
-    This has no effect unless the layers are Transformer Engine's (``fused``).
+    ``fused``: whether the other layers are Transformer Engine's; otherwise the block has no effect.
 
     Megatron's plain linear layer refuses this setting without Apex (seen in 0.16.1 and 0.19.2). Transformer
     Engine's layers need no Apex, but their model still has the plain layer as its output layer. The forward
     pass of that layer is never called, since `ParallelModel.token_outputs` projects the hidden states.
     """
-    available = megatron_layers._grad_accum_fusion_available
-    setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
+    original_flag = megatron_layers._grad_accum_fusion_available
+    setattr(megatron_layers, "_grad_accum_fusion_available", fused or original_flag)
     try:
         yield
     finally:
-        setattr(megatron_layers, "_grad_accum_fusion_available", available)
+        setattr(megatron_layers, "_grad_accum_fusion_available", original_flag)
 
 
 def block_spec(
@@ -674,7 +687,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the specs of one pipeline stage's layers: Transformer Engine's, or Megatron's plain layers.
 
-    Plain layers get the norm and the attention of this module. Transformer Engine's layers get
+    Plain layers use the norm and the attention of this module. Transformer Engine's layers use
     `PackedAttention` if ``core_attention`` is "torch" or if attention has sinks.
     """
     # Replace the attention of Transformer Engine's layers, which expects rows in a different format.
@@ -689,10 +702,12 @@ def block_spec(
         return block
 
     # Layers are counted over the whole model, since only some may have experts.
-    offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    specs = [_plain_layer_spec(config, _has_experts(config, offset + index)) for index in range(count)]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_untyped_norm(RmsNorm))
+    first_layer = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    layer_specs = []
+    for layer in range(first_layer, first_layer + num_layers):
+        layer_specs.append(_plain_layer_spec(config, _has_experts(config, layer)))
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=_untyped_norm(RmsNorm))
 
 
 def _fused_block_spec(
@@ -712,13 +727,16 @@ def _fused_block_spec(
     )
     from megatron.core.extensions.transformer_engine import TENorm
 
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=_untyped_norm(TENorm))
+    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_untyped_norm(TENorm))
 
 
-def _untyped_norm(module: Any) -> Any:
-    """Return a norm's class untyped: Megatron takes a class here, though it declares a spec or a module."""
-    return module
+def _untyped_norm(norm_class: Any) -> Any:
+    """Return a norm's class with the type Any.
+
+    Megatron's type for ``layer_norm`` is a spec or a module, although it also accepts a class.
+    """
+    return norm_class
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:
@@ -734,7 +752,7 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 def _plain_layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
-    """Return the spec of Megatron's plain layer with modules that take packed rows in any layout.
+    """Return the spec of Megatron's plain layer with modules that support packed rows in any layout.
 
     ``has_experts``: whether the layer has experts instead of a dense MLP.
     """
@@ -794,8 +812,9 @@ def _call_in_group(
 def allow_shared_heads() -> None:
     """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. Idempotent.
 
-    Megatron gathers the projections of all ranks and selects this rank's by its index in the process-global
-    group, unless its version uses the attention's own group. `bind_tensor_group` provides that group.
+    Megatron gathers the projections of all ranks and selects this rank's projection by the rank in the
+    process-global group, or in newer versions in the attention's own group. After this call it uses the group
+    that `bind_tensor_group` provides.
     """
     module: Any = megatron_attention
     module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections
@@ -803,14 +822,14 @@ def allow_shared_heads() -> None:
 
 
 def _gather_projections(value: Tensor, group: Any = None) -> Tensor:
-    """Gather a projection's last dimension over ``group``, by default `_attention_group`."""
+    """All-gather a projection along its last dimension over ``group``, by default `_attention_group`."""
     if group is None:
         group = _attention_group
     return mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=group)
 
 
 def _tensor_parallel_rank() -> int:
-    """Return this process's rank in `_attention_group`, or in the process-global group if that is None."""
+    """Return this process's rank in `_attention_group`, if set, or in the process-global group."""
     if _attention_group is None:
         return parallel_state.get_tensor_model_parallel_rank()
     return _attention_group.rank()
@@ -859,11 +878,12 @@ def _scale_query(
 def prepare_local_rotation(
     layers: Iterable[Any], local_layers: tuple[int, ...], local_size: int, local_factor: float
 ) -> None:
-    """Make each of ``layers`` select its rotary angles, local or full, from those of `join_frequencies`.
+    """Register hooks that select each layer's rotary angles, local or full, from the joined angles.
 
-    ``local_layers`` are the numbers of the layers with local angles, counted from 0 over the whole model.
-    ``local_size`` is the number of local frequencies. Layers with local angles multiply cos and sin by
-    ``local_factor``, the others by the factor in the config. Source: Gemma Team, arXiv 2503.19786.
+    `join_frequencies` joins the frequencies; ``local_size`` of them are local. ``local_layers`` are the
+    numbers of the layers with local angles, counted from 0 over the whole model. These layers multiply cos
+    and sin by ``local_factor``, other layers by the factor in the config. Source: Gemma Team, arXiv
+    2503.19786.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -908,7 +928,7 @@ def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
 
 
 def join_frequencies(local: Tensor, full: Tensor) -> Tensor:
-    """Concatenate the inverse frequencies of local and of full attention."""
+    """Concatenate the inverse frequencies of local attention and of full attention."""
     return torch.cat((local, full))
 
 
@@ -938,8 +958,10 @@ def _select_angles(
     if isinstance(angles, tuple):
         angles = angles[0]
     half = angles.shape[-1] // 2
-    selected = angles[..., :half][..., frequency_range]
-    return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
+    selected_angles = angles[..., :half][..., frequency_range]
+    new_kwargs = dict(kwargs)
+    new_kwargs["rotary_pos_emb"] = torch.cat((selected_angles, selected_angles), dim=-1)
+    return args, new_kwargs
 
 
 def clear_transformer_engine_flag() -> None:
@@ -952,8 +974,8 @@ def clear_transformer_engine_flag() -> None:
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the projections and norms of the layer's spec, in any version of Megatron-Core.
 
-    Megatron-Core 0.19 selects some modules itself: it builds a norm of the query even if the query is not
-    compressed, which DeepSeek's models do not have, and refuses to build a norm without Transformer Engine.
+    Megatron-Core 0.19 ignores some modules of the spec. It builds a query norm even for an uncompressed
+    query, which DeepSeek's models do not have, and refuses to build a norm without Transformer Engine.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -989,9 +1011,9 @@ def _bind_projection(linear: type, group: Any) -> type:
 def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
     """Adapt layers with latent attention to packed rows.
 
-    Replaces the rotary angles, except in a user's own attention. In all layers the projections to latents
-    return complete latents afterwards, on every tensor-parallel rank. Their gradients are summed over these
-    ranks, and counted once in the gradient norm.
+    Replaces the rotary angles, except in a user's own attention. In all layers, hooks make the projections to
+    latents return complete latents on every tensor-parallel rank. The gradients of these projections are
+    summed over the ranks, and counted once in the gradient norm.
     """
     for layer in layers:
         attention = layer.self_attention
@@ -1000,8 +1022,9 @@ def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor)
             # Megatron's fused kernel would derive positions from row boundaries.
             config.apply_rope_fusion = False
             layer_device = next(layer.parameters()).device
-            scaled = config.rope_type == "yarn"
-            attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(layer_device), scaled)
+            attention.rotary_pos_emb = _LatentRotaryEmbedding(
+                inverse_frequencies.to(layer_device), returns_factor=config.rope_type == "yarn"
+            )
         if attention.pg_collection.tp.size() == 1:
             continue
 
@@ -1028,8 +1051,8 @@ def _gather_latent(
 ) -> tuple[Tensor, Any]:
     """Gather a down projection's output [.., latent size + key size] over ranks; a forward hook.
 
-    Megatron does not gather a complete output again. The heads of all ranks use the key, but Megatron's
-    gather, over the process-global group, would return to it only the gradient of each rank's own heads.
+    Megatron skips its own gather if the output is already complete. That gather, over the process-global
+    group, would pass back to the key only the gradient of this rank's heads; the heads of all ranks use it.
     """
     projected, bias = output
 
@@ -1048,18 +1071,18 @@ def _gather_latent(
 
 
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):
-    """Rotary angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention.
+    """Rotary embedding with angles [T, 1, rotary size], without the batch dimension, for latent attention.
 
-    ``scaled``: whether Megatron expects a scaled embedding, which also returns the factor of cos and sin.
+    ``returns_factor``: whether `forward` also returns the factor of cos and sin, as Megatron expects of YaRN.
     """
 
-    def __init__(self, inverse_frequencies: Tensor, scaled: bool) -> None:
+    def __init__(self, inverse_frequencies: Tensor, returns_factor: bool) -> None:
         super().__init__(inverse_frequencies)
-        self._scaled = scaled
+        self._returns_factor = returns_factor
 
     def forward(self, length: int, **kwargs: Any) -> Any:
-        """Return the angles, and the factor 1 with a scaled embedding."""
+        """Return the angles, or the angles and the factor 1."""
         angles = super().forward(length, **kwargs).squeeze(1)
-        if self._scaled:
+        if self._returns_factor:
             return angles, 1.0
         return angles

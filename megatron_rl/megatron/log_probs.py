@@ -4,9 +4,9 @@ The logits of a micro-batch are never all in memory: one tile at a time is compu
 per token and freed, and computed again in the backward pass. Memory is O(chunk_tokens * V / tensor parallel).
 On an accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
-Logits are float32 in every pass, also for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
+Logits are float32 in every pass, even for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
 by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
-normaliser of the other would not sum to 1.
+normaliser of the other pass would not sum to 1.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MASKED = -1e30
 _LARGEST_EXPONENT = 60.0
 """Bound of the negative log-prob of the last bucket in its gradient: exp(60) is finite in float32."""
 _SELF_TEST_TOKENS = 150
-"""Number of positions in the problem on which `measure_kernel_errors` compares the kernels with float64."""
+"""Number of positions on which `measure_kernel_errors` compares the kernels with float64."""
 _SELF_TEST_ROWS = 690
-"""Vocabulary size of that problem; 10 more rows of the weight are padding."""
+"""Vocabulary size of `measure_kernel_errors`; the weight has 10 more rows, which are padding."""
 
 
 class VocabularyShard(NamedTuple):
@@ -56,7 +56,7 @@ class VocabularyShard(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Tokens that each position's distribution ranges over, for sampling that was truncated.
+    """Tokens to which truncated sampling (top-k, top-p, min-p) restricted each position's distribution.
 
     Example, for the full vocabulary at the first position and two tokens at the second:
     ``Support(sizes=tensor([0, 2]), tokens=tensor([17, 5]), offsets=array([0, 0, 2]))``.
@@ -118,7 +118,8 @@ class BucketGradients(NamedTuple):
     """
 
     ids: Tensor
-    """[n, k] tokens with a bucket of their own, -1 for none; all other tokens share the last bucket."""
+    """[n, k] ids of the tokens with separate buckets, -1 for an unused bucket; all other tokens share the
+    last bucket."""
     log_probs: Tensor
     """[n, k + 1] log-probs of the buckets."""
     gradients: Tensor
@@ -126,9 +127,9 @@ class BucketGradients(NamedTuple):
 
 
 def make_support(sizes: Tensor, tokens: Tensor) -> Support:
-    """Return the tokens among which each of n positions was sampled, from tensors on the host.
+    """Build the `Support` of n positions from tensors on the host.
 
-    ``sizes`` [n]: number of these tokens per position. ``tokens``: those of all positions, in order.
+    ``sizes`` [n] is the number of tokens of each position; ``tokens`` are the ids, position after position.
     """
     offsets = numpy.zeros(len(sizes) + 1, dtype=numpy.int64)
     numpy.cumsum(sizes.numpy(), out=offsets[1:])
@@ -174,7 +175,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx.bucket_ids = bucket_ids
         ctx.bucket_log_probs = None
         if bucket_ids is not None:
-            # Detached: an output that its own context holds would keep the graph alive.
+            # Detach: an output that is stored in its own context would keep the graph alive.
             ctx.bucket_log_probs = outputs[2].detach()
         ctx.shard = shard
         ctx.chunk_tokens = chunk_tokens
@@ -185,13 +186,19 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # The first arguments of `_compute_gradients`, in order; then the gradients of its first two outputs.
-        tensors: Any = (*ctx.saved_tensors, *gradients[:2])
+        hidden, weight, targets, temperature, log_normaliser, entropy = ctx.saved_tensors
         buckets = None
         if ctx.bucket_ids is not None:
             buckets = BucketGradients(ctx.bucket_ids, ctx.bucket_log_probs, gradients[2])
         hidden_gradient, weight_gradient = _compute_gradients(
-            *tensors,
+            hidden,
+            weight,
+            targets,
+            temperature,
+            log_normaliser,
+            entropy,
+            log_prob_gradient=gradients[0],
+            entropy_gradient=gradients[1],
             shard=ctx.shard,
             chunk_tokens=ctx.chunk_tokens,
             support=ctx.support,
@@ -227,9 +234,9 @@ def _compute_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of the hidden states [n, h] and of this shard's weight [V / tp, h].
 
-    ``log_normaliser`` and ``entropy`` [n] are results of the forward pass; ``log_prob_gradient`` and
-    ``entropy_gradient`` [n] are the loss's gradients with respect to its outputs, as are those of
-    ``buckets``. A ``frozen`` weight has the gradient None. About ``chunk_tokens`` * V / tp logits exist at
+    ``log_normaliser`` and ``entropy`` [n] are results of the forward pass. ``log_prob_gradient`` and
+    ``entropy_gradient`` [n], and ``buckets``, have the loss's gradients with respect to the outputs of the
+    forward pass. For a ``frozen`` weight, None is returned. About ``chunk_tokens`` * V / tp logits exist at
     a time.
 
     Both gradients are sums over tiles of logits, in float32 at least: summed in bfloat16 over 75 chunks of
@@ -238,7 +245,7 @@ def _compute_gradients(
     reductions = reductions or choose_reductions(weight.dtype)
     tile_tokens, tile_rows = _choose_tile_size(hidden, weight, chunk_tokens, frozen)
 
-    # Every tile of rows adds to the gradient of all hidden states.
+    # With several tiles of rows, every tile adds to the gradient of all hidden states.
     hidden_gradient = torch.zeros_like(hidden)
     hidden_sum = hidden_gradient
     if tile_rows < len(weight):
@@ -247,7 +254,12 @@ def _compute_gradients(
     if not frozen:
         weight_gradient = torch.zeros_like(weight)
 
-    # Rows in the outer loop: the float32 sum of the weight's gradient then has as many rows as a tile.
+    # With rules, ``slope`` already includes the derivative of the cap.
+    cap = shard.cap
+    if rules:
+        cap = None
+
+    # Loop over rows outside: the float32 sum of the weight's gradient then needs only the rows of one tile.
     for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
         tile_weight = weight[row_span]
         tile_weight_gradient = None
@@ -269,8 +281,7 @@ def _compute_gradients(
                 entropy=entropy[span],
                 log_prob_gradient=log_prob_gradient[span],
                 entropy_gradient=entropy_gradient[span],
-                # With rules, the slope of the cap is part of ``slope``.
-                cap=None if rules else shard.cap,
+                cap=cap,
                 dtype=weight.dtype,
             )
             if buckets is None:
@@ -288,7 +299,7 @@ def _compute_gradients(
             _add_product(hidden_sum[span], logit_gradient, tile_weight)
             if tile_weight_sum is not None:
                 _add_product(tile_weight_sum, logit_gradient.t(), hidden[span])
-            del logit_gradient  # free its memory before the next tile's logits are allocated
+            del logit_gradient  # free the memory before the next tile's logits are allocated
 
         # In float32 the sum is the gradient itself; both are None for a frozen weight.
         has_separate_sum = tile_weight_sum is not tile_weight_gradient
@@ -320,10 +331,10 @@ def _choose_tile_size(
     chunk_tokens: int,
     frozen: bool,
 ) -> tuple[int, int]:
-    """Return the numbers of tokens and of weight rows per tile of about ``chunk_tokens`` * V / tp logits.
+    """Choose the tokens and weight rows of a tile with about ``chunk_tokens`` * V / tp logits.
 
     In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
-    rows. Square tiles move the fewest bytes, and need no sum of the size of the whole weight.
+    rows. Square tiles move the fewest bytes, and need no float32 sum for the whole weight.
     """
     # Gradients in float32 need no separate sums, and a frozen weight has no gradient: tiles have all rows.
     if frozen or hidden.dtype.itemsize >= 4:
@@ -334,7 +345,10 @@ def _choose_tile_size(
 
 
 def _make_sum_buffer(gradient: Tensor) -> Tensor:
-    """Return the tensor for a gradient's sum: float32 zeros for half precision, else ``gradient`` itself."""
+    """Return the tensor in which to sum a gradient.
+
+    The result is ``gradient`` itself, or float32 zeros of its shape for a gradient in half precision.
+    """
     if gradient.dtype.itemsize >= 4:
         return gradient
     return torch.zeros_like(gradient, dtype=torch.float32)
@@ -364,7 +378,7 @@ def softmax_statistics(
     rules: Sequence[RowRules] | None = None,
     bucket_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute the softmax statistics [4, n] of this shard, which `tile_statistics` defines.
+    """Compute the four softmax statistics [4, n] of this shard; `tile_statistics` defines them.
 
     With ``bucket_ids`` [n, k] the statistics exclude these k tokens, and k rows with the tokens' logits
     divided by the temperature are appended: [4 + k, n]. At most ``chunk_tokens`` * V / tp logits exist at a
@@ -378,7 +392,7 @@ def softmax_statistics(
         span = slice(begin, begin + tile_tokens)
         stats_by_tile = []
         for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
-            # No variable refers to the logits, so they are freed before the next tile's are allocated.
+            # Bind the logits to no variable, so that they are freed before the next tile is computed.
             if bucket_ids is None:
                 tile_stats = reductions.statistics(
                     _compute_logits(hidden[span], weight[row_span], tile_shard, support, span, rules),
@@ -457,10 +471,10 @@ def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     """Compute the loss's gradient [n, rows] with respect to the logits of one tile.
 
     With respect to a logit divided by the temperature, log p(target) has the gradient [target] - p, and the
-    entropy H the gradient -p (log p + H). With a ``cap``, ``logits`` are the capped ones, and the gradient
-    is with respect to the uncapped ones. Overwrites the logits and allocates one more tensor of their size.
+    entropy H the gradient -p (log p + H). With a ``cap``, ``logits`` are capped, and the gradient is with
+    respect to the uncapped logits. Overwrites the logits and allocates one more tensor of their size.
     """
-    # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
+    # d(capped logit) / d(logit) = 1 - (capped / cap)^2; computed before the logits are overwritten.
     cap_slope = None
     if inputs.cap is not None:
         cap_slope = 1 - (logits / inputs.cap).square_()
@@ -476,7 +490,7 @@ def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
     gradient.scatter_add_(1, column[:, None], (inputs.log_prob_gradient * in_tile)[:, None])
 
     if cap_slope is not None:
-        # For a masked logit it is -inf, and the product with its gradient of 0 would be NaN.
+        # The slope of a masked logit is -inf, and its product with the gradient 0 would be NaN.
         gradient = gradient.mul_(cap_slope.clamp_(min=0.0))
     return gradient.div_(divisor).to(inputs.dtype)
 
@@ -488,7 +502,7 @@ def _bucket_statistics(
     temperature: Tensor,
     bucket_ids: Tensor,
 ) -> Tensor:
-    """Reduce a tile to the statistics of all columns but ``bucket_ids`` [n, k], and the logits of these.
+    """Compute a tile's statistics without the columns ``bucket_ids`` [n, k], and these columns' logits.
 
     Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. The columns are masked before
     the sum, not subtracted from it afterwards: if the model is confident, the other tokens together may have
@@ -502,11 +516,11 @@ def _bucket_statistics(
 def _take_columns(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits of the columns ``ids`` [n, k] and mask these columns in place.
 
-    Also returns the columns clamped to the tile, and whether each is in the tile.
+    Also returns ``ids`` clamped to the tile's columns, and whether each id is in the tile.
     """
     columns, in_tile = _tile_columns(ids, logits.shape[1])
     column_logits = logits.gather(1, columns)
-    # Adding the difference leaves the column that ids of other tiles are clamped to unchanged.
+    # Ids of other tiles are clamped to a column of this tile: add 0 there, so that it stays unchanged.
     logits.scatter_add_(1, columns, torch.where(in_tile, _MASKED - column_logits, 0))
     return column_logits, columns, in_tile
 
@@ -517,31 +531,31 @@ def _bucket_gradient(
     inputs: GradientInputs,
     buckets: BucketGradients,
 ) -> Tensor:
-    """Compute what `tile_gradient` does for a loss that also depends on the log-probs of ``buckets``.
+    """Compute the gradient of `tile_gradient` for a loss that also depends on the log-probs of ``buckets``.
 
     Let p_j be the probability of the token in column j. The log-prob of a bucket with the single token t has
     the gradient ``1[j == t] - p_j`` with respect to logit j. The log-prob of the last bucket, whose tokens
     have the probability r together, has the gradient ``1[j in the last bucket] p_j / r - p_j``. Overwrites
     the logits.
     """
-    # The logits that have a term of their own, before they are masked or overwritten.
+    # Read the logits of targets and buckets before they are masked or overwritten.
     target_columns, target_in_tile = _tile_columns(inputs.targets[:, None], logits.shape[1])
     target_logits = logits.gather(1, target_columns)
     bucket_logits, columns, in_tile = _take_columns(logits, buckets.ids)
 
-    # Every output subtracts the log normaliser, and so has -p times its gradient at all tokens.
+    # Every output subtracts the log normaliser, which adds -p times the output's gradient at all tokens.
     token_gradients = buckets.gradients[:, :-1]
     rest_gradient = buckets.gradients[:, -1]
     total = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
     inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
     rest_inputs = inputs._replace(
-        targets=torch.full_like(inputs.targets, -1),  # in no column: the target's term follows
+        targets=torch.full_like(inputs.targets, -1),  # outside the tile: the target's term is added below
         log_prob_gradient=total - rest_gradient * inverse_rest,
         dtype=inputs.log_normaliser.dtype,  # rounded once, after the terms below
     )
     gradient = reductions.gradient(logits, rest_inputs)
 
-    # Terms of single tokens: the buckets' own, and the target's.
+    # Add the terms of single tokens: the tokens with a bucket, and the target.
     divisor = inputs.temperature[:, None]
     log_p = buckets.log_probs[:, :-1]
     common = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None]) + total[:, None]
@@ -569,7 +583,7 @@ TORCH = Reductions(tile_statistics, tile_gradient)
 
 
 def triton_reductions() -> Reductions:
-    """Return the Triton kernels, which take float32 logits.
+    """Return the Triton kernels, whose input is float32 logits.
 
     Requires Triton, and an accelerator or Triton's interpreter.
     """
@@ -581,7 +595,7 @@ def triton_reductions() -> Reductions:
 def choose_reductions(dtype: torch.dtype) -> Reductions:
     """Return the Triton kernels if they run and are correct on this machine, otherwise `TORCH`.
 
-    ``dtype`` is the model's; the kernels do not support float64.
+    ``dtype`` is the model's dtype; the kernels do not support float64.
     """
     if device.on_host() or device.is_simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
@@ -592,9 +606,9 @@ def choose_reductions(dtype: torch.dtype) -> Reductions:
 
 @functools.cache
 def kernels_work(dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels give correct values and gradients on this machine; warn if not.
+    """Return whether the Triton kernels compute correct values and gradients on this machine; warn if not.
 
-    They are tested once per process and dtype, on a small problem.
+    The kernels are tested once per process and dtype, on a small problem.
     """
     try:
         value_error, gradient_errors = measure_kernel_errors(dtype)
@@ -619,8 +633,8 @@ def measure_kernel_errors(
 ) -> tuple[float, dict[str, float]]:
     """Measure the errors of log-probs and their gradient against a dense softmax in float64.
 
-    The forward and backward passes under test run on this machine's device in ``dtype``, with Triton's
-    kernels unless ``reductions`` has other implementations.
+    The tested forward and backward passes run on this machine's device in ``dtype``, with ``reductions`` or
+    by default with the Triton kernels.
 
     Returns the largest absolute error of any normaliser, log-prob or entropy, and the relative error of the
     output weight's gradient for each class of tokens: ``certain`` (p > 0.99), ``rare`` (p < 0.01), ``other``.
@@ -635,7 +649,7 @@ def measure_kernel_errors(
     hidden[:100] += weight[targets[:100]] * torch.linspace(0.2, 2.5, 100)[:, None]
     temperature = 0.5 + torch.rand(_SELF_TEST_TOKENS, generator=generator)
 
-    # The passes under test, on this machine's device and in the model's dtype.
+    # Run the tested passes on this machine's device and in the model's dtype.
     tested_device = device.device()
     shard = VocabularyShard(0, _SELF_TEST_ROWS, None)
     targets_and_temperature = (targets.to(tested_device), temperature.to(tested_device))
@@ -647,7 +661,7 @@ def measure_kernel_errors(
     results = _compute_outputs(stats[None])
     log_normaliser, _, entropy = results
 
-    # The same from dense logits of the rounded inputs, in float64 on the host.
+    # Compute the reference from dense logits of the rounded inputs, in float64 on the host.
     dense_weight = tested_weight[:_SELF_TEST_ROWS].double().cpu().requires_grad_()
     logits = tested_hidden.double().cpu() @ dense_weight.t() / temperature.double()[:, None]
     log_p = logits.log_softmax(1)
@@ -697,7 +711,7 @@ def _compute_logits(
 ) -> Tensor:
     """Compute the float32 logits of the positions ``span``, `_MASKED` at padding and outside the support.
 
-    ``hidden`` are the states of these positions, ``weight`` the rows of ``shard``.
+    ``hidden`` are the hidden states of these positions, ``weight`` the rows of ``shard``.
     """
     return _compute_logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
 
@@ -714,8 +728,8 @@ def _compute_logits_and_slope(
     """Compute the logits as `_compute_logits` does, and their slope.
 
     The slope is the derivative of each returned logit with respect to its element of ``hidden @ weight^T``,
-    by the cap and the rules together; None stands for 1. Without rules it is always None, because the
-    reductions then compute the derivative of the cap from the logits themselves.
+    by the cap and the rules together; None means 1 everywhere. Without rules the slope is always None,
+    because the reductions then compute the derivative of the cap from the logits themselves.
     """
     logits = _multiply(hidden, weight.t())
     if shard.cap is not None:
@@ -741,16 +755,18 @@ def _compute_logits_and_slope(
 
 
 def _multiply(first: Tensor, second: Tensor) -> Tensor:
-    """Return ``first @ second``, accumulated and stored in float32 at least."""
+    """Return ``first @ second``, accumulated and stored in float32 or float64."""
     if first.dtype in (torch.float32, torch.float64):
         return first @ second
-    if device.on_host():  # PyTorch has no half-precision product with a float32 result there
+
+    # On the host PyTorch has no half-precision product with a float32 result.
+    if device.on_host():
         return first.float() @ second.float()
     return torch.mm(first, second, out_dtype=torch.float32)
 
 
 def _gather_shards(stats: Tensor, group: Any) -> Tensor:
-    """Gather the tensors of all ranks, of equal shapes, into one [ranks, ...]. Collective over ``group``."""
+    """All-gather ``stats``, of equal shape on all ranks, into [ranks, ...]. Collective over ``group``."""
     if group.size() == 1:
         return stats[None]
     gathered = torch.empty((group.size(), *stats.shape), dtype=stats.dtype, device=stats.device)
@@ -761,17 +777,17 @@ def _gather_shards(stats: Tensor, group: Any) -> Tensor:
 def _merge_statistics(stats: Tensor) -> Tensor:
     """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n].
 
-    Logits of buckets may follow, [shards, 4 + k, n] and [4 + k, n].
+    If the logits of k buckets follow the statistics, the input is [shards, 4 + k, n], the result [4 + k, n].
     """
     peak, total, weighted = stats[:, :3].unbind(dim=1)
 
-    # Rescale each shard's sums from its own largest logit to the largest of all, then add them.
+    # Rescale each shard's sums from the shard's largest logit to the largest logit of all, then add the sums.
     top = peak.amax(dim=0)
     scale = (peak - top).exp()
     weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
     total = (total * scale).sum(dim=0)
 
-    # A target or bucket is in one shard; the others have `_MASKED` for it.
+    # Each target or bucket is in one shard; the other shards have `_MASKED` as its logit.
     return torch.cat((torch.stack((top, total, weighted)), stats[:, 3:].amax(dim=0)))
 
 
@@ -792,20 +808,20 @@ def _compute_bucket_outputs(
     targets: Tensor,
     bucket_ids: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_compute_outputs`, and the log-probs of the buckets [n, k + 1].
+    """Compute the outputs of `_compute_outputs`, and the log-probs of the buckets [n, k + 1].
 
     ``stats`` [shards, 4 + k, n] are the statistics of all shards, followed by the logits of the k tokens
-    ``bucket_ids`` [n, k]; the last bucket is that of all other tokens.
+    ``bucket_ids`` [n, k]. The last bucket contains all other tokens.
     """
     merged_stats = _merge_statistics(stats)
     other_stats = merged_stats[:4]
     bucket_logits = merged_stats[4:].t()
 
-    # Treat the k tokens as another shard of the vocabulary. It has the target if one of them is the target.
+    # Treat the k tokens as another shard of the vocabulary, which may contain the target.
     is_target = bucket_ids == targets[:, None]
     target_bucket = torch.where(is_target.any(dim=1), is_target.int().argmax(dim=1), -1)
-    ones = torch.ones_like(bucket_logits[:, 0])
-    bucket_stats = tile_statistics(bucket_logits.clone(), target_bucket, ones)
+    unit_temperature = torch.ones_like(bucket_logits[:, 0])
+    bucket_stats = tile_statistics(bucket_logits.clone(), target_bucket, unit_temperature)
     log_normaliser, log_probs, entropy = _compute_outputs(torch.stack((other_stats, bucket_stats)))
 
     log_others = other_stats[0] + other_stats[1].log()
@@ -824,8 +840,7 @@ def vocab_parallel_top_tokens(
 ) -> Tensor:
     """Return the ids of the most likely tokens of each distribution, [n, top.tokens], most likely first.
 
-    Arguments as for `vocab_parallel_log_probs`; without a gradient. Collective over the tensor-parallel
-    group.
+    The other arguments are as in `vocab_parallel_log_probs`. Collective over the tensor-parallel group.
     """
     local_count = min(top.tokens, len(weight))
     top_logits = hidden.new_empty(
@@ -839,7 +854,7 @@ def vocab_parallel_top_tokens(
         top_logits[span], columns = logits.topk(local_count, dim=1)
         ids[span] = columns + shard.start
 
-    # The most likely of all are among the most likely of each shard.
+    # The most likely tokens of the vocabulary are among the most likely tokens of the shards.
     top_logits = torch.cat(tuple(_gather_shards(top_logits, shard.group)), dim=1)
     ids = torch.cat(tuple(_gather_shards(ids, shard.group)), dim=1)
     return ids.gather(1, top_logits.topk(top.tokens, dim=1).indices)
@@ -859,17 +874,17 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, ...]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
-    With ``bucket_ids`` [n, k], distinct token ids or -1 for none, the log-probs of k + 1 buckets follow:
-    of each of these tokens, and of all other tokens together, [n, k + 1] float32.
+    With ``bucket_ids`` [n, k], which are distinct token ids or -1 for an unused bucket, the log-probs of
+    k + 1 buckets follow, [n, k + 1] float32: each of these tokens, and all other tokens together.
 
     ``hidden`` [n, h] is the same on all ranks of the group. ``weight`` [V / tp, h] are this rank's rows of
     the output projection, which ``shard`` describes. ``targets`` [n] are token ids; ``temperature`` [n]
     divides the logits. At most ``chunk_tokens`` * V / tp logits exist at a time.
 
     Gradients of ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller
-    whose sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
-    without it they range over the vocabulary. ``rules`` change the logits before the temperature. float64
-    inputs give float64 results. Collective over the tensor-parallel group.
+    whose sequence-parallel reduce-scatter sums them. ``support`` restricts each distribution to some tokens
+    of the vocabulary. ``rules`` change the logits before the temperature. Results are float64 for float64
+    inputs. Collective over the tensor-parallel group.
     """
     result_dtype = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):

@@ -1,7 +1,7 @@
-"""Softmax statistics of logits, and the gradient with respect to them, each in one pass over memory.
+"""Triton kernels for the softmax statistics of logits and for their gradient, each in one pass over memory.
 
 PyTorch's operations read and write a tile of logits eight times for the gradient alone. The matrix products
-before and after are not computed here: on an H100 cuBLAS takes a quarter of the time of a product in Triton.
+before and after are left to cuBLAS, which on an H100 takes a quarter of the time of a product in Triton.
 This module imports Triton: only `log_probs` should import it, and only on a machine with an accelerator.
 """
 
@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron_rl.megatron.log_probs import GradientInputs
 
 MASKED = -1e30
-"""Logit of a token without a row in this shard: finite, so that probability * logit is 0 and not NaN."""
+"""Logit of a token outside this shard: finite, so that probability * logit is 0 and not NaN."""
 BLOCK = 4096
-"""Largest number of logits of a token that a Triton program loads together."""
+"""Largest number of logits of a token that a Triton program loads at once."""
 
 
 @triton.jit
@@ -28,13 +28,13 @@ def _statistics_kernel(
     targets,
     temperature,
     stats,
-    tokens,
-    rows,
+    num_tokens,
+    num_rows,
     logits_stride,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Reduce the logits of one token to the four numbers of `log_probs.tile_statistics`."""
+    """Reduce the logits of one token to the four statistics of `log_probs.tile_statistics`."""
     token = tl.program_id(0)
     target = tl.load(targets + token)
     divisor = tl.load(temperature + token)
@@ -42,31 +42,31 @@ def _statistics_kernel(
 
     # An online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) that also sums the entropy's terms.
     peak = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((), tl.float32)
-    for first in range(0, rows, BLOCK):
+    exp_sum = tl.zeros((), tl.float32)
+    weighted_sum = tl.zeros((), tl.float32)
+    for first in range(0, num_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        values = tl.load(token_logits + row, mask=row < rows, other=MASKED) / divisor
-        new_peak = tl.maximum(peak, tl.max(values, axis=0))
-        shifted = values - new_peak
-        exponents = tl.where(row < rows, tl.exp(shifted), 0.0)
+        scaled_logits = tl.load(token_logits + row, mask=row < num_rows, other=MASKED) / divisor
+        new_peak = tl.maximum(peak, tl.max(scaled_logits, axis=0))
+        shifted = scaled_logits - new_peak
+        exponents = tl.where(row < num_rows, tl.exp(shifted), 0.0)
 
-        # Rescale the sums to the new peak, then add this block's. Before the first block the peak is -inf.
+        # Rescale the sums to the new peak, then add this block. The peak is -inf before the first block.
         scale = tl.exp(peak - new_peak)
-        weighted = tl.where(total > 0, (weighted + (peak - new_peak) * total) * scale, 0.0)
-        weighted += tl.sum(exponents * shifted, axis=0)
-        total = total * scale + tl.sum(exponents, axis=0)
+        weighted_sum = tl.where(exp_sum > 0, (weighted_sum + (peak - new_peak) * exp_sum) * scale, 0.0)
+        weighted_sum += tl.sum(exponents * shifted, axis=0)
+        exp_sum = exp_sum * scale + tl.sum(exponents, axis=0)
         peak = new_peak
 
-    in_tile = (target >= 0) & (target < rows)
+    in_tile = (target >= 0) & (target < num_rows)
     target_logit = tl.load(token_logits + target, mask=in_tile, other=0.0) / divisor
     target_logit = tl.where(in_tile, target_logit, MASKED)
 
     output = stats + token
     tl.store(output, peak)
-    tl.store(output + tokens, total)
-    tl.store(output + 2 * tokens, weighted)
-    tl.store(output + 3 * tokens, target_logit)
+    tl.store(output + num_tokens, exp_sum)
+    tl.store(output + 2 * num_tokens, weighted_sum)
+    tl.store(output + 3 * num_tokens, target_logit)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _gradient_kernel(
     log_prob_gradient,
     entropy_gradient,
     logit_gradient,
-    rows,
+    num_rows,
     cap,
     logits_stride,
     gradient_stride,
@@ -89,7 +89,7 @@ def _gradient_kernel(
     """Compute the gradients of a block of a token's logits, by the equations of `log_probs.tile_gradient`."""
     token = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_row = row < rows
+    is_row = row < num_rows
     divisor = tl.load(temperature + token)
     token_log_prob_gradient = tl.load(log_prob_gradient + token)
     token_entropy_gradient = tl.load(entropy_gradient + token)
@@ -115,11 +115,11 @@ def tile_statistics(
     temperature: Tensor,
 ) -> Tensor:
     """Reduce logits [n, rows] float32 to [4, n] like `log_probs.tile_statistics`, without changing them."""
-    tokens, rows = logits.shape
-    stats = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
+    num_tokens, rows = logits.shape
+    stats = torch.empty((4, num_tokens), dtype=torch.float32, device=logits.device)
     kernel: Any = _statistics_kernel
-    kernel[(tokens,)](
-        logits, targets, temperature, stats, tokens, rows, logits.stride(0),
+    kernel[(num_tokens,)](
+        logits, targets, temperature, stats, num_tokens, rows, logits.stride(0),
         BLOCK=_block_size(rows), MASKED=MASKED, num_warps=8,
     )  # fmt: skip
     return stats
@@ -130,12 +130,12 @@ def tile_gradient(logits: Tensor, inputs: GradientInputs) -> Tensor:
 
     The logits stay unchanged.
     """
-    tokens, rows = logits.shape
-    logit_gradient = torch.empty((tokens, rows), dtype=inputs.dtype, device=logits.device)
+    num_tokens, rows = logits.shape
+    logit_gradient = torch.empty((num_tokens, rows), dtype=inputs.dtype, device=logits.device)
     block = _block_size(rows)
 
     kernel: Any = _gradient_kernel
-    kernel[(tokens, triton.cdiv(rows, block))](
+    kernel[(num_tokens, triton.cdiv(rows, block))](
         logits, inputs.targets, inputs.temperature, inputs.log_normaliser, inputs.entropy,
         inputs.log_prob_gradient.contiguous(), inputs.entropy_gradient.contiguous(), logit_gradient,
         rows, inputs.cap or 1.0, logits.stride(0), logit_gradient.stride(0),

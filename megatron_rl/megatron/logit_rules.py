@@ -1,8 +1,8 @@
 """Rules that changed the logits before sampling, applied to tiles of the trainer's logits.
 
-A rule depends on the row and on the position in the row, never on the weights, and the selected tokens of a
-row are contiguous. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed
-row by row, in place.
+A rule depends only on the row and on the position in the row, and the selected tokens of a row are
+contiguous. A micro-batch therefore has one `RowRules` per row, and the rules change a tile of logits row by
+row, in place.
 
 The definitions and their order are vLLM's. A bias is added to the logits, and `BANNED` to the logits of
 banned tokens. The repetition penalty divides the positive logits of earlier tokens, prompt included, and
@@ -39,7 +39,7 @@ class Penalties:
     prompt_tokens: int
     """Number of tokens before the response."""
     repetition: float
-    """Divisor of positive logits, and factor of others, of all earlier tokens."""
+    """Divisor of the positive logits of all earlier tokens, and factor of their negative logits."""
     presence: float
     """Value that is subtracted from the logits of earlier tokens of the response."""
     frequency: float
@@ -55,8 +55,8 @@ class Penalties:
         """Apply the penalties to the logits [n, columns] of n of the row's selected tokens, in place.
 
         ``selection`` is the range of these tokens among the row's selected tokens, and ``first_token_id`` the
-        token id of the first column. ``slope`` [n, columns] is multiplied by the derivative of the changed
-        logits with respect to the original ones; None skips that.
+        token id of the first column. If ``slope`` [n, columns] is not None, it is multiplied by the
+        derivative of the changed logits with respect to the original logits.
         """
         tokens_before = self.tokens_before[selection]
         columns = self.tokens - first_token_id
@@ -75,22 +75,23 @@ class Penalties:
 
 
 def _count_occurrences(columns: Tensor, tokens_before: Tensor, logits: Tensor) -> Tensor:
-    """Count for each selected position how often the token of each logit occurs earlier in the row.
+    """Count how often each token of this vocabulary shard occurs in the row before each selected position.
 
     ``columns`` [m] are the columns of the row's m tokens in ``logits`` [n, V / tp]; a negative or too large
     number is a token of another shard, which is not counted. ``tokens_before`` [n], ascending, is the
     number of the row's tokens before each position. The result [n, V / tp] has the dtype of ``logits``.
     """
-    # A token is counted at all positions after it, from `first_counted` on. An extra row and an extra column
+    # A token is counted at all positions after it, from `first_position` on. An extra row and an extra column
     # collect tokens after the last position and tokens of other shards.
-    rows, width = logits.shape
-    index = torch.arange(len(columns), device=columns.device)
-    first_counted = torch.searchsorted(tokens_before, index, right=True)
-    column = torch.where((columns >= 0) & (columns < width), columns, width)
+    num_positions, num_columns = logits.shape
+    token_index = torch.arange(len(columns), device=columns.device)
+    first_position = torch.searchsorted(tokens_before, token_index, right=True)
+    in_shard = (columns >= 0) & (columns < num_columns)
+    counted_columns = torch.where(in_shard, columns, num_columns)
 
-    counts = logits.new_zeros(rows + 1, width + 1)
-    counts.index_put_((first_counted, column), counts.new_ones(()), accumulate=True)
-    return counts[:rows, :width].cumsum(0)
+    counts = logits.new_zeros(num_positions + 1, num_columns + 1)
+    counts.index_put_((first_position, counted_columns), counts.new_ones(()), accumulate=True)
+    return counts[:num_positions, :num_columns].cumsum(0)
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,17 @@ class RepeatedNgrams:
     """
 
     selected_index: Tensor
-    """[p] int64, ascending: index of the selected token to which each entry of ``tokens`` is forbidden."""
+    """[p] int64, ascending: index of the selected token at which each id of ``tokens`` is forbidden."""
     tokens: Tensor
     """[p] int64 ids of forbidden tokens; a selected token may have the same id several times."""
     offsets: numpy.ndarray
-    """[count + 1] index of each selected token's first entry, on the host: slicing reads no device memory."""
+    """[count + 1] index in ``tokens`` of each selected token's first id; in host memory, so that slicing does
+    not read the device."""
 
     def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
         """Add `BANNED` to the logits of the forbidden tokens, in place.
 
-        ``logits`` [n, columns] are those of n of the row's selected tokens, and ``selection`` is the range of
+        ``logits`` [n, columns] belong to n of the row's selected tokens, and ``selection`` is the range of
         these tokens among the row's selected tokens. ``first_token_id`` is the token id of the first column.
         """
         first, last = self.offsets[[selection.start, selection.stop]].tolist()
@@ -120,14 +122,14 @@ class RepeatedNgrams:
 
         # Columns of other shards get 0, as in `_add_bias`.
         columns = self.tokens[first:last] - first_token_id
-        is_here = (columns >= 0) & (columns < logits.shape[1])
-        values = torch.where(is_here, BANNED, 0.0).to(logits.dtype)
+        in_shard = (columns >= 0) & (columns < logits.shape[1])
+        bias = torch.where(in_shard, BANNED, 0.0).to(logits.dtype)
         rows = self.selected_index[first:last] - selection.start
-        logits.index_put_((rows, columns.clamp(0, logits.shape[1] - 1)), values, accumulate=True)
+        logits.index_put_((rows, columns.clamp(0, logits.shape[1] - 1)), bias, accumulate=True)
 
 
 def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size: int) -> RepeatedNgrams:
-    """Return the tokens that are forbidden at the selected positions because they would repeat an n-gram.
+    """Find the tokens that would repeat an n-gram of the row at one of its selected positions.
 
     ``tokens`` [m] are the tokens of one row, ``selected_positions`` [count] the ascending positions of its
     selected tokens, and ``ngram_size`` is n, at least 2. A token is forbidden if it and the n - 1 tokens
@@ -139,18 +141,19 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
         no_pairs = torch.empty(0, dtype=torch.int64)
         return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
 
-    # Window w is the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get the same id.
+    # Window w contains the n - 1 tokens from w on, and precedes the token at w + n - 1. Equal windows have
+    # equal ids.
     windows = numpy.lib.stride_tricks.sliding_window_view(row_tokens[:-1], ngram_size - 1)
     _, window_ids = numpy.unique(windows, axis=0, return_inverse=True)
 
-    # Sorted by id, then by position, the earlier equal windows of a window come directly before it.
+    # Sort windows by id, then by position: the earlier windows that equal a window come directly before it.
     sorted_windows = numpy.argsort(window_ids, kind="stable")
     sorted_ids = window_ids[sorted_windows]
     num_earlier = numpy.arange(len(sorted_windows)) - numpy.searchsorted(sorted_ids, sorted_ids)
     sorted_index = numpy.empty_like(sorted_windows)
     sorted_index[sorted_windows] = numpy.arange(len(sorted_windows))
 
-    # Pair the window before a selected token with each earlier equal window, whose next token is banned.
+    # Pair the window before each selected token with all earlier equal windows: their next tokens are banned.
     selected_windows = positions - (ngram_size - 1)
     has_window = selected_windows >= 0
     selected_indices = sorted_index[selected_windows[has_window]]
@@ -158,14 +161,14 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
     counts[has_window] = num_earlier[selected_indices]
     offsets = numpy.concatenate(([0], counts.cumsum()))
 
-    # One entry per pair: the index of its selected token, and the start of its earlier window.
+    # For each pair, compute the index of the selected token and the start of the earlier window.
     pair_selected_index = numpy.repeat(numpy.arange(len(positions)), counts)
     first_pair_indices = numpy.zeros(len(positions), numpy.int64)
     first_pair_indices[has_window] = selected_indices - num_earlier[selected_indices]
     index_in_pairs = numpy.arange(offsets[-1]) - offsets[pair_selected_index]
     earlier_windows = sorted_windows[first_pair_indices[pair_selected_index] + index_in_pairs]
-    banned = row_tokens[earlier_windows + ngram_size - 1].astype(numpy.int64)
-    return RepeatedNgrams(torch.from_numpy(pair_selected_index), torch.from_numpy(banned), offsets)
+    banned_tokens = row_tokens[earlier_windows + ngram_size - 1].astype(numpy.int64)
+    return RepeatedNgrams(torch.from_numpy(pair_selected_index), torch.from_numpy(banned_tokens), offsets)
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,7 @@ class RowRules:
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
     bias: Tensor
-    """[k] float32 value that is added to each of these tokens' logits."""
+    """[k] float32 values that are added to the logits of ``bias_ids``."""
     stop_ids: Tensor
     """[s] int64 stop tokens, empty without a minimum length."""
     penalties: Penalties | None = None
@@ -202,8 +205,8 @@ def build_row_rules(
 ) -> tuple[RowRules, ...] | None:
     """Return the rules of a micro-batch in host memory, or None if no row has rules.
 
-    ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
-    [n] the ascending positions of the selected tokens among them.
+    ``rules`` and the row ``lengths`` [B] have one element per row, ``tokens`` [N] are the concatenated rows,
+    and ``selected`` [n] are the ascending positions of the selected tokens in ``tokens``.
     """
     if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
@@ -228,14 +231,14 @@ def build_row_rules(
         rule_tensors = tensors_by_sampling[sampling]
 
         # Before the token with index i in its row there are i - prompt_tokens tokens of the response.
-        begin = int(starts[row])
-        end = int(ends[row])
-        positions_in_row = selected[first : first + count] - begin
+        row_start = int(starts[row])
+        row_tokens = tokens[row_start : int(ends[row])]
+        positions_in_row = selected[first : first + count] - row_start
         no_stop_count = int((positions_in_row < rule.prompt_tokens + sampling.min_response_tokens).sum())
         penalties = None
         if sampling.has_penalties:
             penalties = Penalties(
-                tokens[begin:end],
+                row_tokens,
                 positions_in_row,
                 rule.prompt_tokens,
                 sampling.repetition_penalty,
@@ -244,7 +247,7 @@ def build_row_rules(
             )
         ngrams = None
         if sampling.no_repeat_ngram_size:
-            ngrams = find_repeated_ngrams(tokens[begin:end], positions_in_row, sampling.no_repeat_ngram_size)
+            ngrams = find_repeated_ngrams(row_tokens, positions_in_row, sampling.no_repeat_ngram_size)
         row_rules.append(RowRules(first, count, no_stop_count, *rule_tensors, penalties, ngrams))
     return tuple(row_rules)
 
@@ -256,8 +259,9 @@ def token_temperatures(
 ) -> Tensor:
     """Return the sampling temperature of each token of a micro-batch: [N] float32.
 
-    ``temperature`` [N] is that of each token's row; ``lengths`` [B] and ``rules`` have an entry per row.
-    Where the temperature changes over the tokens of a turn, only values of sampled tokens have a meaning.
+    ``temperature`` [N] has the temperature of each token's row; ``lengths`` [B] and ``rules`` have one
+    element per row. If the temperature changes within a turn, only the values at sampled tokens are
+    meaningful.
     """
     temperatures = temperature.clone()
     for row_temperatures, rule in zip(temperatures.split(lengths.tolist()), rules, strict=True):
@@ -278,22 +282,24 @@ def token_temperatures(
 
 
 def _make_rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]:
-    """Return token ids and values of the biases, and the stop tokens if a minimum length bans them."""
-    ids = [token for token, _ in sampling.logit_bias]
-    values = [value for _, value in sampling.logit_bias]
+    """Return the tensors ``bias_ids``, ``bias`` and ``stop_ids`` of a `RowRules`, in host memory."""
+    bias_ids = [token_id for token_id, _ in sampling.logit_bias]
+    bias = [token_bias for _, token_bias in sampling.logit_bias]
+
+    # Only a minimum length bans stop tokens.
     stop_ids = sampling.stop_token_ids
     if not sampling.min_response_tokens:
         stop_ids = ()
     return (
-        torch.tensor(ids, dtype=torch.int64),
-        torch.tensor(values, dtype=torch.float32),
+        torch.tensor(bias_ids, dtype=torch.int64),
+        torch.tensor(bias, dtype=torch.float32),
         torch.tensor(stop_ids, dtype=torch.int64),
     )
 
 
 def scales_logits(rules: Sequence[RowRules]) -> bool:
-    """Return whether any rule has a derivative other than 1: a repetition penalty multiplies logits."""
-    return any(row.penalties is not None and row.penalties.repetition != 1 for row in rules)
+    """Return whether a rule multiplies logits, as repetition penalties do; other rules add constants."""
+    return any(row_rules.penalties is not None and row_rules.penalties.repetition != 1 for row_rules in rules)
 
 
 def apply_rules(
@@ -305,12 +311,12 @@ def apply_rules(
 ) -> None:
     """Apply the rules to the logits [n, columns] of n selected tokens of a micro-batch, in place.
 
-    ``first_index`` is the index of the first of them among all selected tokens of the micro-batch.
-    ``first_token_id`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the
-    derivative of the changed logits with respect to the original ones.
+    ``first_index`` is the index of the first of these n tokens among all selected tokens of the micro-batch.
+    ``first_token_id`` is the token id of the first column. If ``slope`` [n, columns] is not None, it is
+    multiplied by the derivative of the changed logits with respect to the original logits.
     """
     for row_rules in rules:
-        # The row's selected tokens have the logits from ``first`` up to ``end``.
+        # The logits of the row's selected tokens are those from ``first`` up to ``end``.
         first = max(row_rules.first - first_index, 0)
         end = min(row_rules.first + row_rules.count - first_index, len(logits))
         if first >= end:
@@ -322,7 +328,7 @@ def apply_rules(
             banned = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
             _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, banned)
 
-        # The same tokens, counted from the row's first selected one.
+        # The same range, counted from the row's first selected token.
         selection = slice(first + first_index - row_rules.first, end + first_index - row_rules.first)
         if row_rules.ngrams is not None:
             row_rules.ngrams.ban_tokens(logits[first:end], selection, first_token_id)
@@ -335,7 +341,7 @@ def apply_rules(
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
     """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], except for columns of other shards."""
-    # Add 0 for columns of other shards: dropping them would read the number of the others from the device.
-    is_here = (columns >= 0) & (columns < logits.shape[1])
-    values = torch.where(is_here, bias, 0.0).to(logits.dtype)
-    logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), values.expand(len(logits), -1))
+    # Add 0 for columns of other shards: removing them would read the number of the rest from the device.
+    in_shard = (columns >= 0) & (columns < logits.shape[1])
+    local_bias = torch.where(in_shard, bias, 0.0).to(logits.dtype)
+    logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), local_bias.expand(len(logits), -1))

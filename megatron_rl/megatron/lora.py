@@ -1,9 +1,9 @@
 """Low-rank adapters on Megatron's linear layers, over a frozen base.
 
-The layer computes W x, the adapter adds ``alpha / rank * B (A x)``. Where the rows of W are cut (Megatron's
-ColumnParallelLinear: linear_qkv, linear_fc1), B is cut by rows and every rank has all of A. Where the columns
-of W are cut (RowParallelLinear: linear_proj, linear_fc2), A is cut by columns and every rank has all of B.
-Ranks exchange only A x, which has ``rank`` features per token.
+The layer computes W x, the adapter adds ``alpha / rank * B (A x)``. If W is sharded by rows (Megatron's
+ColumnParallelLinear: linear_qkv, linear_fc1), B is sharded by rows and A is replicated. If W is sharded by
+columns (RowParallelLinear: linear_proj, linear_fc2), A is sharded by columns and B is replicated. Ranks
+exchange only A x, which has ``rank`` features per token.
 
 A and B are imported, exported, sharded and checkpointed by the rules of the layer's own weight: A has the
 weight's columns, B the weight's rows. Each routed expert has its own A and B.
@@ -50,14 +50,14 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Adapter(nn.Module):
-    """Low-rank adapter of one linear layer: this rank's shard of A [kinds x rank, in] and B [out, rank].
+    """Low-rank adapter of one linear layer: this rank's A [projections x rank, in] and B [out, rank].
 
-    A layer of Megatron may combine several tensors of the checkpoint ("kinds": query, key and value in
-    linear_qkv). Each kind has its own A.
+    A linear layer of Megatron may combine several projections, which are separate tensors in the checkpoint:
+    linear_qkv combines query, key and value. Each projection has its own A.
     """
 
-    kind_mask: Tensor
-    """[out, kinds], 1 where a row of B belongs to a kind, otherwise 0."""
+    projection_mask: Tensor
+    """[out, projections], 1 where a row of B belongs to a projection, otherwise 0."""
     initial_A: Tensor | None
     """A of the initial policy, which is the reference; or None if the initial adapters add zero."""
     initial_B: Tensor | None
@@ -67,23 +67,23 @@ class Adapter(nn.Module):
         self,
         weight: Tensor,
         rank: int,
-        kind_mask: Tensor,
+        projection_mask: Tensor,
         scale: float,
         dropout: float,
     ) -> None:
         super().__init__()
-        rows, inputs = weight.shape
-        kind_count = kind_mask.shape[1]
+        out_features, in_features = weight.shape
+        num_projections = projection_mask.shape[1]
         options = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **options))
-        self.B = nn.Parameter(torch.empty(rows, rank, **options))
+        self.A = nn.Parameter(torch.empty(num_projections * rank, in_features, **options))
+        self.B = nn.Parameter(torch.empty(out_features, rank, **options))
         self.scale = scale
         self.dropout = dropout
         self.state = "trained"
         """``trained`` or ``initial``: the values that `forward` uses."""
 
         # Not persistent: checkpoints and PEFT files contain only A and B.
-        self.register_buffer("kind_mask", kind_mask.to(**options), persistent=False)
+        self.register_buffer("projection_mask", projection_mask.to(**options), persistent=False)
         self.register_buffer("initial_A", None, persistent=False)
         self.register_buffer("initial_B", None, persistent=False)
 
@@ -102,11 +102,11 @@ class Adapter(nn.Module):
         group: Any,
         sequence_parallel: bool,
     ) -> None:
-        """Set how the layer is sharded over a tensor-parallel group, and mark the factors for Megatron.
+        """Set how the layer is sharded over a tensor-parallel group, and Megatron's attributes of A and B.
 
-        ``by_columns``: whether the layer's weight is sharded by columns, otherwise by rows. Of the marks,
-        ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``
-        makes finalize_model_grads sum the partial gradients of the factor that every rank has.
+        ``by_columns``: whether the layer's weight is sharded by columns, otherwise by rows. The attribute
+        ``tensor_model_parallel`` makes the gradient norm count a shard on every rank. ``sequence_parallel``
+        makes finalize_model_grads sum the partial gradients of the replicated factor.
         """
         self.by_columns = by_columns
         self.group = group
@@ -116,10 +116,11 @@ class Adapter(nn.Module):
         setattr(replicated, "sequence_parallel", self.sequence_parallel)
 
     def set_expert_sharding(self, by_columns: bool, group: Any) -> None:
-        """Set how an expert's layer is sharded over its tensor-parallel group; mark the factors for Megatron.
+        """Set how an expert's layer is sharded over the expert's group, and Megatron's attributes of A and B.
 
-        Tensor-parallel ranks may have different experts: the gradient norm must count a parameter on every
-        rank (``tensor_model_parallel``), unless the rank is not the first of its expert's group (``shared``).
+        Tensor-parallel ranks may have different experts, so the gradient norm must count parameters on every
+        rank (``tensor_model_parallel``). The replicated factor is counted only on the first rank of the
+        expert's group: on the other ranks it is ``shared``.
         """
         self.by_columns = by_columns
         self.group = group
@@ -130,7 +131,7 @@ class Adapter(nn.Module):
         setattr(replicated, "shared", group.rank() > 0)
 
     def _sharded_and_replicated_factors(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return the factor that is sharded over the group, and the factor that is replicated on it."""
+        """Return the factor that is sharded over the group, then the factor that is replicated."""
         if self.by_columns:
             return self.A, self.B
         return self.B, self.A
@@ -143,7 +144,7 @@ class Adapter(nn.Module):
         return getattr(replicated, "main_grad", None)
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """Compute the adapter's addition to the layer's output, or return None for an addition of zero.
+        """Compute the adapter's output, which is added to the layer's output; None means zero.
 
         ``hidden`` [.., in] is the layer's input on this rank. Collective over the layer's group.
         """
@@ -158,14 +159,14 @@ class Adapter(nn.Module):
         if self.dropout and self.training:
             hidden = self._apply_dropout(hidden)
         low_rank = self._exchange_low_rank(functional.linear(hidden, factor_a))
-        return functional.linear(low_rank, self._expand_by_kind(factor_b)) * self.scale
+        return functional.linear(low_rank, self._expand_by_projection(factor_b)) * self.scale
 
     def _apply_dropout(self, hidden: Tensor) -> Tensor:
         """Apply dropout to the adapter's input, or to this rank's shard of it."""
         # Ranks with different tokens or features need different random numbers, ranks with the same inputs
         # need equal random numbers.
-        separate_experts = self.is_expert and self.group.size() == 1
-        if self.by_columns or self.sequence_parallel or separate_experts:
+        is_unsharded_expert = self.is_expert and self.group.size() == 1
+        if self.by_columns or self.sequence_parallel or is_unsharded_expert:
             with device.tensor_parallel_generator():
                 return functional.dropout(hidden, self.dropout)
         return functional.dropout(hidden, self.dropout)
@@ -177,8 +178,8 @@ class Adapter(nn.Module):
         """
         if self.is_expert:
             # The dispatcher sends all tokens of an expert to each of the expert's ranks, and sums the outputs
-            # of these ranks, both W x and B (A x). Each rank thus has a part of the replicated factor's
-            # gradient: see `get_partial_gradient`.
+            # of these ranks, both W x and B (A x). Each rank thus has a partial gradient of the replicated
+            # factor: see `get_partial_gradient`.
             return low_rank
 
         if self.by_columns and self.sequence_parallel:
@@ -191,18 +192,18 @@ class Adapter(nn.Module):
         # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
-    def _expand_by_kind(self, factor_b: Tensor) -> Tensor:
-        """Return B as [out, kinds x rank], block-sparse: a row is zero in the columns of other kinds."""
-        if self.kind_mask.shape[1] == 1:
+    def _expand_by_projection(self, factor_b: Tensor) -> Tensor:
+        """Expand B to [out, projections x rank]; a row is zero in the columns of other projections."""
+        if self.projection_mask.shape[1] == 1:
             return factor_b
-        by_kind = self.kind_mask[:, :, None] * factor_b[:, None, :]
-        return by_kind.flatten(1)
+        expanded = self.projection_mask[:, :, None] * factor_b[:, None, :]
+        return expanded.flatten(1)
 
     @torch.no_grad()
     def compute_merged_weight(self, weight: Tensor) -> Tensor:
         """Compute this rank's shard of W + scale * B A in W's dtype, summed in float32."""
-        change = self._expand_by_kind(self.B).float() @ self.A.float()
-        return (weight.float() + self.scale * change).to(weight.dtype)
+        product = self._expand_by_projection(self.B).float() @ self.A.float()
+        return (weight.float() + self.scale * product).to(weight.dtype)
 
 
 def add_adapter_output(
@@ -222,31 +223,31 @@ def add_adapter_output(
     hidden = inputs[0]
     norm_weight = getattr(linear, "layer_norm_weight", None)
     if norm_weight is not None:
-        # Transformer Engine normalises inside the layer: A must see the normalised inputs, too.
+        # Transformer Engine normalises inside the layer: A needs the normalised inputs, too.
         gain = norm_weight.float()
         if linear.zero_centered_gamma:
             gain = gain + 1.0
         hidden = functional.rms_norm(hidden.float(), gain.shape, gain, linear.eps).to(hidden.dtype)
 
-    result, bias = output
+    layer_output, bias = output
     if isinstance(adapter, Adapter):
-        change = adapter(hidden)
-        if change is None:
+        adapter_output = adapter(hidden)
+        if adapter_output is None:
             return output
-        return result + change, bias
+        return layer_output + adapter_output, bias
 
-    # One adapter per expert, each for its own consecutive tokens.
-    tokens_of_experts = hidden.split(list(inputs[1]))
-    changes = []
-    for expert_adapter, tokens in zip(adapter, tokens_of_experts, strict=True):
-        change = expert_adapter(tokens)
-        if change is not None:
-            changes.append(change)
+    # Each expert's adapter processes this expert's tokens, which are consecutive.
+    expert_inputs = hidden.split(list(inputs[1]))
+    expert_outputs = []
+    for expert_adapter, expert_input in zip(adapter, expert_inputs, strict=True):
+        expert_output = expert_adapter(expert_input)
+        if expert_output is not None:
+            expert_outputs.append(expert_output)
 
-    # All adapters have the same state, so either all of them or none of them returned None.
-    if not changes:
+    # All adapters have the same state: either all of them returned a tensor, or all returned None.
+    if not expert_outputs:
         return output
-    return result + torch.cat(changes), bias
+    return layer_output + torch.cat(expert_outputs), bias
 
 
 _HEAD = "output_layer.weight"
@@ -254,7 +255,7 @@ _HEAD = "output_layer.weight"
 
 
 class TensorSource(Protocol):
-    """Interface of named tensors that can be read a slice at a time, such as those of a safetensors file."""
+    """Interface for reading slices of named tensors, for example from a safetensors file."""
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -280,10 +281,10 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has values by their PEFT names; adapters without values in it are initialised as new. A new
-    adapter adds zero: A is uniform as torch initialises a linear layer, and B is zero. Its values depend only
-    on ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
-    head get gradients. Call before the model is wrapped in DDP.
+    ``initial`` has initial values by PEFT names; a tensor that it lacks is initialised as new. A new adapter
+    adds zero: A is uniform as torch initialises a linear layer, and B is zero. New values depend only on
+    ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
+    head require gradients. Call before the model is wrapped in DDP.
     """
     model.adapters = make_adapted_model(
         describe_model(model.hf_config),
@@ -305,10 +306,10 @@ def attach_adapters(
 
     def make_adapter(name: str, weight: Tensor) -> Adapter:
         assert model.adapters is not None
-        # The experts of a layer have equal masks: one computation serves all.
+        # The experts of a layer have equal masks: compute the mask once.
         mask_name = EXPERT.sub(r"\1{expert}", name)
         if mask_name not in masks:
-            masks[mask_name] = _checkpoint_tensor_mask(model, mask_name, len(weight))
+            masks[mask_name] = _make_projection_mask(model, mask_name, len(weight))
         scale = model.adapters.alpha / config.rank
         adapter = Adapter(weight, config.rank, masks[mask_name], scale, config.dropout)
 
@@ -345,7 +346,8 @@ def attach_adapters(
 def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
     """Make a model use the frozen weights of another model of the same checkpoint and layout.
 
-    Both models have adapters. The model's own frozen weights are freed. Call before it is wrapped in DDP.
+    Both models have adapters. The model's own frozen weights are freed. Call before the model is wrapped in
+    DDP.
     """
     for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
         frozen_base = {
@@ -360,7 +362,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
 
 
 def _find_scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
-    """Return the weight of a chunk's scalar head, which is trained with the adapters, or None without one."""
+    """Return the weight of a chunk's scalar head, or None for a chunk without a scalar head."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
     return chunk.output_layer.weight
@@ -371,24 +373,23 @@ def initialise_adapters(
     seed: int,
     initial: TensorSource | None = None,
 ) -> None:
-    """Initialise the adapters of a model from ``initial``, by their PEFT names, or with new values.
+    """Copy the adapters' values from ``initial`` by PEFT names, and draw new values for all other tensors.
 
-    Tensors that are not in ``initial`` get new values, which depend on ``seed`` and on the tensor's name.
-    With ``initial`` the values are also stored as those of the initial policy, the reference; without it the
-    initial policy is the base without adapters.
+    New values depend on ``seed`` and on the tensor's name. With ``initial``, the adapters' values also become
+    the initial policy, which is the reference; without it, the initial policy is the base without adapters.
     """
     assert model.adapters is not None
-    stored_names = set()
+    initial_names = set()
     if initial is not None:
-        stored_names = initial.names()
+        initial_names = initial.names()
     shapes = model.adapters.tensor_shapes()
     parameters = adapter_parameters(model)
 
-    # A box is the part of one PEFT tensor in one of this rank's parameters.
+    # A box is the region of a PEFT tensor that one of this rank's parameters contains.
     for box in adapter_boxes(model):
         view = view_of(parameters[box.storage], box)
         peft_name = PEFT_PREFIX + box.name
-        if initial is not None and peft_name in stored_names:
+        if initial is not None and peft_name in initial_names:
             view.copy_(initial.read(peft_name, box.start, box.size))
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
@@ -411,9 +412,9 @@ def _draw_initial_values(
     shape: tuple[int, ...],
     seed: int,
 ) -> Tensor:
-    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``.
+    """Draw uniform values between -1 / sqrt(inputs) and 1 / sqrt(inputs), as ``torch.nn.Linear`` does.
 
-    They depend only on ``seed`` and on the tensor's ``name`` and ``shape``.
+    The values depend only on ``seed`` and on the tensor's ``name`` and ``shape``.
     """
     # Not Python's hash(), which differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -422,7 +423,7 @@ def _draw_initial_values(
 
 
 def _iterate_target_layers(model: ParallelModel, targets: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield (name over the whole model, linear layer) for each layer that gets an adapter."""
+    """Yield (name over the whole model, linear layer) for each linear layer to adapt."""
     for chunk_index, chunk in enumerate(model.chunks):
         for layer_index, layer in enumerate(chunk.decoder.layers):
             for path, block, linear_names in _iterate_adaptable_modules(layer):
@@ -474,42 +475,41 @@ def _missing_layer_error(
     )
 
 
-def _checkpoint_tensor_mask(
+def _make_projection_mask(
     model: ParallelModel,
     name: str,
     rows: int,
 ) -> Tensor:
-    """Return which checkpoint tensor each row of an adapter's B belongs to, as 1 and 0: [rows, kinds].
+    """Return the mask [rows, projections] that is 1 where a row of an adapter's B belongs to a projection.
 
-    A layer may combine several checkpoint tensors (kinds), such as query, key and value. ``name`` is the
-    adapter's name, with layers counted over the whole model and ``{expert}`` for the number of an expert. To
-    compute the mask, tensors filled with the number of their kind are imported by the rules of the layer's
-    weight.
+    Projections are the checkpoint tensors that a layer combines, such as query, key and value. ``name`` is
+    the adapter's name, with layers counted over the whole model and ``{expert}`` for the number of an expert.
+    The mask is computed by an import: tensors filled with the index of their projection are imported by the
+    rules of the layer's weight.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
     weights = weights_by_name(model.adapters.weights(int(layer_number)))
-    kind_names = [source.name for source in weights[f"{module}.A"].sources]
+    projection_names = [source.name for source in weights[f"{module}.A"].sources]
     shard = shard_of(model)
     first_expert = shard.expert * (model.adapters.shape.experts // shard.expert_size)
 
-    # Fill a tensor in place of each checkpoint tensor of B with the number of its kind.
-    numbered_tensors: dict[str, Tensor] = {}
+    # Replace each checkpoint tensor of B by a tensor that is filled with the index of its projection.
+    index_tensors: dict[str, Tensor] = {}
     for source in weights[f"{module}.B"].sources:
-        kind = kind_names.index(source.name.replace("lora_B", "lora_A"))
-        size = source.end
+        projection_index = projection_names.index(source.name.replace("lora_B", "lora_A"))
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
-        numbered_tensors[tensor_name] = torch.full((size, 1), kind)
+        index_tensors[tensor_name] = torch.full((source.end, 1), projection_index)
 
-    # The import orders and cuts these rows like the rows of B.
-    row_kinds = torch.empty(rows, 1, dtype=torch.long)
+    # The import orders and shards these rows like the rows of B.
+    row_projections = torch.empty(rows, 1, dtype=torch.long)
     import_parameters(
-        {f"{name.format(expert=0)}.B": row_kinds},
-        numbered_tensors,
+        {f"{name.format(expert=0)}.B": row_projections},
+        index_tensors,
         model.adapters,
         shard,
     )
-    return functional.one_hot(row_kinds[:, 0], len(kind_names))
+    return functional.one_hot(row_projections[:, 0], len(projection_names))
 
 
 def _require_gradient(
@@ -561,7 +561,7 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
                     gradients.append(gradient)
                     group = group or module.group
 
-    # No deadlock: the ranks of a group have the same layers, so all of them return here or none does.
+    # This early return cannot deadlock: the ranks of a group have the same layers, and return here together.
     if not gradients:
         return
 
@@ -576,7 +576,7 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     """Return the boxes of PEFT's tensors in this rank's `adapter_parameters`.
 
-    A box is the part of one PEFT tensor that one parameter contains.
+    A box is the region of one PEFT tensor that one parameter contains.
     """
     assert model.adapters is not None
     parameters = adapter_parameters(model)
@@ -599,13 +599,13 @@ def policy_weights(model: ChunkedModel) -> dict[str, Tensor]:
     """Return `live_parameters` with adapters merged: new tensors W + scale * B A for adapted weights."""
     weights = live_parameters(model)
     for name, adapter in _iterate_adapters(model):
-        weight = _adapted_weight_name(name)
-        weights[weight] = adapter.compute_merged_weight(weights[weight])
+        weight_name = _adapted_weight_name(name)
+        weights[weight_name] = adapter.compute_merged_weight(weights[weight_name])
     return weights
 
 
 def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
-    """Return `adapter_parameters` with the scale multiplied into new Bs, for an engine that adds B A x."""
+    """Return `adapter_parameters` with each B multiplied by the scale, for an engine that adds B A x."""
     parameters = adapter_parameters(model)
     for name, adapter in _iterate_adapters(model):
         if adapter.scale != 1:
@@ -641,17 +641,16 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
-    """Replace a model's adapters by merged weights inside the block, so that it is a model without adapters.
+    """Replace a model's adapters by merged weights inside the block, and restore both afterwards.
 
-    The merged weights are copies, and the base is restored at the end. A model without adapters is unchanged.
-    Do not train inside the block.
+    The merged weights are copies. A model without adapters is unchanged. Do not train inside the block.
     """
     if model is None:
         yield
         return
 
-    # The base weights stay in memory, to replace the merged copies at the end.
-    description = model.adapters
+    # The base weights stay in memory, and replace the merged copies at the end.
+    adapted_model = model.adapters
     base_weights: list[tuple[Tensor, Tensor]] = []
     for name, adapter in _iterate_adapters(model):
         chunk_index, weight_name = _adapted_weight_name(name).split(".", 1)
@@ -663,7 +662,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
     try:
         yield
     finally:
-        model.adapters = description
+        model.adapters = adapted_model
         for linear, adapter in pairs:
             linear.adapter = adapter
         for parameter, weight in base_weights:
@@ -672,7 +671,7 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
 
 @contextmanager
 def use_initial_policy(model: ChunkedModel) -> Iterator[None]:
-    """Compute with the initial policy inside the block: the base with the adapters from before training."""
+    """Compute with the initial policy inside the block: the base with the adapters before training."""
     for _, adapter in _iterate_adapters(model):
         adapter.state = "initial"
     try:
@@ -710,28 +709,28 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_offset = _checkpoint_key(model, name)
 
-            # A sharded factor has the dimension that is sharded, counted after the dimension of experts. A
-            # replicated factor has the rank's number among the replicas, of which Megatron saves number 0.
+            # Tensor-parallel ranks have replicas of one factor, of which Megatron saves replica 0. Of the
+            # other factor they have shards along a dimension, counted after the dimension of experts.
             is_replicated = adapter.by_columns == (factor == "B")
             tensor_offset: tuple[tuple[int, int, int], ...] = ()
-            replica = (0, tensor_rank, data_group.rank())
+            replica_id = (0, tensor_rank, data_group.rank())
             if not is_replicated:
                 dimension = len(expert_offset) + int(adapter.by_columns)
                 tensor_offset = ((dimension, tensor_rank, tensor_size),)
-                replica = (0, 0, data_group.rank())
+                replica_id = (0, 0, data_group.rank())
 
-            entry: Any = ShardedTensor.from_rank_offsets(
+            sharded_tensor: Any = ShardedTensor.from_rank_offsets(
                 key,
                 parameter,
                 *expert_offset,
                 *tensor_offset,
-                replica_id=replica,
+                replica_id=replica_id,
                 prepend_axis_num=len(expert_offset),
             )
             if factor == "B" and ".linear_fc1." in name and model.transformer_config.gated_linear_unit:
                 # A rank's rows are a shard of the gate and a shard of the up projection.
-                entry = apply_swiglu_sharded_factory(entry, expert_offset)
-            tensors[name] = entry
+                sharded_tensor = apply_swiglu_sharded_factory(sharded_tensor, expert_offset)
+            tensors[name] = sharded_tensor
     return tensors
 
 
@@ -741,12 +740,12 @@ def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[i
     if match is None:
         return name, ()
 
-    # Local experts are numbered from 0 on each rank; the checkpoint has them all in one tensor.
+    # Local experts are numbered from 0 on each rank; the checkpoint has all experts in one tensor.
     shard = shard_of(model)
-    experts = model.spec.model.shape.experts
-    number = shard.expert * (experts // shard.expert_size) + int(match.group(2))
+    num_experts = model.spec.model.shape.experts
+    expert_index = shard.expert * (num_experts // shard.expert_size) + int(match.group(2))
     key = EXPERT.sub(r"\1", name).replace("..", ".")
-    return key, ((0, number, experts),)
+    return key, ((0, expert_index, num_experts),)
 
 
 @torch.no_grad()
@@ -755,7 +754,7 @@ def load_adapters(
     chunk: Any,
     tensors: dict[str, Tensor],
 ) -> None:
-    """Copy the loaded ``tensors`` of `build_sharded_adapters` into a chunk."""
+    """Copy loaded ``tensors``, by the names of `build_sharded_adapters`, into a chunk's trainable tensors."""
     chunk_index = model.chunks.index(chunk)
     head = _find_scalar_head(model, chunk)
     if head is not None:

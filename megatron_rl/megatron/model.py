@@ -80,7 +80,7 @@ def live_parameters(model: ChunkedModel) -> dict[str, Tensor]:
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Return whether a parameter, by Megatron's name, is a routed expert's."""
+    """Return whether a parameter with this name in Megatron belongs to a routed expert."""
     return ".experts." in name
 
 
@@ -109,10 +109,10 @@ class ParallelModel:
     provider: Provider | None = None
     """The user's function that built the chunks, or None if `build_model` built them."""
     takes_rows: bool = field(init=False)
-    """Whether attention takes `PackedRows`. A provider's own attention between layers of Transformer Engine
-    takes Megatron's row boundaries (THD) instead."""
+    """Whether the input of attention is `PackedRows`. For a provider's own attention in layers of Transformer
+    Engine it is Megatron's row boundaries (THD) instead."""
     takes_boundaries: bool = field(init=False)
-    """Whether all attention takes row boundaries, so that none needs rows gathered by length."""
+    """Whether all attention layers read row boundaries; otherwise rows must be gathered by length."""
     gathers_rows: bool = field(init=False)
     """Whether layers besides attention need rows gathered by length."""
 
@@ -128,12 +128,12 @@ class ParallelModel:
                 else:
                     foreign_cores.append(module)
 
-        # Plain layers without a `RowAttention` get rows in the most general form, gathered by length.
+        # Plain layers without a `RowAttention` receive rows gathered by length, which work for any attention.
         self.takes_boundaries = all(core.takes_boundaries for core in row_cores)
         if not self.uses_transformer_engine and (foreign_cores or not row_cores):
             self.takes_boundaries = False
 
-        # Some mixers need rows gathered by length, even if the attention layers take boundaries.
+        # Some mixers need rows gathered by length, even if the attention layers read boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
         self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
 
@@ -150,10 +150,7 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Set up the process for calls of Megatron inside the block.
-
-        This sets the device mode and, for a model with a provider, Megatron's global groups.
-        """
+        """Set the device mode and, for a model with a provider, Megatron's global groups inside the block."""
         groups: AbstractContextManager[None] = nullcontext()
         if self.provider is not None:
             groups = self.provider.scope(self.groups)
@@ -178,7 +175,7 @@ class ParallelModel:
         return self.spec.hf_config
 
     def freeze(self) -> None:
-        """End training: remove DDP wrappers and gradient buffers; the weights remain in place."""
+        """End training: remove DDP wrappers and gradient buffers, and freeze the weights."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
                 # The hook would gather the weights of a distributed optimizer that no longer exists.
@@ -190,9 +187,9 @@ class ParallelModel:
             chunk.requires_grad_(False)
 
     def watch_routing(self) -> None:
-        """Record and replay expert routing from now on, if the model has experts whose routers allow it.
+        """Record and replay expert routing from now on, if the model has experts whose routers support it.
 
-        Fused routers choose inside their kernel: only their loads are counted.
+        Fused routers select experts inside their kernel: only their loads are counted.
         """
         config = self.transformer_config
 
@@ -252,7 +249,7 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the boundaries of consecutive rows in the form that this model's attention takes.
+        """Return the boundaries of consecutive rows, in the format of this model's attention.
 
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
@@ -261,7 +258,7 @@ class ParallelModel:
         context_rank = self.groups.coordinates.context
         context = self.groups.layout.context
         if self.gathers_rows:
-            # Both forms: some mixers take rows gathered by length, attention may take boundaries.
+            # Some mixers need rows gathered by length, and attention may need boundaries: include both.
             rows = make_bucketed_rows(lengths, context_rank, context)
             return replace(rows, boundaries=make_row_boundaries(lengths))
         if self.takes_boundaries:
@@ -284,12 +281,13 @@ class ParallelModel:
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
-        [n] are the positions of the hidden states from which outputs are computed, ``support`` the tokens
-        that each distribution ranges over, ``rules`` the changes of logits before sampling. With ``buckets``
-        [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and of all others
-        together; with `TopTokens` it selects the k most likely tokens, and returns their ids too. With
-        ``squared_probs`` it returns the sum of the squared probabilities [n] after the entropy. Collective
-        over the tensor-parallel group.
+        [n] are the positions of the hidden states from which outputs are computed. ``support`` restricts the
+        tokens of each distribution, and ``rules`` change logits as before sampling.
+
+        With ``buckets`` [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and
+        of all other tokens together. With `TopTokens` it selects the k most likely tokens as buckets, and
+        also returns their ids. With ``squared_probs`` it returns the sum of the squared probabilities [n]
+        after the entropy. Collective over the tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -338,8 +336,8 @@ class ParallelModel:
             bucket_ids=bucket_ids,
         )
         if squared_probs:
-            # At half the temperature, probabilities q are the squares of the others, normalised:
-            # log q = 2 log p - log sum p^2.
+            # At half the temperature, the probabilities q are the normalised squares of the probabilities p
+            # at the full temperature: log q = 2 log p - log sum p^2.
             sharp_log_probs, _ = vocab_parallel_log_probs(
                 states,
                 weight,
@@ -377,9 +375,11 @@ def build_model(
 
     ``attention`` is ``transformer_engine``, ``torch``, or None for Transformer Engine if it is installed and
     torch otherwise. ``head`` is ``lm``, or ``value`` for a scalar head in place of the output layer. A
-    ``provider`` builds the chunks itself, and their TransformerConfig becomes the model's. On an accelerator
-    defaults depend on ``replays_routing``, whether recorded choices of experts may be replayed, and on
-    ``adapted``, whether the model gets low-rank adapters. Call only on the ranks of ``groups``.
+    ``provider`` builds the chunks itself, and their TransformerConfig becomes the model's. Call only on the
+    ranks of ``groups``.
+
+    The defaults on an accelerator depend on ``replays_routing`` (whether recorded choices of experts may be
+    replayed) and on ``adapted`` (whether the model gets low-rank adapters).
     """
     layout = groups.layout
     if head == "value":
@@ -388,7 +388,7 @@ def build_model(
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
     fused = fused and not shape.plain_layers
 
-    # Defaults of an accelerator; the user's overrides win.
+    # On an accelerator, fill in defaults. The user's overrides take precedence.
     role = AcceleratedRole(
         shape,
         layout,
@@ -402,7 +402,9 @@ def build_model(
     )
     core_attention = None
     if not device.on_host():
-        explicit = {**find_earlier_attention_backend(), **(overrides or {})}
+        explicit: dict[str, Any] = dict(find_earlier_attention_backend())
+        if overrides is not None:
+            explicit.update(overrides)
         if provider is not None:
             # The user's code may have plain linear layers, which would need Apex.
             explicit.setdefault("gradient_accumulation_fusion", False)
@@ -419,7 +421,7 @@ def build_model(
         fused,
     )
     if device.on_host():
-        # An override is meant for the accelerator: the kernel needs a GPU.
+        # The kernel needs a GPU: ignore an override.
         spec.transformer_config.gradient_accumulation_fusion = False
     if fused:
         require_transformer_engine()
@@ -455,8 +457,8 @@ def has_fused_layers(chunk: Any) -> bool:
 class ScalarHead(torch.nn.Module):
     """Weight [1, h] of a head with one output per token, replicated over tensor-parallel ranks.
 
-    It is initialised as the head of a ``*ForSequenceClassification`` model of transformers, with the standard
-    deviation of the checkpoint's ``initializer_range``. Much smaller initial weights train slowly.
+    The weight is initialised as in a ``*ForSequenceClassification`` model of transformers: its standard
+    ``deviation`` is the checkpoint's ``initializer_range``. Much smaller initial weights train slowly.
     """
 
     def __init__(
@@ -479,7 +481,7 @@ def _build_chunk(
     fused: bool,
     core_attention: str | None,
 ) -> GPTModel:
-    """Build the chunk of one virtual pipeline ``stage``, without the additions of `finish_chunk`.
+    """Build the chunk of one virtual pipeline ``stage``, before `finish_chunk`.
 
     ``fused``: whether its layers are Transformer Engine's. ``core_attention`` as in `block_spec`.
     """
@@ -500,9 +502,9 @@ def _build_chunk(
     )
 
     # Replace the modules of blocks that Megatron's own specs do not cover.
-    first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
+    first_layer = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
     options = LayerOptions(config, groups.tensor, fused)
-    place_blocks(layers.layer_specs, spec.model.shape, first, options)
+    place_blocks(layers.layer_specs, spec.model.shape, first_layer, options)
 
     chunk: Any = GPTModel(
         config=config,
@@ -527,7 +529,7 @@ def finish_chunk(
 ) -> None:
     """Add to a chunk its scalar head, if any, and the features that Megatron's settings do not express.
 
-    ``seed`` is that of the head's initial values.
+    ``seed`` determines the head's initial values.
     """
     spec.finish(chunk)
     if chunk.post_process:

@@ -38,30 +38,30 @@ from megatron_rl.shapes.quantized import quantization_keys
 
 
 def describe_model(hf_config: Any) -> PretrainedModel:
-    """Return the description of a transformers config's model, from the table of model families."""
+    """Describe the model of a transformers config by the table of model families."""
     return parse_pretrained(hf_config.to_dict())
 
 
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    For a multimodal checkpoint this is the config of its language model; for a ``model_type`` without a class
-    in transformers it is a config of the family's class. Quantisation is left out because models are built,
-    and exported, in the dtype to which their weights are dequantised on loading. With ``of_engine`` it is the
-    config of the model that engines build (`engine_config`). Raises UserError if transformers rejects the
-    config.
+    For a multimodal checkpoint this is the config of the language model; for a ``model_type`` without a class
+    in transformers it is a config of the family's class. The quantisation is removed because models are
+    built, and exported, in the dtype to which their weights are dequantised on loading. With ``of_engine``
+    the result is the config of the model that engines build (`engine_config`). Raises UserError if
+    transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
 
-    # transformers reads the directory of a plain language model itself.
-    language_model = transformers_config(values)
+    # For a plain language model, transformers reads the directory itself.
+    language_values = transformers_config(values)
     if of_engine:
-        language_model = engine_config(values)
+        language_values = engine_config(values)
     try:
-        if language_model is values:
+        if language_values is values:
             config = AutoConfig.from_pretrained(path)
         else:
-            config = CONFIG_MAPPING[language_model["model_type"]].from_dict(dict(language_model))
+            config = CONFIG_MAPPING[language_values["model_type"]].from_dict(dict(language_values))
     except Exception as error:  # transformers' validation may raise anything
         raise UserError(
             "transformers refuses the model's config.json",
@@ -102,23 +102,24 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
-    frequencies, the result of `join_frequencies`, one tensor after the other."""
+    frequencies, both in one tensor, joined by `join_frequencies`."""
     local_frequencies: int
-    """Number of local frequencies, the first ones; 0 if local attention has no separate ones."""
+    """Number of frequencies of local attention, which come first; 0 if all attention has the same."""
     local_rotary_factor: float
     """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 
     @property
     def shares_heads(self) -> bool:
-        """Return whether tensor-parallel ranks share key-value heads: there are fewer heads than ranks."""
+        """Return whether tensor-parallel ranks share key-value heads, because they outnumber the heads."""
         config: Any = self.transformer_config
         return config.num_query_groups < config.tensor_model_parallel_size
 
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the additions of its blocks, the norms after attention and MLP, the features of the family,
-        and the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE scaling.
+        These are the features of its blocks, the norms after attention and MLP, the features of the family,
+        and the checkpoint's exact rotary frequencies, since Megatron implements only one type of RoPE
+        scaling.
         """
         shape = self.model.shape
         finish_blocks(chunk, self)
@@ -127,7 +128,7 @@ class ModelSpec:
         for name in self.model.family.features:
             FEATURES[name](chunk, self)
 
-        # Latent attention has its angles inside of each layer.
+        # Latent attention has a rotary embedding in each layer, and none in the chunk.
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -142,9 +143,9 @@ def model_spec(
 ) -> ModelSpec:
     """Translate a transformers config and a layout to the arguments of GPTModel.
 
-    ``overrides`` are TransformerConfig fields that replace the derived ones. With ``fused`` the layers are
-    Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
-    and for a layout that does not divide the model.
+    ``overrides`` are TransformerConfig fields that replace derived fields. With ``fused`` the layers are
+    Transformer Engine's if the family supports them. Raises UserError for an unsupported architecture or
+    setting, and for a layout that does not divide the model.
     """
     model = describe_model(hf_config)
     shape = model.shape
@@ -167,6 +168,7 @@ def model_spec(
                 got=str(error),
             ) from error
 
+    # Rotary embedding. Gemma 3 has separate frequencies in layers with a sliding window.
     inverse_frequencies, rotary_factor = rotary_frequencies(hf_config)
     if rotary_factor != 1.0:
         set_rotary_factor(transformer_config, rotary_factor)
@@ -197,10 +199,10 @@ def model_spec(
 
 
 def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
-    """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
+    """Compute RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has separate frequencies, these come first, before those of full attention, and the
-    factor is that of full attention.
+    If local attention has separate frequencies, they precede the frequencies of full attention, and the
+    factor belongs to full attention.
     """
     model = describe_model(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
@@ -216,7 +218,7 @@ def _rope_frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
-    """Return RoPE's inverse frequencies in layers of one type, and the factor that scales cos and sin.
+    """Compute RoPE's inverse frequencies in layers of one type, and the factor of cos and sin.
 
     ``layer_type`` is transformers' name of the type, "full_attention" or "sliding_attention", or None if the
     config has the same RoPE for all layers.
@@ -230,7 +232,7 @@ def _rope_frequencies(
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
-    # transformers computes scaled frequencies, for one type of layer if the config distinguishes them.
+    # transformers computes scaled frequencies. It expects the layer type only if the config has several.
     layer_argument = {}
     if layer_type is not None:
         layer_argument = {"layer_type": layer_type}
@@ -238,10 +240,10 @@ def _rope_frequencies(
 
 
 def _head_size(shape: ModelShape, layer_type: str | None) -> int:
-    """Return the head size of the layers of one type; without a type, the model's general head size.
+    """Return the head size of the layers of one type, or for None the model's general head size.
 
-    ``layer_type`` is transformers' name of the type, such as "sliding_attention". Layers of one type have
-    heads of one size.
+    ``layer_type`` is transformers' name of the type, such as "sliding_attention". All layers of a type have
+    the same head size.
     """
     if layer_type is not None:
         for layer in range(shape.layers):
@@ -257,8 +259,8 @@ def _head_size(shape: ModelShape, layer_type: str | None) -> int:
 
 
 def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's TransformerConfig fields; raise UserError for an unknown field or a derived one."""
-    available = {field.name for field in fields(MLATransformerConfig)}
+    """Return the user's TransformerConfig fields; raise UserError for an unknown or a derived field."""
+    available_names = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED_FIELDS:
             raise UserError(
@@ -267,8 +269,8 @@ def _check_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 fix="remove it, or set it in the role's layout",
             )
 
-        if name not in available:
-            suggestion = nearest(name, available)
+        if name not in available_names:
+            suggestion = nearest(name, available_names)
             fix = None
             if suggestion:
                 fix = f"did you mean {suggestion!r}?"

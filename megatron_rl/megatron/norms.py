@@ -22,10 +22,10 @@ from megatron_rl.megatron.layers import RmsNorm
 class AllHeadsNorm(nn.Module):
     """RMS norm (Zhang & Sennrich 2019) over the heads of all tensor-parallel ranks together, in float32.
 
-    ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
-    heads. It is replicated for two reasons: ranks that outnumber the key heads share them, and Megatron sums
-    the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
-    completes gradients that each rank computes only for its own heads.
+    ``weight`` [heads * head_dim] has the weights of all heads on every rank; a rank uses the slice of its own
+    heads. The weight is replicated for two reasons. Several ranks may share a key head, if there are more
+    ranks than key heads. And Megatron sums the gradients of q_layernorm and k_layernorm over tensor-parallel
+    ranks (`finalize_model_grads`), which completes the gradient: each rank computes it only for its heads.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class AllHeadsNorm(nn.Module):
         self.heads = heads
         self.first_head = group.rank() * heads // ranks
         self.local_heads = max(1, heads // ranks)
-        # Number of ranks that have the same head: more than 1 if there are fewer heads than ranks.
+        # Number of ranks that have the same head, which is more than 1 if there are fewer heads than ranks.
         self.copies = ranks * self.local_heads // heads
         weight = torch.ones(heads * head_dim, dtype=config.params_dtype, device=device.device())
         self.weight = nn.Parameter(weight)
@@ -73,9 +73,8 @@ def replace_query_key_norms(layers: Iterable[Any]) -> None:
         attention = layer.self_attention
         config = attention.config
         group = attention.pg_collection.tp
-        heads = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
-        for name, count in heads.items():
-            setattr(attention, name, AllHeadsNorm(config, count, config.kv_channels, group))
+        attention.q_layernorm = AllHeadsNorm(config, config.num_attention_heads, config.kv_channels, group)
+        attention.k_layernorm = AllHeadsNorm(config, config.num_query_groups, config.kv_channels, group)
 
 
 def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
@@ -94,7 +93,7 @@ def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
         if not pre_norms:
             layer.input_layernorm = IdentityOp()
             layer.pre_mlp_layernorm = IdentityOp()
-            # Recomputing a norm frees its output, which would now be the residual stream.
+            # Recomputation frees a norm's output. Without a norm that would be the residual stream.
             layer.recompute_input_layernorm = False
             layer.recompute_pre_mlp_layernorm = False
 

@@ -36,10 +36,12 @@ def wrap_in_ddp(
     """Wrap the model's chunks in Megatron's DDP, in place; gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer: views of parameters
-    from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator its
-    defaults (`shapes.accelerator`) fill in the others. Collective over the model's ranks.
+    from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator,
+    `shapes.accelerator` has defaults for the other settings. Collective over the model's ranks.
     """
-    ddp_settings: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
+    ddp_settings: dict[str, Any] = {"grad_reduce_in_fp32": True}
+    if ddp is not None:
+        ddp_settings.update(ddp)
 
     # Overlap the gather of weights only together with the reduction of gradients: Megatron gathers weights in
     # the forward pass only if gradients are reduced during the backward pass. A host has nothing to overlap.
@@ -59,9 +61,10 @@ def wrap_in_ddp(
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
-                # Megatron-Core 0.16.1 sets this mark of experts only under expert parallelism. Without it,
-                # they are reduced as dense weights: over data-parallel ranks, but not over tensor-parallel
-                # ranks, each of which routes a part of the tokens to complete experts if expert_tensor is 1.
+                # Megatron-Core 0.16.1 sets this attribute of experts only under expert parallelism. Without
+                # it, experts are reduced like dense weights: over data-parallel ranks, but not over
+                # tensor-parallel ranks, which route different tokens to complete experts if expert_tensor
+                # is 1.
                 setattr(parameter, "allreduce", False)
 
     with model.scope():
@@ -106,7 +109,7 @@ class Optimizer:
         if config.minimum_learning_rate is None and config.decay == "constant":
             minimum_rate = config.learning_rate
 
-        spec = model.spec.transformer_config
+        transformer_config = model.spec.transformer_config
         settings = MegatronOptimizerConfig(
             lr=config.learning_rate,
             min_lr=minimum_rate,
@@ -115,9 +118,9 @@ class Optimizer:
             adam_beta2=config.beta2,
             adam_eps=config.epsilon,
             clip_grad=config.clip_grad,
-            bf16=spec.bf16,
-            fp16=spec.fp16,
-            params_dtype=spec.params_dtype,
+            bf16=transformer_config.bf16,
+            fp16=transformer_config.fp16,
+            params_dtype=transformer_config.params_dtype,
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
@@ -138,7 +141,7 @@ class Optimizer:
                 # SGD has no state, but Megatron calls the function when a checkpoint is loaded.
                 optimizer.init_state_fn = _no_initial_state
 
-        # A step of the schedule is an optimizer step; scripts of Megatron-LM count samples.
+        # The schedule counts optimizer steps; the schedules of Megatron-LM's scripts count samples.
         self.increment = 1
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -173,7 +176,7 @@ class Optimizer:
 
     @property
     def sub_optimizers(self) -> list[Any]:
-        """Return the Megatron optimizers inside this one, except for empty optimizers."""
+        """Return Megatron's optimizers, one or several in a chain, except for empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
@@ -185,23 +188,24 @@ class Optimizer:
 
     def reload_parameters(self) -> None:
         """Copy the model's weights to the optimizer's main weights, after other code has written them."""
-        with torch.no_grad():  # shards may be views of weights that have been written since
+        # Without no_grad this raises if main weights are views of the model's weights.
+        with torch.no_grad():
             self.megatron.reload_model_params()
 
     def step(self, has_next: bool = False) -> Metrics:
         """Clip gradients, update the weights and advance the learning rate.
 
-        ``has_next``: whether the weights are next read by the forward pass of another optimizer step, which
-        gathers them itself if overlap_param_gather is set. Raises FloatingPointError for gradients that are
-        not finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's
+        ``has_next``: whether the forward pass of another optimizer step follows directly, which gathers the
+        weights itself if overlap_param_gather is set. Raises FloatingPointError for gradients that are not
+        finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's
         ranks.
         """
         # Read the rate of this step before the scheduler sets the next one.
         learning_rate = self.learning_rate
         with self.model.scope():
             step_result: Any = self.megatron.step()
-            # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
-            # such as weight sync and checkpoints, need them now.
+            # With overlap_param_gather the next forward pass gathers the updated shards. Weight sync and
+            # checkpoints need them now.
             if not has_next:
                 for wrapped in _wrapped_chunks(self.model):
                     if wrapped.use_forward_hook:
@@ -228,39 +232,39 @@ class Optimizer:
 
 @contextmanager
 def _use_role_group(group: Any) -> Iterator[None]:
-    """Make collectives without a group use the role's group, instead of the world, inside the block.
+    """Make `all_gather_object` and `get_world_size` use the role's ``group`` by default inside the block.
 
-    Megatron-Core 0.16.1 compares parameter groups over the world when it makes an optimizer. The ranks of
+    Megatron-Core 0.16.1 compares parameter groups over the world when it builds an optimizer. The ranks of
     other roles would not take part, and the job would hang.
     """
-    gather_in_world = dist.all_gather_object
-    size_of_world = dist.get_world_size
+    world_all_gather_object = dist.all_gather_object
+    world_get_world_size = dist.get_world_size
 
-    def gather_in_role(
-        gathered: list[Any],
-        value: Any,
+    def role_all_gather_object(
+        object_list: list[Any],
+        obj: Any,
         group: Any = group,
     ) -> None:
-        gather_in_world(gathered, value, group=group)
+        world_all_gather_object(object_list, obj, group=group)
 
-    def size_of_role(group: Any = group) -> int:
-        return size_of_world(group)
+    def role_get_world_size(group: Any = group) -> int:
+        return world_get_world_size(group)
 
-    dist.all_gather_object = gather_in_role
-    dist.get_world_size = size_of_role
+    dist.all_gather_object = role_all_gather_object
+    dist.get_world_size = role_get_world_size
     try:
         yield
     finally:
-        dist.all_gather_object = gather_in_world
-        dist.get_world_size = size_of_world
+        dist.all_gather_object = world_all_gather_object
+        dist.get_world_size = world_get_world_size
 
 
 def _no_initial_state(*_: Any) -> None:
-    """Initialise no optimizer state: SGD has none."""
+    """Do nothing: the function that initialises the optimizer state of SGD, which has no state."""
 
 
 def _wrapped_chunks(model: ParallelModel) -> Any:
-    """Return the wrapped chunks as Any: the model does not declare the methods of Megatron's DDP."""
+    """Return the wrapped chunks with the type Any, since their declared type lacks the methods of DDP."""
     return model.wrapped
 
 
@@ -270,14 +274,14 @@ def _wrapped_chunks(model: ParallelModel) -> Any:
 class HostOptimizer(HybridDeviceOptimizer):
     """HybridDeviceOptimizer with a float32 host copy of every parameter, of any dtype and on any device.
 
-    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place. It then
-    neither restores them from a checkpoint nor reloads them after other code has written the weights.
+    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place. It does
+    not restore such weights from a checkpoint, and does not reload them after other code has written them.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)
         for group in self.param_groups:
-            # Groups are saved, and a checkpoint must be readable without the packages of these classes.
+            # Checkpoints contain the groups, and must be readable without the packages of these classes.
             group.pop("cpu_optimizer_cls", None)
             group.pop("gpu_optimizer_cls", None)
 
@@ -299,15 +303,17 @@ class HostOptimizer(HybridDeviceOptimizer):
                 )
                 copies[parameter] = host_copy.copy_(parameter.detach())
             if group["params"]:
-                groups.append({**group, "params": [copies[parameter] for parameter in group["params"]]})
+                host_group = dict(group)
+                host_group["params"] = [copies[parameter] for parameter in group["params"]]
+                groups.append(host_group)
 
-        # Groups of the host, groups of the device (none), and three maps: parameters to copies, copies to
-        # parameters, and parameters to their float32 copies.
+        # Return the groups of the host, no groups of the device, and three maps: parameters to copies, copies
+        # to parameters, and parameters to their float32 copies.
         parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
         return groups, [], copies, parameters_by_copy, dict(copies)
 
     def copy_restored_state(self) -> None:
-        """Copy the state that a checkpoint has just restored to the optimizers of host and device."""
+        """Pass the state that was just restored from a checkpoint to the optimizers of host and device."""
         self._sync_hdo_state_to_sub_optimizers()
         self._sync_sub_optimizers_state_to_hdo()
 
@@ -317,7 +323,7 @@ def set_states(
     parameter: Any,
     states: Mapping[str, Tensor],
 ) -> None:
-    """Set optimizer states of a parameter's shard by name; its other states are unchanged.
+    """Set the named optimizer states of this rank's shard of a parameter; other states stay unchanged.
 
     ``sub_optimizer`` is one of Megatron's distributed optimizers.
     """
@@ -328,17 +334,18 @@ def set_states(
             current_states[name].copy_(value)
         return
 
-    # Call the class's method, because a restore replaces the instance's.
-    device_states = {name: value.to(current_states[name].device) for name, value in states.items()}
-    type(sub_optimizer)._set_main_param_and_optimizer_states(
-        sub_optimizer, parameter, {**current_states, **device_states}
-    )
+    # Call the class's method, because a restore replaces the method of the instance.
+    new_states = dict(current_states)
+    for name, value in states.items():
+        new_states[name] = value.to(current_states[name].device)
+    type(sub_optimizer)._set_main_param_and_optimizer_states(sub_optimizer, parameter, new_states)
 
 
 class _UnshardedHostOptimizer(HostOptimizer):
     """Placeholder of the optimizer over complete parameters, which Megatron builds first.
 
-    It copies no parameter to the host, since Megatron replaces it by one over this rank's shards.
+    It copies no parameter to the host, since Megatron then replaces it by an optimizer over this rank's
+    shards.
     """
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:

@@ -1,6 +1,7 @@
 """Partition of rows (sequences) over data-parallel ranks, and their packing into micro-batches.
 
-Pure functions of the rows' lengths: every rank computes the same partition, so that it need not be sent.
+All functions are pure and depend only on the rows' lengths. Every rank computes the same partition, without
+communication.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 MAX_SEARCHED_ROWS = 64
-"""Largest number of rows for which a tighter packing is searched. With more rows, one micro-batch too many is
-a small fraction of the work."""
+"""Largest number of rows for which a tighter packing is searched. With more rows, an unnecessary micro-batch
+costs only a small fraction of the work."""
 LENGTH_MULTIPLE = 8
-"""Attention kernels get the length of the longest row, rounded up to a multiple of this."""
+"""Multiple to which the length of the longest row is rounded up for attention kernels."""
 MAX_PLACEMENTS = 20_000
 """Largest number of placements that a search tries, which takes a few hundredths of a second."""
 
 
 def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
-    """Distribute items over ``bins`` so that the sums of work are close; return the items of each bin.
+    """Distribute items over ``bins`` bins with similar sums of work; return the items of each bin.
 
     Longest-processing-time rule (Graham 1969): the largest remaining item goes to the least loaded bin. The
-    largest sum is at most 4/3 of the best possible. Equal inputs give equal outputs; items keep their order
-    inside a bin.
+    largest sum is at most 4/3 of the optimum. The result is deterministic; items keep their order inside a
+    bin.
     """
     # Ties are broken by the index of bin and item, so that every rank gets the same result.
     loads = [(0.0, index) for index in range(bins)]
@@ -44,7 +45,7 @@ def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
 
 
 def compute_row_work(lengths: Sequence[int], attention_crossover_length: float) -> list[float]:
-    """Return each row's work, linear layers plus causal attention, in units of one token's linear layers.
+    """Compute each row's work, linear layers plus causal attention, in units of one token's linear layers.
 
     ``attention_crossover_length`` is the row length at which attention costs as much as the linear layers.
     """
@@ -58,65 +59,72 @@ def partition_rows(
     multiple: int = 1,
     attention_crossover_length: float = 1e9,
 ) -> list[list[list[int]]]:
-    """Return the indices of rows by data-parallel rank, then by micro-batch.
+    """Assign rows to data-parallel ranks and micro-batches: return row indices by rank, then by micro-batch.
 
-    Every rank gets equally many micro-batches. Rows are first distributed over ranks by `compute_row_work`.
-    The number of micro-batches per rank is the smallest multiple of ``multiple`` with which no micro-batch
-    exceeds ``tokens_per_microbatch``; a longer row is alone in its micro-batch. If the ranks' shares need
-    more micro-batches than all rows packed together, the packed micro-batches are distributed instead. With
+    All ranks have the same number of micro-batches: the smallest multiple of ``multiple`` with which no
+    micro-batch exceeds ``tokens_per_microbatch``. A row over this limit is alone in its micro-batch, and with
     few rows some micro-batches are empty. ``attention_crossover_length`` is the row length at which attention
     costs as much as the linear layers.
-    """
-    # A lower bound for every rank: the micro-batches of all rows packed together.
-    min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
-    count = -(-max(1, min_count) // multiple) * multiple
 
-    # Balance rows over ranks, then pack each rank's share separately.
-    shares = balance_work(compute_row_work(lengths, attention_crossover_length), data_parallel)
-    microbatches = []
-    for share in shares:
-        bins = _fit_into_bins([lengths[row] for row in share], tokens_per_microbatch, count)
+    Rows are first distributed over ranks by `compute_row_work`. If the rows of a rank then need too many
+    micro-batches, all rows are packed together, and complete micro-batches are distributed over ranks.
+    """
+    # Packing all rows together gives a lower bound for the number of micro-batches per rank.
+    min_count = -(-len(pack_into_bins(lengths, tokens_per_microbatch)) // data_parallel)
+    microbatches_per_rank = -(-max(1, min_count) // multiple) * multiple
+
+    # Balance rows over ranks, then pack the rows of each rank separately.
+    rows_by_rank = balance_work(compute_row_work(lengths, attention_crossover_length), data_parallel)
+    microbatches_by_rank = []
+    for rank_rows in rows_by_rank:
+        rank_lengths = [lengths[row] for row in rank_rows]
+        bins = _fit_into_bins(rank_lengths, tokens_per_microbatch, microbatches_per_rank)
         if bins is None:
             return _pack_all_rows(
                 lengths,
                 data_parallel,
                 tokens_per_microbatch,
-                count,
+                microbatches_per_rank,
                 attention_crossover_length,
             )
 
-        # The bins have indices into the share: replace them by the indices of rows.
-        rows_of_bins = [[share[index] for index in bin_items] for bin_items in bins]
-        microbatches.append(rows_of_bins)
-    return microbatches
+        # Bins contain indices into ``rank_rows``: replace them by row indices.
+        microbatches = []
+        for bin_items in bins:
+            microbatches.append([rank_rows[index] for index in bin_items])
+        microbatches_by_rank.append(microbatches)
+    return microbatches_by_rank
 
 
 def _pack_all_rows(
     lengths: Sequence[int],
-    rank_count: int,
-    budget: int,
-    count: int,
+    num_ranks: int,
+    max_tokens: int,
+    microbatches_per_rank: int,
     attention_crossover_length: float,
 ) -> list[list[list[int]]]:
-    """Pack all rows into micro-batches, ``count`` per rank, and balance the work of the ranks.
+    """Pack all rows into micro-batches of at most ``max_tokens``, and balance the work of the ranks.
 
-    ``budget`` is the largest number of tokens of a micro-batch.
+    Returns row indices by rank, then by micro-batch.
     """
-    bins = _fit_into_bins(lengths, budget, rank_count * count)
-    assert bins is not None, "the number of micro-batches was computed so that all rows fit"
+    microbatches = _fit_into_bins(lengths, max_tokens, num_ranks * microbatches_per_rank)
+    assert microbatches is not None, "the number of micro-batches was computed so that all rows fit"
 
-    work = compute_row_work(lengths, attention_crossover_length)
-    loads = [sum(work[row] for row in rows) for rows in bins]
-    shares: list[list[list[int]]] = [[] for _ in range(rank_count)]
-    totals = [0.0] * rank_count
+    row_work = compute_row_work(lengths, attention_crossover_length)
+    microbatch_work = [sum(row_work[row] for row in rows) for rows in microbatches]
+    microbatches_by_rank: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    rank_work = [0.0] * num_ranks
 
-    # The heaviest bin first, to the least loaded rank with fewer than ``count`` bins.
-    for index in sorted(range(len(bins)), key=lambda index: (-loads[index], index)):
-        open_ranks = [rank for rank in range(rank_count) if len(shares[rank]) < count]
-        rank = min(open_ranks, key=lambda rank: totals[rank])
-        shares[rank].append(bins[index])
-        totals[rank] += loads[index]
-    return shares
+    # Assign the heaviest micro-batch first, to the least loaded rank that still needs micro-batches.
+    heaviest_first = sorted(range(len(microbatches)), key=lambda index: (-microbatch_work[index], index))
+    for index in heaviest_first:
+        open_ranks = [
+            rank for rank in range(num_ranks) if len(microbatches_by_rank[rank]) < microbatches_per_rank
+        ]
+        rank = min(open_ranks, key=lambda rank: rank_work[rank])
+        microbatches_by_rank[rank].append(microbatches[index])
+        rank_work[rank] += microbatch_work[index]
+    return microbatches_by_rank
 
 
 def _fit_into_bins(
@@ -124,13 +132,17 @@ def _fit_into_bins(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Distribute rows over ``count`` bins of ``budget`` tokens: balanced if that fits, otherwise packed.
+    """Distribute rows over ``count`` bins of ``budget`` tokens, balanced if possible, otherwise packed.
 
-    Returns None if neither fits. A row over the budget fits if it is alone in its bin.
+    Returns None if the rows do not fit. A row over the budget fits if it is alone in its bin.
     """
-    # Prefer balanced bins: with micro-batches of equal size no pipeline stage waits for another.
+    # Prefer balanced bins: with micro-batches of equal size, pipeline stages do not wait for each other.
     balanced_bins = balance_work([float(length) for length in lengths], count)
-    if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced_bins):
+    bins_fit = True
+    for rows in balanced_bins:
+        if len(rows) > 1 and sum(lengths[row] for row in rows) > budget:
+            bins_fit = False
+    if bins_fit:
         return balanced_bins
 
     bins = pack_into_bins(lengths, budget)
@@ -141,57 +153,60 @@ def _fit_into_bins(
 
 
 def pack_into_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack items into few bins of ``budget``; an item over the budget gets its own bin.
+    """Pack items into as few bins of ``budget`` tokens as possible; an item over the budget has its own bin.
 
-    Best fit decreasing (Johnson 1974) needs at most 11/9 of the fewest bins, plus 1. If that is more than the
-    lower bound of `min_bins_bound`, a tighter packing is searched for at most `MAX_SEARCHED_ROWS` items, with
-    at most `MAX_PLACEMENTS` placements. Equal inputs give equal outputs; items keep their order inside a bin.
+    Best fit decreasing (Johnson 1974) needs at most 11/9 of the minimum number of bins, plus 1. If the result
+    exceeds the lower bound of `min_bins_bound`, and there are at most `MAX_SEARCHED_ROWS` items, a tighter
+    packing is searched with at most `MAX_PLACEMENTS` placements. The result is deterministic; items keep
+    their order inside a bin.
     """
     largest_first = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, index of the bin), sorted
+    # Sorted pairs (free tokens, index of the bin).
+    free_tokens: list[tuple[int, int]] = []
 
-    # Each item goes into the fullest bin that has room for it.
+    # Put each item into the fullest bin that still has enough free tokens.
     for item in largest_first:
-        position = bisect.bisect_left(room, (lengths[item], 0))
-        if position == len(room):
+        position = bisect.bisect_left(free_tokens, (lengths[item], 0))
+        if position == len(free_tokens):
             bins.append([item])
-            bisect.insort(room, (max(budget - lengths[item], 0), len(bins) - 1))
+            bisect.insort(free_tokens, (max(budget - lengths[item], 0), len(bins) - 1))
         else:
-            free, index = room.pop(position)
-            bins[index].append(item)
-            bisect.insort(room, (free - lengths[item], index))
+            bin_free_tokens, bin_index = free_tokens.pop(position)
+            bins[bin_index].append(item)
+            bisect.insort(free_tokens, (bin_free_tokens - lengths[item], bin_index))
 
     # Search for a packing with one bin less, until the lower bound is reached or the search fails.
     if len(largest_first) <= MAX_SEARCHED_ROWS:
         lower_bound = min_bins_bound(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in largest_first]
         while len(bins) > lower_bound:
-            tighter = _search_packing(items, budget, len(bins) - 1)
-            if tighter is None:
+            tighter_bins = _search_packing(items, budget, len(bins) - 1)
+            if tighter_bins is None:
                 break
-            bins = tighter
-    return [sorted(items_of_bin) for items_of_bin in bins]
+            bins = tighter_bins
+    return [sorted(bin_items) for bin_items in bins]
 
 
 def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
-    """Return a lower bound on the bins that a packing needs (Martello & Toth 1990, their bound L2).
+    """Compute a lower bound on the number of bins (Martello & Toth 1990, bound L2).
 
-    For each k up to half a bin: every item over ``budget - k`` needs one bin, without room for items of k or
-    more. Every other item over half a bin needs one bin too. The remaining items of k or more need further
-    bins if they do not fit into the free room of the second kind of bins.
+    The bound is the maximum over sizes k of at most half a bin. For each k, large items (over ``budget - k``)
+    need one bin each, and leave no room for items of k or more. Medium items (over half a bin) need one bin
+    each, too. Small items (from k to half a bin) need further bins if they do not fit beside medium items.
     """
-    # The sum of all items is the simplest bound.
+    # The simplest bound is the sum of all items.
     sizes = sorted(min(length, budget) for length in lengths)
     bound = -(-sum(sizes) // budget)
 
     half_or_less = [size for size in sizes if 2 * size <= budget]
-    for smallest in {0, *half_or_less}:
-        large = [size for size in sizes if size > budget - smallest]
-        medium = [size for size in sizes if budget - smallest >= size and 2 * size > budget]
-        small_tokens = sum(size for size in half_or_less if size >= smallest)
-        overflow = small_tokens - (len(medium) * budget - sum(medium))
-        bound = max(bound, len(large) + len(medium) + max(0, -(-overflow // budget)))
+    for min_size in {0, *half_or_less}:
+        large_items = [size for size in sizes if size > budget - min_size]
+        medium_items = [size for size in sizes if budget - min_size >= size and 2 * size > budget]
+        small_tokens = sum(size for size in half_or_less if size >= min_size)
+        free_tokens = len(medium_items) * budget - sum(medium_items)
+        further_bins = max(0, -(-(small_tokens - free_tokens) // budget))
+        bound = max(bound, len(large_items) + len(medium_items) + further_bins)
     return bound
 
 
@@ -200,34 +215,39 @@ def _search_packing(
     budget: int,
     count: int,
 ) -> list[list[int]] | None:
-    """Pack (item, size) pairs, largest first, into ``count`` bins; return None if no packing is found."""
+    """Search a packing of (item, size) pairs, largest first, into ``count`` bins of ``budget`` tokens.
+
+    Returns the items of each bin, or None if no packing was found within `MAX_PLACEMENTS` placements.
+    """
     bins: list[list[int]] = [[] for _ in range(count)]
-    room = [budget] * count
-    steps = 0
+    free_tokens = [budget] * count
+    num_placements = 0
 
-    def place_from(depth: int) -> bool:
-        nonlocal steps
-        if depth == len(items):
+    def place_items_from(position: int) -> bool:
+        nonlocal num_placements
+        if position == len(items):
             return True
-        item, size = items[depth]
+        item, size = items[position]
 
-        # Bins with equal room are interchangeable: try one of each.
-        bin_by_room = {free: index for index, free in enumerate(room) if free >= size}
-        for index in bin_by_room.values():
-            steps += 1
-            if steps > MAX_PLACEMENTS:
+        # Bins with the same number of free tokens are interchangeable: try only one of them.
+        bin_by_free_tokens = {free: index for index, free in enumerate(free_tokens) if free >= size}
+        for bin_index in bin_by_free_tokens.values():
+            num_placements += 1
+            if num_placements > MAX_PLACEMENTS:
                 return False
 
             # Undo the placement if the remaining items do not fit.
-            bins[index].append(item)
-            room[index] -= size
-            if place_from(depth + 1):
+            bins[bin_index].append(item)
+            free_tokens[bin_index] -= size
+            if place_items_from(position + 1):
                 return True
-            room[index] += size
-            bins[index].pop()
+            free_tokens[bin_index] += size
+            bins[bin_index].pop()
         return False
 
-    return bins if place_from(0) else None
+    if not place_items_from(0):
+        return None
+    return bins
 
 
 @dataclass
@@ -235,9 +255,8 @@ class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
     Kernels of accelerators use ``boundaries``. Layers without such a kernel gather rows of similar length
-    into padded ``buckets`` of token positions, and return to the packed order by the index ``restore``. The
-    ``qkv_format`` "rows" is unknown to Megatron, which therefore skips its own treatment of packed
-    sequences ("thd").
+    into padded ``buckets``, and restore the packed order by the index ``restore``. The ``qkv_format`` "rows"
+    is unknown to Megatron, which therefore skips its own handling of packed sequences ("thd").
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``
     [0, 1, 2].
@@ -246,7 +265,7 @@ class PackedRows(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0))
     """[T / context] positions of this context-parallel rank's tokens, counted from 0 in each row."""
     buckets: tuple[Tensor, ...] = ()
-    """Rows of similar length: each [rows, longest] indices into the whole sequence."""
+    """Buckets of rows of similar length, each [rows, longest]: indices of tokens in the whole sequence."""
     restore: Tensor = field(default_factory=lambda: torch.empty(0))
     """[T] index of each token in the concatenated, flattened buckets."""
     boundaries: PackedSeqParams | None = None
@@ -270,10 +289,10 @@ class PackedRows(PackedSeqParams):
 
 
 class _FillBuckets(torch.autograd.Function):
-    """Gather of tokens into buckets, whose backward pass is a gather too.
+    """Gather of tokens into buckets, with a backward pass that gathers too.
 
-    Autograd would scatter-add the gradients, which is slow. Padding repeats tokens, but has no gradient, so
-    each token has exactly one gradient to gather.
+    Autograd's backward pass would scatter-add the gradients, which is slow. Padding repeats tokens, but has
+    no gradient, so each token has exactly one gradient to gather.
     """
 
     @staticmethod
@@ -299,7 +318,7 @@ class _FillBuckets(torch.autograd.Function):
 class _JoinBuckets(torch.autograd.Function):
     """Gather of the T tokens of a packed sequence from its buckets, without their padding.
 
-    It reverses `_FillBuckets`. In the backward pass padding gets zero gradients.
+    This is the inverse of `_FillBuckets`. In the backward pass the gradients of padding are zero.
     """
 
     @staticmethod
@@ -332,11 +351,11 @@ def make_bucketed_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
+    """Build the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
 
-    Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
-    a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards
-    of the sequence.
+    Attention pads rows to the longest row of their bucket, a row of more than 8 tokens by less than a
+    quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards of
+    the sequence.
     """
     # Rows of each bucket, and the position of each row's first token.
     starts = [0]
@@ -351,19 +370,19 @@ def make_bucketed_rows(
     for size in sorted(rows_by_size):
         rows = rows_by_size[size]
         row_length = max(lengths[row] for row in rows)
-        first = torch.tensor([starts[row] for row in rows])
-        last = torch.tensor([starts[row + 1] - 1 for row in rows])
+        first_tokens = torch.tensor([starts[row] for row in rows])
+        last_tokens = torch.tensor([starts[row + 1] - 1 for row in rows])
         columns = torch.arange(row_length)
 
         # Pad a row by repeating its last token: under causal attention no real token attends to the padding.
-        unclamped = first[:, None] + columns
-        index = torch.minimum(unclamped, last[:, None])
-        real = unclamped <= last[:, None]
-        bucket_index = torch.arange(index.numel()).view_as(index) + offset
-        restore[index[real]] = bucket_index[real]
+        unclamped_index = first_tokens[:, None] + columns
+        token_index = torch.minimum(unclamped_index, last_tokens[:, None])
+        is_real = unclamped_index <= last_tokens[:, None]
+        bucket_index = torch.arange(token_index.numel()).view_as(token_index) + offset
+        restore[token_index[is_real]] = bucket_index[is_real]
 
-        buckets.append(index)
-        offset += index.numel()
+        buckets.append(token_index)
+        offset += token_index.numel()
 
     return PackedRows(
         qkv_format="rows",
@@ -374,9 +393,9 @@ def make_bucketed_rows(
 
 
 def _bucket_size(length: int) -> int:
-    """Return the largest length of a row that shares a bucket with rows of ``length`` tokens.
+    """Return the maximum row length of the bucket that rows of ``length`` tokens belong to.
 
-    The largest lengths are 8, then four between two powers of two: 10, 12, 14, 16, 20, 24, 28, 32, 40, …
+    The maxima are 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, …: four per power of two.
     """
     next_power_of_two = 1 << (length - 1).bit_length()
     step = max(2, next_power_of_two // 8)
@@ -388,10 +407,9 @@ def make_bounded_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the `PackedRows` of a packed sequence with boundaries instead of buckets, in host memory.
+    """Build the `PackedRows` of a packed sequence with boundaries instead of buckets, in host memory.
 
-    The rows are consecutive, and attention is computed inside each of them. No row is padded. This rank has
-    shard ``context_rank`` of ``context`` equal shards of the sequence.
+    No row is padded. This rank has shard ``context_rank`` of ``context`` equal shards of the sequence.
     """
     return PackedRows(
         qkv_format="rows",
@@ -411,13 +429,13 @@ def _token_positions(
 
 
 def make_row_boundaries(lengths: Sequence[int]) -> PackedSeqParams:
-    """Return the row boundaries in the form of variable-length attention (THD), in host memory.
+    """Build the row boundaries in the format of variable-length attention (THD), in host memory.
 
-    Kernels take cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the longest
-    row, which Transformer Engine would otherwise read from the device. The bound is a multiple of 8, because
-    otherwise Transformer Engine's unfused attention cannot even use its fused softmax. Padding at the end is
-    a separate row. Since rows have no gaps, no padded boundaries (``cu_seqlens_*_padded``) are needed, and
-    every backend can be used.
+    Kernels read the cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the
+    longest row, which Transformer Engine would otherwise read from the device. The bound is a multiple of 8,
+    because otherwise Transformer Engine's unfused attention cannot use its fused softmax. Padding at the end
+    is a separate row. Since rows have no gaps, no padded boundaries (``cu_seqlens_*_padded``) are needed, and
+    every backend is supported.
     """
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE

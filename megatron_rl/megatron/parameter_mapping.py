@@ -1,8 +1,7 @@
 """The mapping between Hugging Face tensors and Megatron's parameters, from the table of model families.
 
-`import_parameters` fills parameters with no other operations than views and ``copy_``. Running it on meta
-tensors under the copy recorder gives the boxes of every copy. Import, export and resharding all use these
-boxes.
+`import_parameters` fills parameters with no other operations than views and ``copy_``. It can therefore run
+on meta tensors, where a recorder converts each copy to a box. Import, export and resharding use these boxes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from megatron_rl.weights.trace import CopyRecorder, merge_boxes
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of every parameter: its rank and the number of ranks, by kind of parallelism.
+    """A rank's shard of every parameter: rank and number of ranks in each parallel group.
 
     Example: ``Shard(tensor=1, tensor_size=2)`` is the second half of each tensor-parallel parameter.
     """
@@ -65,7 +64,7 @@ class _SourceRows:
     tensor: Tensor
     """The complete checkpoint tensor."""
     source: Source
-    """Entry of the table of weights that selects the rows."""
+    """Selection of the rows in the checkpoint tensor."""
 
     @property
     def row_count(self) -> int:
@@ -110,10 +109,10 @@ def _copy_rows(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter with this rank's shard of its only source's rows, or all if replicated."""
+    """Fill a parameter with this rank's shard of the rows of its only source, or with all rows."""
     (source,) = sources
     if len(target) == source.row_count:
-        # Replicated instead of sharded, as Transformer Engine does for latent attention.
+        # Transformer Engine replicates the projections of latent attention instead of sharding them.
         source.copy_to(target, 0)
         return
     source.copy_to(target, shard.index * (source.row_count // shard.count))
@@ -135,7 +134,7 @@ def _copy_sections(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill a parameter that is a concatenation: this rank's shard of the rows of each source, in order.
+    """Fill a concatenated parameter with this rank's shard of the rows of each source, in order.
 
     Example: the gate and up projections, which Megatron fuses into one parameter.
     """
@@ -153,27 +152,27 @@ def _copy_query_key_value(
 ) -> None:
     """Fill this rank's shard of a fused query, key and value weight.
 
-    The complete weight has the rows of one group of heads after the other: its queries, their gates if the
-    model has them, its key, and its value. ``sources`` are the separate weights in this order. The shards are
-    equal numbers of rows, so one may begin and end inside a group.
+    The rows of the complete weight are ordered by group of heads. Each group has the rows of its queries, of
+    their gates if the model has gates, of its key, and of its value. ``sources`` are the separate weights in
+    this order. All shards have the same number of rows, so a shard may begin and end inside a group.
     """
-    rows = target.shape[0]
-    target_begin = shard.index * rows
-    # The query weight's number of groups, which is the number of key-value heads.
-    groups = sources[0].source.heads
-    group_sizes = [source.row_count // groups for source in sources]
+    shard_rows = target.shape[0]
+    shard_begin = shard.index * shard_rows
+    # The query weight has as many groups as there are key-value heads.
+    num_groups = sources[0].source.heads
+    rows_per_group = [source.row_count // num_groups for source in sources]
 
-    # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
+    # Iterate over the rows of the complete weight, and copy the rows that are in this rank's shard.
     position = 0
-    for group in range(groups):
-        for source, size in zip(sources, group_sizes, strict=True):
-            # Overlap of these rows with the target's.
-            low = max(position, target_begin)
-            high = min(position + size, target_begin + rows)
+    for group in range(num_groups):
+        for source, num_rows in zip(sources, rows_per_group, strict=True):
+            # Overlap of these rows with the shard.
+            low = max(position, shard_begin)
+            high = min(position + num_rows, shard_begin + shard_rows)
             if low < high:
-                target_rows = target.narrow(0, low - target_begin, high - low)
-                source.copy_to(target_rows, group * size + low - position)
-            position += size
+                target_rows = target.narrow(0, low - shard_begin, high - low)
+                source.copy_to(target_rows, group * num_rows + low - position)
+            position += num_rows
 
 
 def _copy_stacked(
@@ -181,7 +180,7 @@ def _copy_stacked(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Copy complete source tensors, one below the other, into a parameter that every rank has in full."""
+    """Fill a parameter that is complete on every rank with the concatenated rows of its sources."""
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
         target_slice.copy_(source.contiguous_rows)
 
@@ -191,15 +190,15 @@ def _copy_vocabulary(
     sources: Sequence[_SourceRows],
     shard: _ParameterShard,
 ) -> None:
-    """Fill an embedding or output layer with this rank's shard of its only source's rows, one per token.
+    """Fill an embedding or output layer with this rank's shard of the rows of its only source.
 
-    Rows that pad the vocabulary stay unchanged.
+    A row belongs to one token. Rows that pad the vocabulary stay unchanged.
     """
     (source,) = sources
-    begin = shard.index * target.shape[0]
-    rows = min(source.row_count - begin, target.shape[0])
-    if rows > 0:
-        source.copy_to(target.narrow(0, 0, rows), begin)
+    first_row = shard.index * target.shape[0]
+    num_rows = min(source.row_count - first_row, target.shape[0])
+    if num_rows > 0:
+        source.copy_to(target.narrow(0, 0, num_rows), first_row)
 
 
 _COPY_RULES: Mapping[str, CopyRule] = {
@@ -212,7 +211,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "vocabulary": _copy_vocabulary,
     "stacked": _copy_stacked,
 }
-"""Value of `Weight.cut` -> function that fills the parameters of weights that are sharded in this way."""
+"""Value of `Weight.cut` -> function that fills a parameter that is sharded in this way."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """Pattern of an expert's number in a parameter's name.
 
@@ -228,8 +227,8 @@ def import_parameters(
     """Fill Megatron parameters from Hugging Face tensors, only with views and ``copy_``.
 
     ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` are
-    complete tensors, or meta tensors in their place, by checkpoint name. Rows that pad the vocabulary stay
-    unchanged. Raises UserError for a parameter without a rule.
+    complete tensors, or meta tensors of the same shapes, by checkpoint name. Rows that pad the vocabulary
+    stay unchanged. Raises UserError for an unknown parameter name.
     """
     # The weights of experts are sharded over other groups than dense weights.
     shape = model.shape
@@ -237,7 +236,8 @@ def import_parameters(
     expert_shard = _ParameterShard(shard.expert_tensor, shard.expert_tensor_size)
     experts_per_rank = shape.experts // shard.expert_size
 
-    # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
+    # List the weights of any stage: an output layer that is tied to the embedding is a parameter if the
+    # embedding is on another stage.
     outer_table: list[Weight] = []
     for is_first_stage in (True, False):
         outer_table += outer_weights(shape, is_first_stage, True)
@@ -265,7 +265,7 @@ def import_parameters(
             raise _unknown_parameter_error(name, layer_weights[layer])
         weight = layer_weights[layer][weight_name]
 
-        # Parameter names number the experts of this rank, checkpoint names those of the whole model.
+        # Parameter names number the experts of this rank, checkpoint names all experts of the model.
         expert = 0
         expert_match = EXPERT.search(name_in_layer)
         if expert_match is not None:
@@ -283,7 +283,7 @@ def import_parameters(
 
 
 def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
-    """Return the error for a parameter of a user's model whose name is not one of Megatron's."""
+    """Return the error for a parameter of a user's model with a name that Megatron does not use."""
     return UserError(
         f"the checkpoint's tensors for the parameter {parameter} are unknown",
         where="model.weights",
@@ -304,10 +304,10 @@ def trace_import(
 ) -> list[TensorBox]:
     """Return the boxes that map Hugging Face tensors to parameters on the meta device.
 
-    The names of parameters count layers over the whole model.
-    ``storages`` maps the names of parameters to their names in the boxes, if these differ. ``shapes`` are the
-    checkpoint's tensor shapes, if the caller has them. Raises CoverageError unless every element, except for
-    the padding of the vocabulary, is filled exactly once.
+    The names of ``parameters`` count layers over the whole model. ``storages`` maps parameter names to the
+    storage names of the boxes, if these differ. ``shapes`` are the checkpoint's tensor shapes, if the caller
+    has them. Raises CoverageError unless every element, except for the padding of the vocabulary, is filled
+    exactly once.
     """
     storages = storages or {}
     tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}
@@ -319,7 +319,7 @@ def trace_import(
         import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
 
-    # Number of elements before the padding, in the parameters that have a row per token.
+    # In parameters with a row per token, count the elements before the padding of the vocabulary.
     data_elements: dict[str, int] = {}
     for name in vocabulary_names(model.shape) & parameters.keys():
         rows, width = parameters[name].shape
@@ -330,7 +330,7 @@ def trace_import(
 
 
 class _MetaTensors(Mapping[str, Tensor]):
-    """Meta tensors of a checkpoint, created on first use because a large model has very many."""
+    """Meta tensors of a checkpoint by name, created on first use because large models have many tensors."""
 
     def __init__(
         self,
@@ -355,7 +355,7 @@ class _MetaTensors(Mapping[str, Tensor]):
 
 
 def vocabulary_names(shape: ModelShape) -> set[str]:
-    """Return Megatron's names of the parameters with a row per token of the vocabulary, on any stage."""
+    """Return Megatron's names of all parameters with one row per token of the vocabulary."""
     weights: list[Weight] = []
     for is_first_stage in (True, False):
         weights += outer_weights(shape, is_first_stage, True)
@@ -363,7 +363,7 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
 
 
 def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
-    """Return a layer's weights by their names in Megatron's own layers and in Transformer Engine's."""
+    """Return a layer's weights by their names in Megatron's layers and in Transformer Engine's layers."""
     by_fused_name = {weight.fused: weight for weight in weights if weight.fused}
     return by_fused_name | {weight.name: weight for weight in weights}
 
@@ -385,15 +385,16 @@ def shard_of(model: ChunkedModel) -> Shard:
 def global_name(model: ChunkedModel, storage: str) -> str:
     """Return Megatron's name of a parameter, with layers counted over the whole model.
 
-    ``storage`` is ``<chunk>.<parameter name>``, with layers counted in the chunk and the provider's names.
+    ``storage`` is ``<chunk>.<parameter name>``, where layers are counted in the chunk, and parameters have
+    the provider's names.
     """
-    index, name = storage.split(".", 1)
-    names: Mapping[str, str] = getattr(model, "names", {})
+    chunk_index, name = storage.split(".", 1)
+    provider_names: Mapping[str, str] = getattr(model, "names", {})
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
-        return names.get(name, name)
+        return provider_names.get(name, name)
 
     # Megatron numbers layers from 1, over the whole model.
-    layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
+    layer = model.chunks[int(chunk_index)].decoder.layers[int(match.group(1))].layer_number - 1
     name_in_layer = name[match.end() :]
-    return f"decoder.layers.{layer}.{names.get(name_in_layer, name_in_layer)}"
+    return f"decoder.layers.{layer}.{provider_names.get(name_in_layer, name_in_layer)}"

@@ -1,8 +1,9 @@
-"""Passes of a role over micro-batches: measurement of their memory, and repetition after running out of it.
+"""Guard of a role's passes over micro-batches: measures their memory, and repeats a pass that runs out of it.
 
-The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another one fails.
-In layouts whose ranks exchange nothing until the gradients are reduced, all ranks vote between the last
-micro-batch and the reduction. In all other layouts the rank that fails reports it, and ends the job.
+The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another rank
+fails. In layouts whose ranks exchange nothing until gradients are reduced, all ranks exchange whether they
+failed between the last micro-batch and the reduction. In all other layouts the failed rank raises an error,
+which ends the job.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class Shortage:
     """
 
     role: str
-    """Role whose pass it was, by its configuration path."""
+    """Configuration path of the role."""
     rank: int
-    """Rank that had too little memory."""
+    """Rank that ran out of memory."""
     tokens: int
-    """Largest number of tokens of a micro-batch of the pass."""
+    """Largest number of tokens of a micro-batch in the pass."""
     message: str
     """First line of PyTorch's error."""
     tensors: tuple[str, ...]
-    """The largest tensors that existed on the device, as text."""
+    """Descriptions of the largest tensors on the device."""
     reason: str = ""
-    """Reason why the pass was not repeated, or not repeated again."""
+    """Reason why the pass was not repeated, or not repeated a second time."""
 
 
 class OutOfMemory(RuntimeError):
@@ -71,13 +72,11 @@ class OutOfMemory(RuntimeError):
 
 
 class _OtherRankFailed(RuntimeError):
-    """Exception that ends a pass on ranks where it succeeded, if it failed on any other rank."""
+    """Exception that ends a pass on a rank where it succeeded, because it failed on another rank."""
 
 
 class PassGuard:
-    """Guard of one role's passes on this rank.
-
-    It measures the memory of passes, and repeats a pass that ran out of memory.
+    """Guard of one role's passes on this rank: measures their memory, and repeats a pass that ran out of it.
 
     ``role``: configuration path of the role, for reports.
     ``measures``: whether the memory of passes is measured for `batch.memory_target`.
@@ -108,10 +107,10 @@ class PassGuard:
     ) -> Result:
         """Return ``compute(budget)``, repeated once with smaller micro-batches if it runs out of memory.
 
-        ``budget`` is the largest number of tokens of a micro-batch, and ``unit_tokens`` that of a unit of
-        rows, which cannot be split; both are equal on all ranks of the role. ``clear`` zeroes the gradients
-        of a training pass. The second pass gives the same result as a first pass with the smaller
-        micro-batches would have given. Raises OutOfMemory. Collective over the role's ranks.
+        ``budget`` is the largest number of tokens of a micro-batch, ``unit_tokens`` the largest number of
+        tokens of a unit of rows, which cannot be split. Both are equal on all ranks of the role. ``clear``
+        zeroes the gradients of a training pass. The result of a repeated pass equals the result of a first
+        pass with the smaller micro-batches. Raises OutOfMemory. Collective over the role's ranks.
         """
         self._repeat_obstacle = find_repeat_obstacle(self.model, trains=clear is not None)
         if self._repeat_obstacle is not None:
@@ -123,7 +122,8 @@ class PassGuard:
         if not failed:
             return result
 
-        # All ranks of the role have the same vote here: halve the largest micro-batch of all ranks.
+        # The votes are reduced over all ranks of the role: halve the largest micro-batch of all ranks, which
+        # is 0 if ranks failed before their first micro-batch.
         microbatch_tokens = min(budget, int(self._vote[1]) or budget)
         smaller_budget = max(unit_tokens, microbatch_tokens // 2)
         if microbatch_tokens <= unit_tokens:
@@ -142,7 +142,7 @@ class PassGuard:
         return result
 
     def _try_pass(self, compute: Callable[[int], Result], budget: int) -> tuple[Any, bool]:
-        """Return the result of a pass, and whether any rank ran out of memory."""
+        """Run a pass; return its result, and whether any rank ran out of memory."""
         self._budget = budget
         self._microbatch_tokens = 0
         self._voted = False
@@ -168,17 +168,17 @@ class PassGuard:
         return None, True
 
     def begin_microbatches(self, microbatch_tokens: int) -> None:
-        """Start to measure a pass's memory; its largest micro-batch has ``microbatch_tokens`` tokens."""
+        """Start to measure the memory of a pass with micro-batches of at most ``microbatch_tokens``."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
             self._reading = device.read_memory(restart=True)
 
     def end_microbatches(self) -> None:
-        """End the micro-batches of a pass on this rank, before its gradients are reduced.
+        """Record the memory of a pass, and exchange with other ranks whether any of them ran out of memory.
 
-        Records the memory that the pass used, and exchanges with the other ranks whether any of them ran out
-        of memory. Raises _OtherRankFailed if one did. Collective over the role's ranks if the pass can be
-        repeated (`find_repeat_obstacle`).
+        Call after the last micro-batch of the pass, before gradients are reduced. Raises _OtherRankFailed if
+        another rank ran out of memory. Collective over the role's ranks if the pass can be repeated
+        (`find_repeat_obstacle`).
         """
         if self.measures:
             self._record_memory()
@@ -196,20 +196,24 @@ class PassGuard:
 
     def _record_memory(self) -> None:
         """Record the bytes in use when the pass began, and the bytes per token that it added at its peak."""
-        begin = self._reading
-        end = device.read_memory()
-        # Skip short micro-batches: their constant costs would be divided by few tokens.
-        if begin is None or end is None or 2 * self._microbatch_tokens < self._budget:
+        begin_reading = self._reading
+        end_reading = device.read_memory()
+        if begin_reading is None or end_reading is None:
             return
-        self._record_maximum(RESIDENT_BYTES, begin.allocated + begin.others)
-        self._record_maximum(BYTES_PER_TOKEN, max(0, end.peak - begin.allocated) / self._microbatch_tokens)
+
+        # Skip short micro-batches: their constant costs would be divided by few tokens.
+        if 2 * self._microbatch_tokens < self._budget:
+            return
+        added_bytes = max(0, end_reading.peak - begin_reading.allocated)
+        self._record_maximum(RESIDENT_BYTES, begin_reading.allocated + begin_reading.others)
+        self._record_maximum(BYTES_PER_TOKEN, added_bytes / self._microbatch_tokens)
 
     def _record_maximum(self, name: str, value: float) -> None:
-        """Record a value of the metric ``name``; `metrics` reports the largest one since its last call."""
+        """Record a value of the metric ``name``; `metrics` reports the maximum since its last call."""
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
     def _exchange_votes(self, *, failed: bool) -> None:
-        """Exchange whether any rank failed, and the tokens of the largest micro-batch of all ranks.
+        """Set ``_vote`` to whether any rank failed, and to the largest micro-batch of all ranks, in tokens.
 
         The exchange is on the host, so that no rank waits for its device. Collective over the role's ranks.
         """
@@ -220,10 +224,10 @@ class PassGuard:
             max_over_ranks(self._vote, self.model.groups.all)
 
     def _discard_pass(self, clear: Callable[[], None] | None) -> None:
-        """Free the tensors of a failed pass, and reset the state that it has changed."""
+        """Free the tensors of a failed pass, and reset the state of the model that it changed."""
         for chunk in self.model.wrapped:
-            # Megatron-Core 0.19: with overlap_grad_reduce groups of buckets count the gradients of a step,
-            # and expect all of them at the next reset. A reduction that has begun is only over this rank.
+            # With overlap_grad_reduce, bucket groups of Megatron-Core 0.19 count the gradients of a step, and
+            # expect all of them at the next reset. A reduction in progress includes only this rank.
             for bucket_group in _bucket_groups(chunk):
                 if bucket_group.grad_reduce_handle is not None:
                     bucket_group.grad_reduce_handle.wait()
@@ -241,18 +245,22 @@ class PassGuard:
         device.empty_cache()
 
     def _raise_on_all_ranks(self, reason: str) -> None:
-        """Raise the report of the first rank that failed, on every rank. Collective over the role's ranks."""
+        """Raise OutOfMemory with the first failed rank's report on every rank.
+
+        Collective over the role's ranks.
+        """
         shortages: list[Shortage | None] = [self._shortage]
         if len(self.model.groups.layout.ranks) > 1:
             shortages = gather_objects(self._shortage, self.model.groups.all)
-        first = next(shortage for shortage in shortages if shortage is not None)
-        raise OutOfMemory(replace(first, reason=reason))
+
+        reports = [shortage for shortage in shortages if shortage is not None]
+        raise OutOfMemory(replace(reports[0], reason=reason))
 
 
 def find_repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
-    """Return the reason why the ranks of a model cannot repeat a pass together, or None if they can.
+    """Return the reason why the ranks of a model cannot repeat a pass together, or None.
 
-    If ranks exchange tensors inside a pass, the peers of a failed rank wait for it in a collective forever.
+    If ranks exchange tensors inside a pass, the peers of a failed rank would wait in a collective forever.
     """
     if device.is_simulated():
         return "a simulation has no memory"
@@ -284,33 +292,37 @@ def describe_largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
 
     Only tensors that Python can reach are included; autograd's saved tensors are not.
     """
-    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
+    name_by_address = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
     device_type = device.device().type
 
     # Tensors that share a storage count once.
-    by_storage: dict[int, Tensor] = {}
-    for value in gc.get_objects():
-        # Check the type, not `isinstance`: it reads an attribute, for which some lazy objects of libraries
-        # import or compute something.
-        if not issubclass(type(value), Tensor):
+    tensor_by_address: dict[int, Tensor] = {}
+    for python_object in gc.get_objects():
+        # Check the type without `isinstance`, which reads the attribute __class__: lazy objects of some
+        # libraries would import or compute something.
+        if not issubclass(type(python_object), Tensor):
             continue
         # Tensors without a storage raise.
         with contextlib.suppress(RuntimeError):
-            storage = value.untyped_storage()
-            if value.device.type == device_type and storage.nbytes():
-                by_storage.setdefault(storage.data_ptr(), value)
+            storage = python_object.untyped_storage()
+            if python_object.device.type == device_type and storage.nbytes():
+                tensor_by_address.setdefault(storage.data_ptr(), python_object)
 
-    sorted_tensors = sorted(by_storage.items(), key=lambda item: -item[1].untyped_storage().nbytes())
-    lines = []
-    for address, tensor in sorted_tensors[:_LISTED_TENSORS]:
-        name = names.get(address, f"a tensor {list(tensor.shape)}")
-        size = tensor.untyped_storage().nbytes()
-        lines.append(f"{name}, {str(tensor.dtype).removeprefix('torch.')}, {size / 2**20:,.1f} MiB")
-    return tuple(lines)
+    largest_first = sorted(
+        tensor_by_address.items(),
+        key=lambda address_and_tensor: -address_and_tensor[1].untyped_storage().nbytes(),
+    )
+    descriptions = []
+    for address, tensor in largest_first[:_LISTED_TENSORS]:
+        name = name_by_address.get(address, f"a tensor {list(tensor.shape)}")
+        num_bytes = tensor.untyped_storage().nbytes()
+        dtype_name = str(tensor.dtype).removeprefix("torch.")
+        descriptions.append(f"{name}, {dtype_name}, {num_bytes / 2**20:,.1f} MiB")
+    return tuple(descriptions)
 
 
 def _named_tensors(model: ParallelModel | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a model's weights, and of the buffers that contain all weights or gradients."""
+    """Yield (name, tensor) of a model's weights, and of DDP's buffers of all weights and all gradients."""
     if model is None:
         return
     for chunk in model.chunks:

@@ -1,7 +1,7 @@
 """Models that the user's own code builds (``model.provider``), in a role's groups and adapted to packed rows.
 
-The user's code may read Megatron's process-global groups and arguments, which are set while it runs; the
-result is then checked against config.json and the layout, field by field.
+The user's code may read Megatron's process-global groups and arguments, which are set while the code runs.
+The resulting model is checked against config.json and the layout, field by field.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ GROUPS = {
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "all",
 }
 """Megatron's process-global groups -> the role's groups, by attribute of `ParallelGroups`."""
-# 0.19 has variants of some groups, for weights that are stored in parts. They are not used here and equal the
-# plain groups.
+# Megatron-Core 0.19 has variants of some groups, for weights that are stored in shards. They are not used
+# here, and equal the plain groups.
 GROUPS |= {
     f"{name}{suffix}": group
     for name, group in GROUPS.items()
@@ -104,21 +104,22 @@ class Provider:
     reference: str
     """Path of the function in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
-    """Function that returns a GPTModel, called with the `PROVIDER_ARGUMENTS` that are its parameters."""
+    """Function that returns a GPTModel, called with the `PROVIDER_ARGUMENTS` for which it has parameters."""
     arguments: Namespace
-    """Megatron-LM's arguments, for code that reads them."""
+    """Megatron-LM's arguments, which the function may read."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """The provider's parameter names -> Megatron's; inside layers without the prefix ``decoder.layers.N.``"""
+    """The provider's parameter names -> Megatron's names; names in layers omit ``decoder.layers.N.``"""
 
     def with_spec(self, spec: ModelSpec) -> Provider:
-        """Return the provider with Megatron-LM arguments for the layout, precision and dropout of a spec."""
-        values = {**vars(self.arguments)}
-        values |= {name: getattr(spec.transformer_config, name) for name in spec.set_fields}
+        """Return a copy of the provider whose Megatron-LM arguments equal the settings of a spec."""
+        arguments = dict(vars(self.arguments))
+        for name in spec.set_fields:
+            arguments[name] = getattr(spec.transformer_config, name)
 
         # Megatron-LM's `vocab_size_with_padding`.
-        multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
-        values["padded_vocab_size"] = -(-spec.model.shape.vocab // multiple) * multiple
-        return replace(self, arguments=Namespace(**values))
+        multiple = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
+        arguments["padded_vocab_size"] = -(-spec.model.shape.vocab // multiple) * multiple
+        return replace(self, arguments=Namespace(**arguments))
 
     @contextmanager
     def scope(
@@ -126,12 +127,12 @@ class Provider:
         groups: ParallelGroups,
         stage: int | None = None,
     ) -> Iterator[None]:
-        """Set up Megatron's global state for the provider's code inside the block.
+        """Set Megatron's global state for the provider's code inside the block.
 
-        These are the process-global groups, which become the role's, the virtual pipeline ``stage`` that is
-        built, and the result of Megatron-LM's ``get_args()`` if it is not set.
+        The process-global groups become the role's groups, with ``stage`` as the virtual pipeline stage. If
+        Megatron-LM is imported but not initialized, its ``get_args()`` returns the provider's arguments.
         """
-        # Absent unless the user's code imports Megatron-LM.
+        # The module is loaded only if the user's code imports Megatron-LM.
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
             with use_global_groups(groups, stage):
@@ -152,10 +153,10 @@ class Provider:
         stage: int,
         config: Any,
     ) -> Any:
-        """Return the chunk of a virtual pipeline stage.
+        """Call the user's function for a virtual pipeline stage, and return the checked chunk.
 
-        ``config`` is the model's copy of the spec's TransformerConfig, which the provider may use or change.
-        Raises UserError if the chunk cannot be trained.
+        ``config`` is a copy of the spec's TransformerConfig, which the provider may use or change. Raises
+        UserError if the chunk cannot be trained.
         """
         layout = groups.layout
         pre_process = groups.is_first_stage and stage == 0
@@ -163,8 +164,8 @@ class Provider:
         vp_stage = None
         if layout.virtual_pipeline > 1:
             vp_stage = stage
-        # In the order of `PROVIDER_ARGUMENTS`.
-        values = (
+        # The values of `PROVIDER_ARGUMENTS`, in this order.
+        argument_values = (
             pre_process,
             post_process,
             vp_stage,
@@ -176,7 +177,7 @@ class Provider:
         # Pass only the arguments for which the function has parameters.
         parameters = inspect.signature(self.function).parameters
         arguments: dict[str, Any] = {}
-        for name, value in zip(PROVIDER_ARGUMENTS, values, strict=True):
+        for name, value in zip(PROVIDER_ARGUMENTS, argument_values, strict=True):
             if name in parameters:
                 arguments[name] = value
 
@@ -204,10 +205,10 @@ def check_chunk(
     post_process: bool,
     spec: ModelSpec,
 ) -> None:
-    """Check that a chunk belongs to the spec's model, and set the config fields that the trainer decides.
+    """Raise UserError unless a chunk belongs to the spec's model, and set the config fields of the trainer.
 
-    ``pre_process`` and ``post_process``: whether the chunk must have the embedding, and the output layer.
-    ``subject`` names the code that built the chunk, for errors. Raises UserError.
+    ``pre_process``: whether the chunk must have the embedding. ``post_process``: whether it must have the
+    output layer. ``subject`` names the code that built the chunk, for errors.
     """
     if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
         raise UserError(
@@ -257,17 +258,13 @@ def check_chunk(
                 "config.json",
             )
 
-    # Some of Megatron's layers have copies of the configuration: set each distinct one.
-    for config_copy in {id(config): config for config in _module_configs(chunk)}.values():
-        for name in _TRAINER_FIELDS & vars(config_copy).keys():
-            setattr(config_copy, name, getattr(spec.transformer_config, name))
-
-
-def _module_configs(chunk: Any) -> Iterator[Any]:
-    """Yield the TransformerConfig of each module of a chunk that has one."""
+    # Some of Megatron's layers have copies of the configuration: set the fields in every copy.
     for module in chunk.modules():
-        if isinstance(getattr(module, "config", None), TransformerConfig):
-            yield module.config
+        module_config = getattr(module, "config", None)
+        if not isinstance(module_config, TransformerConfig):
+            continue
+        for name in _TRAINER_FIELDS & vars(module_config).keys():
+            setattr(module_config, name, getattr(spec.transformer_config, name))
 
 
 def load_provider(
@@ -275,10 +272,10 @@ def load_provider(
     names_path: str | None,
     arguments: Mapping[str, Any],
 ) -> Provider:
-    """Load a provider from ``module:function`` or ``file.py:function``.
+    """Load a provider from ``path``, which is ``module:function`` or ``file.py:function``.
 
-    ``names_path`` is the path, in the same form, of the mapping from the provider's parameter names to
-    Megatron's. Raises UserError if one of them does not exist.
+    ``names_path`` is the path of the mapping from the provider's parameter names to Megatron's parameter
+    names, in the same format. Raises UserError if one of the objects does not exist.
     """
     names = {}
     if names_path is not None:
@@ -297,14 +294,15 @@ def load_provider(
 
 @contextmanager
 def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
-    """Set Megatron's process-global groups to a role's inside the block, for code that reads them.
+    """Set Megatron's process-global groups to the role's groups inside the block.
 
-    ``stage`` is the virtual pipeline stage that this code builds, or None.
+    ``stage`` is the virtual pipeline stage that code inside the block builds, or None.
     """
     state: Any = parallel_state
     virtual_pipeline = groups.layout.virtual_pipeline
     is_interleaved = virtual_pipeline > 1
 
+    # Values by name of the attribute in Megatron's `parallel_state`.
     values: dict[str, Any] = {name: getattr(groups, attribute) for name, attribute in GROUPS.items()}
     for name, attribute in _RANKS.items():
         group = getattr(groups, attribute)
@@ -312,7 +310,7 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
         if group is not None:
             values[name] = dist.get_process_group_ranks(group)
 
-    # Megatron has this group only without context parallelism; it then equals the group with it.
+    # Set this group only without context parallelism, where it equals the group with context ranks.
     values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
     if groups.layout.context == 1:
         values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context
@@ -323,7 +321,7 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage
 
-    # Clear sizes and ranks that would override the groups' own.
+    # Clear the variables that would override the sizes and ranks of the groups.
     values |= {name: None for name in vars(state) if name.startswith("_MPU_")}
 
     original_values = {name: getattr(state, name) for name in values}
@@ -336,8 +334,8 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
 
 @contextmanager
 def _replace_plain_norms() -> Iterator[None]:
-    """Replace Megatron's plain RMS norm, which refuses sequence parallelism, inside the block."""
-    original = WrappedTorchNorm.__new__
+    """Make Megatron's plain norm build `RmsNorm` inside the block, since it refuses sequence parallelism."""
+    original_new = WrappedTorchNorm.__new__
 
     def new_norm(
         cls: Any,
@@ -348,7 +346,7 @@ def _replace_plain_norms() -> Iterator[None]:
         **keywords: Any,
     ) -> Any:
         if config.normalization != "RMSNorm":
-            return original(cls, config, hidden_size, *positional, eps=eps, **keywords)
+            return original_new(cls, config, hidden_size, *positional, eps=eps, **keywords)
         if positional:
             eps = positional[0]
         return RmsNorm(config, hidden_size, eps)
@@ -357,21 +355,21 @@ def _replace_plain_norms() -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(WrappedTorchNorm, "__new__", original)
+        setattr(WrappedTorchNorm, "__new__", original_new)
 
 
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
-    """Replace attention and rotary angles of Megatron's layers by modules that take packed rows.
+    """Replace the attention and the rotary angles of Megatron's layers by modules for packed rows.
 
-    Both Megatron's plain layers and Transformer Engine's are supported. A user's own attention is never
-    replaced; if a chunk has one among Transformer Engine's layers, no layer is changed, because a chunk gets
-    rows in one format.
+    The layers may be Megatron's plain layers or Transformer Engine's. A user's own attention is never
+    replaced. If a chunk has it in layers of Transformer Engine, no layer is changed, because all layers of a
+    chunk receive rows in the same format.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]
-    has_plain = any(isinstance(core, DotProductAttention) for core in cores)
+    has_plain_core = any(isinstance(core, DotProductAttention) for core in cores)
     all_fused = bool(cores) and all(type(core).__name__ == "TEDotProductAttention" for core in cores)
-    if not has_plain and not all_fused:
+    if not has_plain_core and not all_fused:
         return
 
     for attention, core in zip(attentions, cores, strict=True):

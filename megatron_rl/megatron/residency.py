@@ -1,6 +1,6 @@
 """Offloading of a role's weights, optimizer states and gradients to the host while other roles work.
 
-Storages are emptied and refilled in place: tensors and views keep their identity, only their bytes move.
+Storages are emptied and refilled in place: only their bytes move, all tensors and views remain valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.metrics import Metrics
 
 
 class Use(IntEnum):
-    """Parts of a model that a phase needs on the device. Each level includes the parts of lower levels."""
+    """Tensors of a model that a phase needs on the device. Each level includes the lower levels."""
 
     READ = 1
     """Weights, which the phase does not write: forward passes, export, weight sync."""
@@ -32,11 +32,11 @@ class Use(IntEnum):
 
 
 class Residency:
-    """Residency of one model: its parts are in host memory except inside `resident` blocks.
+    """Residency of one model: its tensors are in host memory except inside `resident` blocks.
 
     Host copies of weights that no phase has written are reused, not copied again. Without ``offload`` all
-    parts remain on the device. Weights shared with the model of ``base`` move with that model, which is
-    resident whenever this one is.
+    tensors remain on the device. Weights that are shared with the model of ``base`` move with that model,
+    which is resident whenever this model is.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Residency:
         self.offload = offload and model is not None
         self.base = base
         self.moves = self.offload or (base is not None and base.moves)
-        """Whether any part of the model may be in host memory."""
+        """Whether any tensor of the model may be in host memory."""
         self.optimizer: Optimizer | None = None
 
         self._uses: list[Use] = []
@@ -58,24 +58,19 @@ class Residency:
         self._seconds = 0.0
         self._bytes = 0
 
-        # The storages that each level adds to the lower levels.
+        # The storages that each level adds to the lower levels. Gradients are zero between mini-batches, so
+        # they need no copies.
         self._levels = {
             Use.READ: _OffloadedStorages(self._weight_storages),
             Use.STATE: _OffloadedStorages(self._state_storages),
-            # Gradients are zero between mini-batches: nothing to copy.
-            Use.LEARN: _OffloadedStorages(
-                lambda: _device_storages(_iterate_gradient_buffers(self.model)), copies=False
-            ),
+            Use.LEARN: _OffloadedStorages(self._gradient_storages, copies=False),
         }
 
     @contextmanager
     def resident(self, use: Use) -> Iterator[None]:
-        """Keep the parts of the model that ``use`` includes on the device inside the block.
-
-        Blocks may nest.
-        """
+        """Keep the tensors that ``use`` includes on the device inside the block. Blocks may nest."""
         self._uses.append(use)
-        self._move_parts()
+        self._move_storages()
         base: AbstractContextManager[None] = nullcontext()
         try:
             if self.base is not None:
@@ -84,39 +79,39 @@ class Residency:
                 yield
         finally:
             self._uses.pop()
-            self._move_parts()
+            self._move_storages()
 
     def offload_all(self) -> None:
-        """Move all parts to host memory now, if this model is offloaded."""
-        self._move_parts()
+        """Offload all tensors now, unless a `resident` block needs them or the model stays on the device."""
+        self._move_storages()
 
-    def _move_parts(self) -> None:
-        """Load the parts that the open blocks use, and offload the others."""
+    def _move_storages(self) -> None:
+        """Load the storages that the open blocks use, and offload the others."""
         if not self.offload:
             return
 
         start_time = time.perf_counter()
         bytes_before = self._bytes
         use = max(self._uses, default=0)
-        required = [storages for level, storages in self._levels.items() if level <= use]
-        unused = [storages for level, storages in self._levels.items() if level > use]
+        required_levels = [storages for level, storages in self._levels.items() if level <= use]
+        unused_levels = [storages for level, storages in self._levels.items() if level > use]
 
-        # Start all copies to the host. Inside a block of STATE or LEARN weights and states may be written, so
-        # the host's copies are stale from here on.
-        self._bytes += sum(storages.copy_to_host() for storages in unused)
+        # Start all copies to the host. In a block of STATE or LEARN, weights and states may be written, which
+        # makes their copies on the host stale.
+        self._bytes += sum(storages.copy_to_host() for storages in unused_levels)
         if use > Use.READ:
             self._levels[Use.READ].stale = True
             self._levels[Use.STATE].stale = True
 
         # Copies are asynchronous: device memory may be freed only when they are complete.
         device.synchronize()
-        freed = [storages.free_device_memory() for storages in unused]
-        if any(freed):
+        was_freed = [storages.free_device_memory() for storages in unused_levels]
+        if any(was_freed):
             # Freed storages stay in the allocator's cache until they are returned to the driver.
             device.empty_cache()
 
-        # Load what is required, after the memory for it is free.
-        self._bytes += sum(storages.load_to_device() for storages in required)
+        # Load the required storages, after their memory is free.
+        self._bytes += sum(storages.load_to_device() for storages in required_levels)
         if self._bytes > bytes_before:
             device.synchronize()
         self._seconds += time.perf_counter() - start_time
@@ -130,10 +125,17 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
-        """Return the storages of optimizer states, except for weights that float32 main weights alias."""
+        """Return the storages of optimizer states.
+
+        Float32 main weights may be views of the model's weights, whose storages are left out.
+        """
         weights = {_storage_address(value) for value in _iterate_weights(self.model)}
         storages = _device_storages(_iterate_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
+
+    def _gradient_storages(self) -> dict[int, Any]:
+        """Return the storages of the gradient buffers."""
+        return _device_storages(_iterate_gradient_buffers(self.model))
 
     def metrics(self) -> Metrics:
         """Return the metrics of this rank's offloading and loading since the last call."""
@@ -149,8 +151,9 @@ class Residency:
 class _OffloadedStorages:
     """Storages that are offloaded and loaded together.
 
-    Without ``copies`` their contents are dropped, and they are loaded as zeros. ``stale``: the contents may
-    have changed since they were copied to the host.
+    ``storages`` returns the storages on the device by address. Without ``copies`` their contents are dropped
+    on offloading, and are zero after loading. ``stale``: whether the contents may have changed since they
+    were copied to the host.
     """
 
     def __init__(
@@ -163,10 +166,10 @@ class _OffloadedStorages:
         self._storages = storages
         self._copies = copies
         self._offloaded: dict[int, tuple[Any, int]] = {}
-        """Storages in host memory by identity, with their sizes in bytes; empty while they are on the
+        """Storages in host memory by address, with their sizes in bytes; empty while they are on the
         device."""
         self._host: dict[int, Tensor] = {}
-        """Host buffers by the identity of their storage; they outlive loading, for reuse."""
+        """Host buffers by the address of their storage. They are retained after loading, for reuse."""
 
     def copy_to_host(self) -> int:
         """Start to copy the storages to the host, unless they are offloaded; return the bytes copied."""
@@ -188,7 +191,7 @@ class _OffloadedStorages:
                 is_new = True
             buffers[key] = buffer
 
-            # If the storage has not changed since, the buffer already contains its values.
+            # If the storage has not changed since the last copy, the buffer already contains its values.
             if is_new or self.stale:
                 buffer.copy_(_view_as_bytes(storage), non_blocking=True)
                 copied_bytes += size
@@ -225,15 +228,15 @@ def _view_as_bytes(storage: Any) -> Tensor:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage object, equal for all views and also for an empty storage."""
+    """Return the address of a tensor's storage object, which is equal for all views of a storage.
+
+    Unlike the address of the data, it stays the same while the storage is empty.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def _device_storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the storages of the tensors on the device by their `_storage_address`.
-
-    Empty storages and those of scalars are left out.
-    """
+    """Return the storages of tensors on the device by `_storage_address`, without empty ones and scalars."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -251,7 +254,7 @@ def _iterate_weights(model: Any) -> Iterator[Tensor]:
 
 
 def _iterate_optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Yield main weights and moments of all of Megatron's optimizers."""
+    """Yield the main weights and moments of all of Megatron's optimizers."""
     if optimizer is None:
         return
 

@@ -1,4 +1,4 @@
-"""Passes of packed micro-batches through Megatron's pipeline schedules: forward only, or with backward.
+"""Forward and backward passes of packed micro-batches through Megatron's pipeline schedules.
 
 Every rank of a model builds the same list of micro-batches from the same batch. Each stage can therefore
 compute the shapes of the activations that it receives, and the schedules of all stages agree.
@@ -48,8 +48,8 @@ class TokenOutputs:
     """Indices of the rows in the batch, in the order of their tokens."""
     outputs: tuple[Tensor, ...]
     """(log-probs, entropy) of a language model, (values,) of a scalar head; each [n] for the n tokens of the
-    rows, 0 where a token is not selected. Where they were asked for, the sum of the squared probabilities
-    [n], and log-probs [n, k + 1] and ids [n, k] of the most likely tokens follow."""
+    rows, 0 where a token is not selected. On request, the sum of the squared probabilities [n], and the
+    log-probs [n, k + 1] and ids [n, k] of the most likely tokens follow."""
     experts: Tensor | None = None
     """[n, layers, k] int16 on the host: the experts that each token was routed to, or None if they were not
     recorded."""
@@ -57,14 +57,14 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that pass through the pipeline together, in the form that this context-parallel rank needs."""
+    """Rows that pass through the pipeline together, with the inputs of this context-parallel rank."""
 
     rows: tuple[int, ...]
     """Indices of the rows in the batch."""
     inputs: Tensor
     """[1, T] token ids of this context-parallel rank, padded at the end to the layout's multiple."""
     packing: Any
-    """Row boundaries, in the form that the model's attention takes."""
+    """Row boundaries, in the format of the model's attention."""
     index: Tensor
     """[n] positions in ``inputs`` of the hidden states that produce the outputs of the selected tokens."""
     selected: Tensor
@@ -74,12 +74,12 @@ class MicroBatch:
     temperature: Tensor
     """[n] sampling temperature of the selected tokens."""
     support: Support | None
-    """Tokens that each selected token's distribution ranges over, or None for the full vocabulary."""
+    """Tokens to which each selected token's distribution is restricted, or None for the full vocabulary."""
     rules: tuple[RowRules, ...] | None
-    """Rules that changed the logits before sampling, or None if there are none."""
+    """Rules that changed the logits before sampling, or None for a batch without rules."""
     buckets: Tensor | TopTokens | None
-    """[n, k] tokens whose log-probs a distillation loss reads, or a request for the most likely tokens of a
-    teacher; None for neither."""
+    """[n, k] tokens whose log-probs a distillation loss reads, or a request for the most likely tokens; None
+    for passes without either."""
     squared_probs: bool
     """Whether the head returns the sum of the squared probabilities of each distribution."""
     tokens: int
@@ -101,25 +101,26 @@ def build_microbatches(
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
-    """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
+    """Split this data-parallel rank's shard of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     if sampling was truncated; ``experts`` if routers replay recorded choices. ``output_mask`` [N] bool marks
     the tokens whose outputs are computed. With ``from_previous_token`` the output of a token is computed from
     the hidden state of the preceding token, which predicts it, otherwise from the token's own hidden state.
+
     ``rows_per_unit`` consecutive rows, such as the two answers of a preference pair, stay in one micro-batch.
     With ``has_loss`` the micro-batches of the last stage contain their rows of the batch, for the loss.
     ``top_tokens`` requests the most likely tokens of each distribution, ``squared_probs`` the sum of its
     squared probabilities.
 
-    Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
+    Returns the micro-batches and two metrics of this rank's shard: ``padding/fraction``, the fraction of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
     rows to buckets.
     """
     layout = model.groups.layout
     data_rank = model.groups.coordinates.data
 
-    # The interleaved schedule takes micro-batches in groups of the pipeline's size.
+    # The interleaved schedule requires a multiple of the pipeline's size.
     multiple = 1
     if layout.virtual_pipeline > 1:
         multiple = layout.pipeline
@@ -128,16 +129,16 @@ def build_microbatches(
     # row of 12 h tokens costs as much as its linear layers.
     attention_crossover_length = 12.0 * model.transformer_config.hidden_size
 
-    # All ranks compute the same partition of units of rows; each keeps its data-parallel share.
+    # All ranks compute the same partition of units of rows, and select the units of their data-parallel rank.
     unit_lengths = batch.lengths.view(-1, rows_per_unit).sum(dim=1).tolist()
-    shares = partition_rows(
+    units_by_rank = partition_rows(
         unit_lengths, model.groups.data.size(), tokens_per_microbatch, multiple, attention_crossover_length
     )
     microbatches = []
-    for units in shares[data_rank]:
+    for units in units_by_rank[data_rank]:
         rows: list[int] = []
-        for number in units:
-            first_row = number * rows_per_unit
+        for unit in units:
+            first_row = unit * rows_per_unit
             rows += range(first_row, first_row + rows_per_unit)
         microbatches.append(
             _pack_microbatch(
@@ -145,49 +146,61 @@ def build_microbatches(
             )
         )
 
-    # Padding of micro-batches to the layout's multiple, and of rows to buckets.
+    # Measure the padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(microbatch.inputs.shape[1] for microbatch in microbatches) * layout.context
-    tokens = sum(microbatch.tokens for microbatch in microbatches)
-    padding = Metrics.mean("padding/fraction", padded_tokens - tokens, padded_tokens)
+    num_tokens = sum(microbatch.tokens for microbatch in microbatches)
+    padding_metrics = Metrics.mean("padding/fraction", padded_tokens - num_tokens, padded_tokens)
 
     packings = [
         microbatch.packing for microbatch in microbatches if isinstance(microbatch.packing, PackedRows)
     ]
     bucket_tokens = sum(packing.bucket_tokens for packing in packings)
     if bucket_tokens:
-        padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
-    return _upload_microbatches(microbatches), padding
+        padding_metrics += Metrics.mean(
+            "padding/attention_fraction", bucket_tokens - num_tokens, bucket_tokens
+        )
+    return _upload_microbatches(microbatches), padding_metrics
 
 
 def _upload_microbatches(microbatches: list[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with their tensors on the device, copied together in one upload."""
-    # Collect the tensors, each only once, and replace them by their copies.
-    tensors: dict[int, Tensor] = {}
+    """Copy the tensors of micro-batches to the device, in one transfer."""
+    # Micro-batches share tensors: copy each only once.
+    tensor_by_id: dict[int, Tensor] = {}
 
-    def collect(tensor: Tensor) -> Tensor:
-        tensors[id(tensor)] = tensor
+    def collect_tensor(tensor: Tensor) -> Tensor:
+        tensor_by_id[id(tensor)] = tensor
         return tensor
 
-    _map_tensors(microbatches, collect)
-    copies = dict(zip(tensors, device.upload_tensors(list(tensors.values())), strict=True))
-    return _map_tensors(microbatches, lambda tensor: copies[id(tensor)])
+    _map_tensors(microbatches, collect_tensor)
+    device_tensors = device.upload_tensors(list(tensor_by_id.values()))
+    device_tensor_by_id = dict(zip(tensor_by_id, device_tensors, strict=True))
+
+    def replace_tensor(tensor: Tensor) -> Tensor:
+        return device_tensor_by_id[id(tensor)]
+
+    return _map_tensors(microbatches, replace_tensor)
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(nested: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return a copy of nested dataclasses, tuples and lists with ``function`` applied to every tensor."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list | tuple):
-        items = [_map_tensors(item, function) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*items)
-        return type(value)(items)
-    if not is_dataclass(value) and not isinstance(value, RoutedTokens):
-        return value
+    if isinstance(nested, Tensor):
+        return function(nested)
+
+    if isinstance(nested, list | tuple):
+        elements = [_map_tensors(element, function) for element in nested]
+        # The constructor of a named tuple expects one argument per field.
+        if hasattr(nested, "_fields"):
+            return type(nested)(*elements)
+        return type(nested)(elements)
+
+    if not is_dataclass(nested) and not isinstance(nested, RoutedTokens):
+        return nested
 
     # Not `replace`, which would run the constructors of Megatron's classes again.
-    mapped = copy.copy(value)
-    vars(mapped).update({name: _map_tensors(item, function) for name, item in vars(value).items()})
+    mapped = copy.copy(nested)
+    attributes = vars(mapped)
+    for name, attribute in vars(nested).items():
+        attributes[name] = _map_tensors(attribute, function)
     return mapped
 
 
@@ -201,14 +214,14 @@ def _pack_microbatch(
     top_tokens: TopTokens | None = None,
     squared_probs: bool = False,
 ) -> MicroBatch:
-    """Return the micro-batch of some ``rows`` of the batch, in host memory.
+    """Build the micro-batch of some ``rows`` of the batch, in host memory.
 
-    The other arguments are those of `build_microbatches`.
+    The other arguments have the same meaning as in `build_microbatches`.
     """
     layout = model.groups.layout
     shift = int(from_previous_token)
 
-    # Tokens of the rows, one row after another, and the mask of the selected tokens.
+    # Concatenate the tokens of the rows, and select the tokens whose outputs are computed.
     row_index = torch.tensor(rows, dtype=torch.long)
     lengths = batch.lengths[row_index]
     positions = token_index(batch.lengths, row_index)
@@ -233,7 +246,7 @@ def _pack_microbatch(
     if padding:
         packed_lengths.append(padding)
 
-    # Context-parallel ranks take equal, contiguous shards and compute the outputs of their hidden states.
+    # Context-parallel ranks have equal, contiguous shards, and compute the outputs of their hidden states.
     context_rank = model.groups.coordinates.context
     shards = torch.nn.functional.pad(tokens, (0, padding)).chunk(layout.context)
     inputs = shards[context_rank]
@@ -283,11 +296,13 @@ def _select_routed_tokens(
 ) -> RoutedTokens | None:
     """Return the routing of this rank's tokens of a micro-batch, or None for a model without a `Routing`.
 
-    ``positions`` are the indices of the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
+    ``positions`` are the indices of the tokens of ``rows`` in the batch; ``padding`` is the number of padding
+    tokens after them.
     """
     if model.routing is None:
         return None
 
+    # Tokens of this rank under context and sequence parallelism.
     local = model.local_tokens(len(positions) + padding)
     real_count = max(0, min(len(positions), local.stop) - local.start)
     token_rows = None
@@ -305,14 +320,14 @@ def _select_routed_tokens(
     if experts is None:
         return RoutedTokens(None, real_count, token_rows)
 
-    # -1 lets the router choose, as it does for padding.
+    # At -1 the router selects the experts, as it does for padding.
     replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
     replayed[:real_count] = experts[positions[local]]
     return RoutedTokens(replayed, real_count, token_rows)
 
 
 def _select_support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``, or None if sampling had no filters."""
+    """Return the `Support` of the tokens at ``positions``, or None for a batch without truncated sampling."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
@@ -341,22 +356,23 @@ def forward_only(
 ) -> list[TokenOutputs]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``from_previous_token``: whether a token's output is that of the preceding token's hidden state, which
-    predicts it. ``record_experts``: whether also to return the experts that processed each token. ``guard``
-    repeats a pass that runs out of memory. ``top_tokens`` and ``squared_probs`` as in `build_microbatches`.
+    ``from_previous_token``, ``top_tokens`` and ``squared_probs`` as in `build_microbatches`.
+    ``record_experts``: whether to also return the experts that processed each token. ``guard`` repeats a pass
+    that runs out of memory.
 
-    Every rank of the last stage gets the outputs of its data-parallel share, other ranks an empty list.
-    Collective over the model's ranks.
+    Returns one `TokenOutputs` per micro-batch of this data-parallel rank on the last stage, and an empty list
+    on other stages. Collective over the model's ranks.
     """
 
-    def collect(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenOutputs]:
+    def collect_outputs(microbatch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenOutputs]:
+        # Megatron's schedule needs a loss.
         return outputs[0].sum() * 0, TokenOutputs(microbatch.rows, outputs)
 
-    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenOutputs]]:
+    def compute(max_tokens: int) -> tuple[list[MicroBatch], list[TokenOutputs]]:
         microbatches, _ = build_microbatches(
             model,
             batch,
-            tokens,
+            max_tokens,
             output_mask,
             from_previous_token,
             top_tokens=top_tokens,
@@ -365,15 +381,19 @@ def forward_only(
         for chunk in model.wrapped:
             chunk.eval()
         with torch.no_grad():
-            return microbatches, _run_schedule(model, microbatches, collect, forward_only=True, guard=guard)
+            outputs = _run_schedule(model, microbatches, collect_outputs, forward_only=True, guard=guard)
+        return microbatches, outputs
 
     microbatches, outputs = _run_guarded(guard, compute, tokens_per_microbatch, batch)
     if not record_experts:
         return outputs
 
-    # Collective, so every stage takes part, but only the last stage has outputs.
-    recorded = _gather_recorded_experts(model, microbatches)
-    return [replace(output, experts=experts) for output, experts in zip(outputs, recorded, strict=False)]
+    # The gather is collective: every stage takes part, although only the last stage has outputs.
+    recorded_experts = _gather_recorded_experts(model, microbatches)
+    outputs_with_experts = []
+    for output, experts in zip(outputs, recorded_experts, strict=False):
+        outputs_with_experts.append(replace(output, experts=experts))
+    return outputs_with_experts
 
 
 def _run_guarded(
@@ -384,9 +404,9 @@ def _run_guarded(
     rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``, in `PassGuard.run_pass` if there is a guard.
+    """Return ``compute(tokens_per_microbatch)``; with a guard, run it by `PassGuard.run_pass`.
 
-    The other arguments are those of `forward_backward`.
+    The other arguments have the same meaning as in `forward_backward`.
     """
     if guard is None:
         return compute(tokens_per_microbatch)
@@ -403,27 +423,27 @@ def _gather_recorded_experts(model: ParallelModel, microbatches: Sequence[MicroB
     groups = model.groups
     assert routing is not None, "experts are recorded only by a model whose routing is watched"
 
-    # A rank records its own tokens (a shard under sequence and context parallelism) in its own layers. The
-    # other entries are zero, so sums over these groups assemble the table. Without sequence parallelism all
-    # tensor ranks route the same tokens: a sum over them would count each choice more than once.
+    # A rank records its own tokens (a shard under sequence and context parallelism) in its own layers. All
+    # other elements are zero, so sums over these groups assemble the complete tensor. Without sequence
+    # parallelism all tensor ranks route the same tokens: a sum over them would count each choice repeatedly.
     sum_groups = [groups.context, groups.pipeline]
     if model.transformer_config.sequence_parallel:
         sum_groups.insert(0, groups.tensor)
 
-    recorded = []
+    recorded_experts = []
     for microbatch in microbatches:
         assert microbatch.routed is not None
-        count = microbatch.inputs.shape[1] * groups.layout.context
-        local = model.local_tokens(count)
-        shape = (count, routing.layers, routing.topk)
+        num_tokens = microbatch.inputs.shape[1] * groups.layout.context
+        local = model.local_tokens(num_tokens)
+        shape = (num_tokens, routing.layers, routing.topk)
         experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
         for layer, choices in microbatch.routed.choices.items():
             experts[local, layer] = choices.to(torch.int32)
 
         for group in sum_groups:
             sum_over_ranks(experts, group)
-        recorded.append(experts[: microbatch.tokens].to(torch.int16).cpu())
-    return recorded
+        recorded_experts.append(experts[: microbatch.tokens].to(torch.int16).cpu())
+    return recorded_experts
 
 
 def forward_backward(
@@ -441,26 +461,26 @@ def forward_backward(
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
-    loss, which sums over the n tokens with weights of the whole mini-batch, and metrics. For a batch with a
-    teacher's most likely tokens it also gets ``bucket_log_probs`` [n, k + 1]. Gradients add up over
+    loss, which is a sum over the n tokens with weights of the whole mini-batch, and metrics. For a batch with
+    a teacher's most likely tokens, ``bucket_log_probs`` [n, k + 1] is another argument. Gradients add up over
     micro-batches and data-parallel ranks without any scaling.
 
     ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
     runs out of memory, after ``clear`` has zeroed the gradients.
 
-    Returns what `forward_only` would return with these weights, and this rank's metrics; stages before the
-    last have only the padding metrics. Collective over the model's ranks.
+    Returns the outputs like `forward_only`, and this rank's metrics; stages before the last have only metrics
+    of padding and routing. Collective over the model's ranks.
     """
 
-    def compute(tokens: int) -> tuple[list[Any], Metrics]:
-        microbatches, padding = build_microbatches(
-            model, batch, tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
+    def compute(max_tokens: int) -> tuple[list[Any], Metrics]:
+        microbatches, padding_metrics = build_microbatches(
+            model, batch, max_tokens, output_mask, from_previous_token, rows_per_unit, has_loss=True
         )
         for chunk in model.wrapped:
             chunk.train()
         loss_function = _make_loss_function(objective)
         results = _run_schedule(model, microbatches, loss_function, forward_only=False, guard=guard)
-        return results, padding
+        return results, padding_metrics
 
     results, metrics = _run_guarded(guard, compute, tokens_per_microbatch, batch, rows_per_unit, clear)
     if model.routing is not None:
@@ -481,16 +501,16 @@ def forward_loss(
     rows_per_unit: int = 1,
     guard: PassGuard | None = None,
 ) -> Metrics:
-    """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
+    """Compute this rank's metrics of an objective like `forward_backward`, but without a gradient.
 
     Collective over the model's ranks.
     """
 
-    def compute(tokens: int) -> list[Any]:
+    def compute(max_tokens: int) -> list[Any]:
         microbatches, _ = build_microbatches(
             model,
             batch,
-            tokens,
+            max_tokens,
             output_mask,
             from_previous_token,
             rows_per_unit,
@@ -509,7 +529,7 @@ def forward_loss(
 def _make_loss_function(
     objective: Callable[..., tuple[Tensor, Metrics]],
 ) -> Callable[..., tuple[Tensor, tuple[TokenOutputs, Metrics]]]:
-    """Return the function from a micro-batch's outputs to its loss, `TokenOutputs` and metrics."""
+    """Return a function that computes a micro-batch's loss, `TokenOutputs` and metrics from its outputs."""
 
     def loss_function(
         microbatch: MicroBatch, *outputs: Tensor
@@ -517,8 +537,8 @@ def _make_loss_function(
         # Only the log-probs of a teacher's most likely tokens have a second dimension, [n, k + 1].
         arguments: dict[str, Tensor] = {}
         if outputs[-1].dim() > 1:
-            *scalars, arguments["bucket_log_probs"] = outputs
-            outputs = tuple(scalars)
+            arguments["bucket_log_probs"] = outputs[-1]
+            outputs = outputs[:-1]
 
         loss, metrics = objective(microbatch.batch, *outputs, **arguments)
         if not microbatch.rows:
@@ -536,7 +556,7 @@ def _run_schedule(
     forward_only: bool,
     guard: PassGuard | None = None,
 ) -> list[Any]:
-    """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
+    """Run micro-batches through the pipeline schedule; return their results on the last stage.
 
     ``loss_function(micro-batch, *outputs)`` returns (loss, result). The ``guard`` is notified when the
     micro-batches begin and end. Collective over the model's ranks.
@@ -562,11 +582,11 @@ def _run_schedule(
         shards = 1
         if config.sequence_parallel:
             shards = layout.tensor
-        tokens = [microbatch.inputs.shape[1] // shards for microbatch in microbatches]
+        microbatch_tokens = [microbatch.inputs.shape[1] // shards for microbatch in microbatches]
         communicator = PipelineExchange(
             model.groups.pipeline,
             config,
-            tokens,
+            microbatch_tokens,
             layout.virtual_pipeline,
         )
 
@@ -585,18 +605,18 @@ def _run_schedule(
             data_iterator=data_iterator,
             model=chunks,
             num_microbatches=len(microbatches),
-            seq_length=1,  # unused: lengths vary, and the communicator has them
+            seq_length=1,  # unused: lengths vary, and the communicator computes shapes
             micro_batch_size=1,
             forward_only=forward_only,
             p2p_communicator=communicator,
             pg_collection=model.groups.megatron,
         )
-        # A training pass has ended already, before its gradients were reduced: see `_finalize_gradients`.
+        # In a training pass `_finalize_gradients` has called this already, before gradients were reduced.
         if guard is not None and forward_only:
             guard.end_microbatches()
         if model.adapters is not None and not forward_only:
-            # This sum over the experts' tensor-parallel ranks is missing in Megatron. It may follow the
-            # data-parallel reduction at the end of the schedule, because the order of sums does not matter.
+            # Megatron lacks this sum over the experts' tensor-parallel ranks. It may follow the data-parallel
+            # reduction at the end of the schedule, because the order of sums does not matter.
             sum_partial_gradients(model.chunks)
 
     if model.uses_transformer_engine:
@@ -605,7 +625,7 @@ def _run_schedule(
 
 
 class PipelineExchange(P2PCommunicator):
-    """Point-to-point exchange between stages, with the length of each micro-batch given in advance.
+    """Point-to-point exchange between pipeline stages, with shapes that are known in advance.
 
     All stages pack the same micro-batches, so a receiver can compute the shape of the next tensor. Megatron's
     class sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the
@@ -624,18 +644,18 @@ class PipelineExchange(P2PCommunicator):
         is_first = group.rank() == 0
         is_last = group.rank() == group.size() - 1
 
-        # The order of (micro-batch, chunk) in which the neighbours send, without tensors that no stage sends:
-        # the outputs of the last stage's last chunk, which the first stage would receive, and the gradients
-        # of the first stage's first chunk. The backward pass numbers chunks from the last one, so that both
-        # are the chunk with the highest number.
+        # List the tokens of received tensors in the order of the schedule's (micro-batch, chunk) pairs. No
+        # stage sends the outputs of the last stage's last chunk, which the first stage would receive, or the
+        # gradients of the first stage's first chunk, which the last stage would receive. The backward pass
+        # numbers chunks in reverse, so both have the highest chunk number.
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
         self._forward_tokens: list[int] = []
         self._backward_tokens: list[int] = []
         for microbatch, chunk in table:
-            is_end = chunk == chunks - 1
-            if not (is_first and is_end):
+            is_last_chunk = chunk == chunks - 1
+            if not (is_first and is_last_chunk):
                 self._forward_tokens.append(tokens[microbatch])
-            if not (is_last and is_end):
+            if not (is_last and is_last_chunk):
                 self._backward_tokens.append(tokens[microbatch])
 
     def _communicate_shapes(
@@ -664,15 +684,18 @@ def _finalize_gradients(
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
 
-    Megatron's schedule calls it after the last micro-batch. With a guard all ranks first check that none of
-    them has run out of memory.
+    Megatron's schedule calls this function after the last micro-batch. With a guard, all ranks first check
+    that no rank has run out of memory.
     """
     if guard is not None:
         guard.end_microbatches()
 
-    # The balancing biases of routers are updated over a process-global group, which is not initialised here.
-    original = parallel_state.get_tensor_and_data_parallel_group
-    parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
+    def get_role_group(*_: Any, **__: Any) -> Any:
+        return pg_collection.tp_dp_cp
+
+    # Megatron updates the balancing biases of routers over a process-global group, which does not exist.
+    original_getter = parallel_state.get_tensor_and_data_parallel_group
+    parallel_state.get_tensor_and_data_parallel_group = get_role_group
     try:
         # No token count: loss weights are global already, and gradients must not be divided again.
         finalize_model_grads(
@@ -682,7 +705,7 @@ def _finalize_gradients(
             force_all_reduce=force_all_reduce,
         )
     finally:
-        parallel_state.get_tensor_and_data_parallel_group = original
+        parallel_state.get_tensor_and_data_parallel_group = original_getter
 
 
 def _forward_step(
@@ -691,14 +714,14 @@ def _forward_step(
     iterator: Iterator[MicroBatch],
     wrapped: Any,
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Run one chunk on the next micro-batch; return its output and, for the last stage, the loss function."""
+    """Run one chunk on the next micro-batch; return its output, and the loss function for the last stage."""
     microbatch = next(iterator)
     count_progress("micro-batches")
 
-    route = nullcontext()
+    routing_scope = nullcontext()
     if model.routing is not None and microbatch.routed is not None:
-        route = model.routing.route_tokens(microbatch.routed)
-    with route:
+        routing_scope = model.routing.route_tokens(microbatch.routed)
+    with routing_scope:
         output = wrapped(microbatch.inputs, None, None, packed_seq_params=microbatch.packing)
     chunk = model.chunks[model.wrapped.index(wrapped)]
 
@@ -715,21 +738,22 @@ def _forward_step(
             microbatch.squared_probs,
         )
 
-        # Outputs of all tokens: zero for unselected tokens, and for tokens of other context-parallel ranks.
+        # Scatter the outputs to all tokens: zero for unselected tokens, and for tokens of other
+        # context-parallel ranks.
         outputs: list[Tensor] = []
         for output in selected_outputs:
             zeros = output.new_zeros((microbatch.tokens, *output.shape[1:]))
             outputs.append(zeros.index_put((microbatch.selected,), output))
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
-            # the identity: each rank gets the gradient with respect to its own tokens exactly once.
+            # the identity: each rank receives the gradient with respect to its own tokens exactly once.
             outputs = [
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]
 
         loss, result = loss_function(microbatch, *outputs)
         no_tokens = torch.zeros([], dtype=torch.int, device=loss.device)
-        # Cloned because Megatron's schedule scales the loss in place.
+        # Clone the loss, because Megatron's schedule scales it in place.
         return loss.clone(), no_tokens, result
 
     return output, compute_loss

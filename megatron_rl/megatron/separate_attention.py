@@ -1,7 +1,7 @@
-"""Attention whose head size and number of key-value heads differ from those of other layers (Gemma 4).
+"""Attention with a separate head size and number of key-value heads in each layer (Gemma 4).
 
-Megatron has one head size and one number of key-value heads for a model. Here a layer's attention gets a copy
-of the configuration with the sizes of its layer.
+Megatron has one head size and one number of key-value heads for all layers. The attention of this module
+uses a copy of the configuration, with the sizes of its layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_rl.shapes.blocks.attention import Attention
 class SeparateSelfAttention(SelfAttention):
     """Self-attention with the head size and the key-value heads of its layer.
 
-    ``keys_are_values`` leaves the projection to values out: a head's value is its key before norm and rotary
-    angles. ``value_norm`` divides each value by its root mean square.
+    With ``keys_are_values`` there is no projection to values: a head's value is its key before norm and
+    rotary embedding. With ``value_norm`` each value is divided by its root mean square.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class SeparateSelfAttention(SelfAttention):
         layer_config.kv_channels = head_dim
         layer_config.num_query_groups = kv_heads
         if keys_are_values:
-            narrow = _narrow_projection(submodules.linear_qkv, kv_heads * head_dim)
-            submodules = replace(submodules, linear_qkv=narrow)
+            linear_class = _narrow_projection(submodules.linear_qkv, kv_heads * head_dim)
+            submodules = replace(submodules, linear_qkv=linear_class)
         super().__init__(layer_config, submodules, *args, **kwargs)
         self.kv_heads = kv_heads
         self.keys_are_values = keys_are_values
@@ -51,17 +51,18 @@ class SeparateSelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, 1, heads, size], and keys and values [T, 1, groups, size], of this rank.
+        """Compute this rank's queries [T, 1, heads, size], and keys and values [T, 1, groups, size].
 
-        The projection's outputs are, for each key-value group, its queries, its key and its value if it has a
-        separate one. Collective over the tensor-parallel group if ranks share key-value heads.
+        The outputs of the projection are ordered by key-value group: the group's queries, its key, and unless
+        ``keys_are_values`` its value. Collective over the tensor-parallel group if ranks share key-value
+        heads.
         """
         projected, _ = self.linear_qkv(hidden_states)
         head_dim = self.hidden_size_per_attention_head
         ranks_per_group = max(1, self.world_size // self.kv_heads)
         rank = self.pg_collection.tp.rank()
         if ranks_per_group > 1:
-            # A rank's outputs may begin and end inside a group: select the rank's group from all of them.
+            # A rank's outputs may begin and end inside a group: gather them, and select the rank's group.
             projected = mappings.all_gather_last_dim_from_tensor_parallel_region(
                 projected, group=self.pg_collection.tp
             )
@@ -76,10 +77,10 @@ class SeparateSelfAttention(SelfAttention):
         if not self.keys_are_values:
             value = heads[..., queries_per_group + 1, :]
         if ranks_per_group > 1:
-            # The ranks of a group have different queries of it.
+            # The ranks that share a group have different queries of the group.
             query = query.chunk(ranks_per_group, dim=-2)[rank % ranks_per_group]
 
-        # Megatron's annotations do not say that norms are modules.
+        # In Megatron's annotations norms are not callable modules.
         modules: Any = self
         if modules.q_layernorm is not None:
             query = modules.q_layernorm(query)
@@ -95,21 +96,22 @@ class SeparateSelfAttention(SelfAttention):
         return query, key, value
 
 
-def separate_attention_spec(layer: Any, block: Attention) -> Any:
-    """Return a layer's spec for attention with the head size and key-value heads of ``block``."""
+def separate_attention_spec(layer: Any, mixer: Attention) -> Any:
+    """Return a copy of a layer's spec whose attention has the head size and key-value heads of ``mixer``."""
     attention = layer.submodules.self_attention
-    sizes = {
-        "head_dim": block.head_dim,
-        "kv_heads": block.kv_heads,
-        "keys_are_values": block.keys_are_values,
-        "value_norm": block.value_norm,
-    }
-    attention = replace(attention, module=SeparateSelfAttention, params={**(attention.params or {}), **sizes})
-    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    params = dict(attention.params or {})
+    params["head_dim"] = mixer.head_dim
+    params["kv_heads"] = mixer.kv_heads
+    params["keys_are_values"] = mixer.keys_are_values
+    params["value_norm"] = mixer.value_norm
+    attention = replace(attention, module=SeparateSelfAttention, params=params)
+
+    layer_modules = replace(layer.submodules, self_attention=attention)
+    return replace(layer, submodules=layer_modules)
 
 
 def _narrow_projection(linear: Any, count: int) -> type:
-    """Return a subclass of a projection with ``count`` fewer outputs than Megatron asks for."""
+    """Return a subclass of the projection ``linear`` that is built with ``count`` fewer outputs."""
 
     def __init__(self: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
         linear.__init__(self, input_size, output_size - count, *args, **kwargs)

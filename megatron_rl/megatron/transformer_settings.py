@@ -74,7 +74,7 @@ def transformer_settings(
         "moe_grouped_gemm": fused and shape.experts > 0,
     }
 
-    # The settings of blocks and layout replace the general ones above, and those of the family replace all.
+    # Settings of blocks and layout replace the general settings above. Settings of the family replace any.
     settings.update(_window_settings(shape))
     for block in (*shape.mixers, *shape.feed_forwards):
         settings.update(block.settings(shape))
@@ -86,20 +86,20 @@ def transformer_settings(
 
 
 def _quick_gelu(hidden: Tensor) -> Tensor:
-    """Compute GELU's approximation by a sigmoid (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
+    """Compute the sigmoid approximation of GELU (Hendrycks & Gimpel 2016, arXiv 1606.08415, section 2).
 
-    Megatron's function computes the same, but torch compiles it again for each number of tokens, which takes
-    a minute on a host, and the compiled code rounds differently.
+    Megatron's function computes the same, but torch recompiles it for each number of tokens, which takes a
+    minute on a host, and the compiled code rounds differently.
     """
     return hidden * torch.sigmoid(1.702 * hidden)
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the TransformerConfig fields for attention to a sliding window, empty for a model without it."""
+    """Return the TransformerConfig fields of sliding-window attention; none for a model without it."""
     if not shape.sliding_layers:
         return {}
 
-    # A token attends to ``sliding_window`` tokens, itself included; Megatron counts the tokens before it.
+    # ``sliding_window`` counts the token itself; Megatron counts only the tokens before it.
     settings: dict[str, Any] = {"window_size": (shape.sliding_window - 1, 0)}
     if len(shape.sliding_layers) < shape.layers:
         settings["window_attn_skip_freq"] = [
@@ -109,7 +109,7 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the TransformerConfig fields that follow from a role's parallel layout."""
+    """Return the TransformerConfig fields of a role's parallel layout."""
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -133,7 +133,7 @@ def role_settings(
     recompute: str = "none",
     overrides: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the role's fields of the TransformerConfig: recompute, overrides and schedule.
+    """Return the TransformerConfig fields of a role: recompute, the user's overrides and the schedule.
 
     ``recompute`` is ``none``, ``selective`` or ``full``.
     """
@@ -158,8 +158,8 @@ def role_settings(
     if layout.pipeline > 1:
         # Packed micro-batches differ in length.
         settings["variable_seq_lengths"] = True
-        # A stage releases an activation after it was sent. Interleaved schedules would release it before the
-        # send is complete, which would then read memory that other tensors overwrite.
+        # A stage releases an activation after sending it. Interleaved schedules would release it before the
+        # send is complete, and the send would read memory that other tensors overwrite.
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
         # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
@@ -171,14 +171,15 @@ def role_settings(
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     """Return the fields of Megatron's OptimizerConfig: the selected optimizer and the user's overrides."""
-    overrides: dict[str, Any] = {}
-    for name, value in config.megatron.items():
-        if name.endswith("_dtype") and isinstance(value, str):
-            value = getattr(torch, value)
-        overrides[name] = value
-    return {
+    settings: dict[str, Any] = {
         "optimizer": config.name,
         "use_distributed_optimizer": config.distributed,
         "optimizer_cpu_offload": config.offload,
-        **overrides,
     }
+
+    # In the configuration, dtypes are written by their names in torch.
+    for name, value in config.megatron.items():
+        if name.endswith("_dtype") and isinstance(value, str):
+            value = getattr(torch, value)
+        settings[name] = value
+    return settings

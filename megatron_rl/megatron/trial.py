@@ -1,6 +1,7 @@
-"""Trial of every role's Megatron settings, without a model: ``python -m megatron_rl.megatron.trial``.
+"""Construction of every role's Megatron configurations, to find settings that Megatron refuses.
 
-The command ``check`` runs it in a separate process, because the imports replace some of Megatron's packages.
+The command ``check`` runs ``python -m megatron_rl.megatron.trial`` in a separate process, because this module
+replaces some of Megatron's packages.
 
 Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
 ``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides``, ``optimizer`` (a section or null) and
@@ -43,18 +44,20 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses.
 
-    Each of ``roles`` is the JSON object of a role: its model, layout, dtype and settings of Megatron. The
-    keys of the result are ``<role>``, ``<role> optimizer`` and ``<role> ddp``.
+    ``roles`` are JSON objects with the model, layout, dtype and Megatron settings of each role. The keys of
+    the result are ``<role>``, ``<role> optimizer`` and ``<role> ddp``.
     """
     needs_packages = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
-    model_configs, optimizer_config, ddp_config = _config_classes(needs_packages)
+    model_config_module, optimizer_config_class, ddp_config_class = _import_config_classes(needs_packages)
     reasons: dict[str, str] = {}
     for role in roles:
         try:
             model = parse_pretrained(read_json(Path(role["model"])))
             if role["scalar_head"]:
                 model = model.with_scalar_head()
-            layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
+            layout_values = dict(role["layout"])
+            layout_values["ranks"] = tuple(layout_values["ranks"])
+            layout = ParallelLayout(**layout_values)
             settings = transformer_settings(
                 model,
                 layout,
@@ -63,11 +66,11 @@ def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             )
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
-            # `check` reports this error by its rules on files and layouts.
+            # Other rules of `check` report this error.
             continue
 
-        # Megatron's classes raise errors of any type for a value that they cannot use.
-        config_class = getattr(model_configs, model.shape.config_class)
+        # Megatron's classes raise errors of any type for an unsupported value.
+        config_class = getattr(model_config_module, model.shape.config_class)
         try:
             config_class(**settings)
         except Exception as error:
@@ -77,18 +80,18 @@ def collect_refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
         if role["optimizer"] is None:
             continue
         try:
-            ddp_config(**role["ddp"])
+            ddp_config_class(**role["ddp"])
         except Exception as error:
             reasons[f"{role['role']} ddp"] = f"{type(error).__name__}: {error}".strip()
         try:
-            optimizer_config(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
+            optimizer_config_class(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
         except Exception as error:
             reasons[f"{role['role']} optimizer"] = f"{type(error).__name__}: {error}".strip()
     return reasons
 
 
-def _config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
-    """Return the module of the TransformerConfigs, the OptimizerConfig and the DDP configuration class.
+def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
+    """Return Megatron's module ``transformer_config``, its OptimizerConfig and its DDP configuration.
 
     Without ``complete_import`` their modules are imported without the packages that contain them,
     which takes a quarter of the time.
@@ -106,12 +109,12 @@ def _config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
 
 
 def _skip_package_imports() -> None:
-    """Prepare for the import of Megatron modules that skips their packages' __init__.py and torch.compile."""
+    """Prepare imports of Megatron's modules that skip the packages' __init__.py and torch.compile."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]
 
-    # Stand-ins for packages: their modules can be imported without running any __init__.py.
+    # Register empty packages, so that modules are imported without running any __init__.py.
     for package in _PACKAGES:
         module = types.ModuleType(f"megatron.core{package}")
         module.__path__ = [str(folder / f"core{package.replace('.', '/')}") for folder in folders]
@@ -119,8 +122,20 @@ def _skip_package_imports() -> None:
     # None makes the import fail, as if the module did not exist.
     for name in _UNUSED_MODULES:
         sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType]
+
     # No kernel is compiled here, and importing the compiler takes longer than all other imports.
-    setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
+    setattr(torch, "compile", _skip_compilation)
+
+
+def _skip_compilation(function: Any = None, **_: Any) -> Any:
+    """Replace `torch.compile`, as a function or as a decorator with options: return functions unchanged."""
+
+    def return_unchanged(decorated: Any) -> Any:
+        return decorated
+
+    if function is None:
+        return return_unchanged
+    return function
 
 
 if __name__ == "__main__":

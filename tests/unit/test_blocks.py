@@ -131,8 +131,8 @@ class DecayLayer(MegatronModule):
 
 
 class DecayBuilder(BlockBuilder[Decay]):
-    def layer_spec(self, layer: Any, kind: Decay, options: LayerOptions) -> Any:
-        module = ModuleSpec(module=DecayLayer, params={"mixer": kind})
+    def layer_spec(self, layer: Any, sublayer: Decay, options: LayerOptions) -> Any:
+        module = ModuleSpec(module=DecayLayer, params={"mixer": sublayer})
         return replace(layer, submodules=replace(layer.submodules, self_attention=module))
 
 

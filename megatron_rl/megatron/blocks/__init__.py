@@ -1,11 +1,11 @@
-"""Builders of the blocks of `megatron_rl.shapes.blocks`, under the same names.
+"""Builders that make Megatron's modules for the blocks of `megatron_rl.shapes.blocks`.
 
-Each module of this package but `builder` defines one as ``BUILDER`` and has the name of its block.
+Each module except `builder` defines a ``BUILDER`` for the block of the same name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
@@ -19,57 +19,62 @@ from megatron_rl.shapes.model import ModelShape
 if TYPE_CHECKING:
     from megatron_rl.megatron.model_spec import ModelSpec
 
+# A new block needs only a new module in this package: no list names the modules.
 BUILDERS: dict[str, BlockBuilder[Any]] = {
     module.name: import_module(f"{__name__}.{module.name}").BUILDER
     for module in iter_modules(__path__)
     if module.name != "builder"
 }
-"""Builder of each mixer and of each feed-forward by name."""
+"""Builder of each mixer and each feed-forward, by the block's name."""
 
 
 def prepare_blocks(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Adjust Megatron's modules to the blocks of a model, in this process. Idempotent."""
-    for kind in (*shape.mixers, *shape.feed_forwards):
-        _find_builder(kind).prepare(shape, layout)
+    """Patch Megatron's modules in this process as the blocks of a model require. Idempotent."""
+    for sublayer in (*shape.mixers, *shape.feed_forwards):
+        _find_builder(sublayer).prepare(shape, layout)
 
 
 def place_blocks(layers: list[Any], shape: ModelShape, first_layer: int, options: LayerOptions) -> None:
-    """Replace the specs of consecutive ``layers`` by those of their blocks, in place.
+    """Replace each layer's spec by a spec with the layer's own mixer and feed-forward, in place.
 
-    ``first_layer`` is the index of the first of them in the whole model.
+    ``layers`` are the specs of consecutive layers; ``first_layer`` is the index of ``layers[0]`` in the whole
+    model.
     """
     for index, layer in enumerate(layers):
-        for kind in shape.block(first_layer + index):
-            layer = _find_builder(kind).layer_spec(layer, kind, options)
+        # Two builders change the spec in turn: the mixer's, then the feed-forward's.
+        for sublayer in shape.block(first_layer + index):
+            layer = _find_builder(sublayer).layer_spec(layer, sublayer, options)
         layers[index] = layer
 
 
 def finish_blocks(chunk: Any, spec: ModelSpec) -> None:
-    """Run `BlockBuilder.finish` for each mixer and feed-forward of a GPTModel chunk, on its layers."""
-    for kind, layers in _layers_by_kind(chunk.decoder.layers, spec.model.shape):
-        _find_builder(kind).finish(layers, spec)
+    """Run `BlockBuilder.finish` for each block of a GPTModel chunk, on the layers that have this block."""
+    for sublayer, layers in _group_layers_by_sublayer(chunk.decoder.layers, spec.model.shape).items():
+        _find_builder(sublayer).finish(layers, spec)
 
 
-def _layers_by_kind(
+def _group_layers_by_sublayer(
     layers: Iterable[Any], shape: ModelShape
-) -> Iterator[tuple[Mixer | FeedForward, list[Any]]]:
-    """Yield each mixer and each feed-forward with the layers that have it."""
-    by_kind: dict[Mixer | FeedForward, list[Any]] = {}
+) -> dict[Mixer | FeedForward, list[Any]]:
+    """Return the layers that have each mixer and each feed-forward."""
+    layers_by_sublayer: dict[Mixer | FeedForward, list[Any]] = {}
     for layer in layers:
         # Megatron numbers layers from 1, over the whole model.
-        for kind in shape.block(layer.layer_number - 1):
-            by_kind.setdefault(kind, []).append(layer)
-    yield from by_kind.items()
+        for sublayer in shape.block(layer.layer_number - 1):
+            layers_by_sublayer.setdefault(sublayer, []).append(layer)
+    return layers_by_sublayer
 
 
-def _find_builder(kind: Mixer | FeedForward) -> BlockBuilder[Any]:
-    """Return the builder of a mixer or feed-forward; raise UserError for one that can only be planned."""
-    if kind.name not in BUILDERS:
+def _find_builder(sublayer: Mixer | FeedForward) -> BlockBuilder[Any]:
+    """Return the builder of a mixer or feed-forward; raise UserError for a block without a builder."""
+    # The planner supports more blocks than this package can build.
+    if sublayer.name not in BUILDERS:
         raise UserError(
-            f"the block {kind.name!r} has no Megatron module",
+            f"the block {sublayer.name!r} has no Megatron module",
             where="model.path",
             expected=f"a model of blocks that can be built: {', '.join(sorted(BUILDERS))}",
-            got=kind.name,
+            got=sublayer.name,
             fix="use another model, or add the block to megatron_rl/megatron/blocks",
         )
-    return BUILDERS[kind.name]
+
+    return BUILDERS[sublayer.name]

@@ -1,4 +1,4 @@
-"""Softmax attention on packed rows: Megatron's own, with the features that its settings cannot express."""
+"""Builder of softmax attention: Megatron's own, with features that Megatron's settings cannot express."""
 
 from __future__ import annotations
 
@@ -21,29 +21,36 @@ class AttentionBuilder(BlockBuilder[Attention]):
     """Builder of softmax attention, from Megatron's own attention."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
-        """Prepare Megatron for fewer key-value heads than tensor-parallel ranks, if the model has fewer."""
+        """Patch Megatron if the model has fewer key-value heads than there are tensor-parallel ranks."""
+        # Several ranks then share a head.
         if shape.kv_heads < layout.tensor:
             allow_shared_heads()
 
-    def layer_spec(self, layer: Any, kind: Attention, options: LayerOptions) -> Any:
-        """Return the spec of Megatron's own attention, or of one with the head size of this layer."""
-        if not kind.head_dim:
+    def layer_spec(self, layer: Any, sublayer: Attention, options: LayerOptions) -> Any:
+        """Return the layer's spec, with a separate attention module if this layer has its own head size."""
+        # Megatron's configuration has a single head size for all layers.
+        if not sublayer.head_dim:
             return layer
-        return separate_attention_spec(layer, kind)
+
+        return separate_attention_spec(layer, sublayer)
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add to built layers what their spec cannot express: norms over all heads, local rotary angles.
+        """Add norms over all heads and local rotary angles to built layers, which no spec can express.
 
-        Key-value heads that several tensor-parallel ranks share are bound to the role's own process group.
+        If tensor-parallel ranks share key-value heads, projections also use the role's own process group.
         """
         shape = spec.model.shape
+
+        # Some versions of Megatron would use the process-global group, which does not exist.
         if spec.shares_heads:
             for layer in layers:
                 bind_tensor_group(layer.self_attention)
 
+        # Megatron's norms of queries and keys normalise each head separately.
         if shape.whole_qk_norm:
             replace_query_key_norms(layers)
-        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
+
+        # Gemma 3 has separate frequencies for local and full attention, Gemma 2 the same for both.
         if "full_attention" in spec.hf_config.rope_parameters:
             prepare_local_rotation(
                 layers, shape.sliding_layers, spec.local_frequencies, spec.local_rotary_factor

@@ -1,4 +1,4 @@
-"""The interface of builders, which make Megatron's modules for the blocks of `megatron_rl.shapes.blocks`."""
+"""Interface of builders, which make Megatron's modules for the blocks of `megatron_rl.shapes.blocks`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from megatron_rl.shapes.model import ModelShape
 if TYPE_CHECKING:
     from megatron_rl.megatron.model_spec import ModelSpec
 
-Kind = TypeVar("Kind", bound=Mixer | FeedForward)
+# Class of `megatron_rl.shapes.blocks` that describes the mixer or feed-forward.
+Sublayer = TypeVar("Sublayer", bound=Mixer | FeedForward)
 
 
 class LayerOptions(NamedTuple):
-    """Properties of a model's layers, the same for all layers of a pipeline stage, that builders read."""
+    """Inputs of `BlockBuilder.layer_spec` that are equal for all layers of a pipeline stage."""
 
     config: TransformerConfig
     """Megatron's configuration of the model."""
@@ -28,15 +29,22 @@ class LayerOptions(NamedTuple):
     """Whether the layers are Transformer Engine's."""
 
 
-class BlockBuilder(Generic[Kind]):
-    """Builder of one kind of mixer or feed-forward; without overrides it builds Megatron's own layer."""
+class BlockBuilder(Generic[Sublayer]):
+    """Builder of one class of mixer or feed-forward; without overrides it builds Megatron's own layer.
+
+    The methods are called in this order: `prepare`, `layer_spec`, `finish`.
+    """
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
-        """Adjust Megatron's modules in this process, before its configuration is made. Idempotent."""
+        """Patch Megatron's modules in this process, before the TransformerConfig is created. Idempotent."""
 
-    def layer_spec(self, layer: Any, kind: Kind, options: LayerOptions) -> Any:
-        """Return Megatron's ``layer`` spec with the module of this block; layers may share one spec."""
+    def layer_spec(self, layer: Any, sublayer: Sublayer, options: LayerOptions) -> Any:
+        """Return Megatron's ``layer`` spec with the module of ``sublayer``.
+
+        Layers may share one spec: return a changed copy, or change all layers alike.
+        """
+        # The default: Megatron's own module.
         return layer
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Modify the built layers that have this block where Megatron's settings cannot express a feature."""
+        """Add features that Megatron's settings cannot express to the built layers that have this block."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts: Megatron's own, on hosts and with biases."""
+"""Builder of mixtures of experts: Megatron's own, which also run on hosts and with biases."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class ExpertsBuilder(BlockBuilder[Experts]):
     """Builder of mixtures of experts, from Megatron's own MoE layer."""
 
     def prepare(self, shape: ModelShape, layout: ParallelLayout) -> None:
-        """Replace functions of the router and the dispatcher that fail on this platform."""
+        """Replace functions of Megatron's router and dispatcher that fail on this platform."""
         prepare_experts()
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Make the built experts add their biases correctly in any layout, if the model has any."""
+        """Make the built experts add their biases correctly in any layout, if experts have biases."""
+        # Megatron adds them in place, which autograd refuses in some layouts.
         if spec.model.shape.expert_bias:
             prepare_biased_experts(layers)
 

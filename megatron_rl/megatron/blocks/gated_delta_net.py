@@ -1,4 +1,4 @@
-"""Gated delta nets in the place of attention."""
+"""Builder of gated delta nets, which replace the attention of a layer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ from megatron_rl.shapes.blocks.gated_delta_net import GatedDeltaNet
 class GatedDeltaNetBuilder(BlockBuilder[GatedDeltaNet]):
     """Builder of gated delta nets, which replace attention in Megatron's layers."""
 
-    def layer_spec(self, layer: Any, kind: GatedDeltaNet, options: LayerOptions) -> Any:
+    def layer_spec(self, layer: Any, sublayer: GatedDeltaNet, options: LayerOptions) -> Any:
         """Return a new layer spec with a gated delta net instead of attention."""
+        # Linear layers of Megatron or of Transformer Engine, as in the rest of the model.
         in_proj: Any = ColumnParallelLinear
         out_proj: Any = RowParallelLinear
         if options.fused:
             from megatron.core.extensions import transformer_engine
 
-            # The norm before a layer's attention is a part of its projection.
+            # The projection includes the norm before the layer's attention.
             in_proj = transformer_engine.TELayerNormColumnParallelLinear
             out_proj = transformer_engine.TERowParallelLinear
-        submodules = GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj)
-        delta_net = ModuleSpec(module=PackedDeltaNet, submodules=submodules)
-        return replace(layer, submodules=replace(layer.submodules, self_attention=delta_net))
+
+        delta_net = ModuleSpec(
+            module=PackedDeltaNet,
+            submodules=GatedDeltaNetSubmodules(in_proj=in_proj, out_proj=out_proj),
+        )
+
+        # Copy the spec, since layers with attention may share it.
+        layer_modules = replace(layer.submodules, self_attention=delta_net)
+        return replace(layer, submodules=layer_modules)
 
 
 BUILDER = GatedDeltaNetBuilder()

@@ -1,4 +1,4 @@
-"""Multi-head latent attention on packed rows."""
+"""Builder of multi-head latent attention on packed rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class LatentAttentionBuilder(BlockBuilder[LatentAttention]):
         """Make Megatron's latent attention usable in installations without Transformer Engine."""
         clear_transformer_engine_flag()
 
-    def layer_spec(self, layer: Any, kind: LatentAttention, options: LayerOptions) -> Any:
-        """Return the layer's spec with an attention that accepts its norms in any version of Megatron."""
+    def layer_spec(self, layer: Any, sublayer: LatentAttention, options: LayerOptions) -> Any:
+        """Set the attention module of the layer's spec to `LatentSelfAttention`; return the same spec."""
+        # In place: every layer of these models has latent attention.
         fit_latent_spec(layer, options.tensor_group)
         return layer
 

@@ -1,4 +1,4 @@
-"""Dense MLPs, which are Megatron's own."""
+"""Builder of dense MLPs, which are Megatron's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megatron_rl.shapes.blocks.mlp import Mlp
 
 
 class MlpBuilder(BlockBuilder[Mlp]):
-    """Builder of dense MLPs: always Megatron's own, whose settings cover every MLP of this package."""
+    """Builder of dense MLPs: Megatron's settings express every MLP, so nothing is overridden."""
 
 
 BUILDER = MlpBuilder()
