@@ -1,4 +1,4 @@
-"""The ranks of a job: devices, process groups, and the exchange between ranks."""
+"""Devices, process groups, and communication between the ranks of a job."""
 
 import logging
 import warnings
@@ -11,6 +11,6 @@ warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 # vLLM logs that Triton has no backend for hosts.
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
-# This must precede the first import of Megatron-Core, which imports Transformer Engine. `checkpoint` and
-# `megatron`, which import Megatron-Core, too, import this package first.
+# This must precede the first import of Megatron-Core, which imports Transformer Engine. The packages
+# `checkpoint` and `megatron` therefore import this package first.
 load_cudnn_of_torch()

@@ -45,7 +45,7 @@ def compile_for_any_shape() -> None:
                 setattr(owner, name, compile_function)
                 continue
 
-            # Compile a function that several modules imported only once.
+            # Compile a function only once, even if several modules import it.
             function = _original_function(value)
             if function is not None:
                 if id(value) not in compiled_functions:

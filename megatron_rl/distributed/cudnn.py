@@ -24,12 +24,12 @@ def load_cudnn_of_torch() -> None:
     """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
 
     Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch has loaded no
-    cuDNN. Warns if parts of a different cuDNN are already loaded.
+    cuDNN. Warns if libraries of a different cuDNN are already loaded.
     """
     if device.on_host() or find_spec("transformer_engine") is None:
         return
 
-    # torch has loaded the main library, libcudnn.so, whose parts are in the same folder.
+    # torch has loaded the main library, libcudnn.so. The other libraries of cuDNN are in the same folder.
     maps = ""
     if _MAPS.is_file():
         maps = _MAPS.read_text()
@@ -38,7 +38,7 @@ def load_cudnn_of_torch() -> None:
     if not main_files:
         return
 
-    # Another cuDNN that is already loaded cannot be replaced: the user must restart without it.
+    # A different cuDNN that is already loaded cannot be replaced: the user must restart without it.
     folder = main_files[0].parent
     foreign_folders = sorted({file.parent for file in files} - {folder})
     if foreign_folders:

@@ -107,7 +107,7 @@ def on_accelerator() -> bool:
 
 
 def compute_capability() -> int:
-    """Return the device's compute capability x 10: 90 for an H100, and also without an accelerator."""
+    """Return ten times the device's compute capability: 90 for an H100, or without an accelerator."""
     if _ON_HOST:
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -128,9 +128,10 @@ def needs_deterministic_attention() -> bool:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set environment variables of an accelerator that the user has not set; must precede `initialize`.
+    """Set environment variables for the accelerator, unless they are set; must precede `initialize`.
 
-    CUDA and PyTorch's allocator read them once, when the device is initialized. Without effect on hosts.
+    CUDA and PyTorch's allocator read these variables once, when the device is initialized. Without effect on
+    hosts.
     """
     if _ON_HOST:
         return
@@ -202,8 +203,8 @@ def allocate_host_buffer(num_bytes: int) -> Tensor:
 def upload_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy host tensors to the device; return the copies, or on a host the tensors themselves.
 
-    All are copied in one transfer from pinned memory, so that the host waits neither for the copy nor for
-    earlier kernels. The copies are views of one buffer, which is freed with the last of them.
+    All tensors are copied in one transfer from pinned memory, so that the host waits neither for the copy nor
+    for earlier kernels. The copies are views of one buffer, which is freed with the last copy.
     """
     if on_host():
         return list(tensors)
@@ -304,13 +305,13 @@ def _restart_peak() -> None:
 
 
 def set_unbacked_bytes(num_bytes: int) -> None:
-    """Set the number of bytes that are allocated without physical memory, as by a sleeping engine.
+    """Set the number of bytes that PyTorch counts as allocated although no physical memory backs them.
 
-    vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
+    vLLM's sleep mode unmaps the memory of an engine, which PyTorch continues to count.
     """
     global _unbacked_bytes
     if _is_accelerator_initialized():
-        # Store the peak computed with the previous number: it is unknown when PyTorch's peak was reached.
+        # PyTorch's peak so far belongs to the previous number: store it, and start a new peak.
         _restart_peak()
     _unbacked_bytes = num_bytes
 
@@ -410,7 +411,7 @@ def collective_timeout() -> timedelta | None:
 
 
 def dump_flight_record() -> bytes:
-    """Return the last collectives of this process in the format of PyTorch's flight recorder."""
+    """Return a record of this process's last collectives, in the format of PyTorch's flight recorder."""
     # NCCL has a separate recorder.
     function_name = "_dump_nccl_trace"
     if _ON_HOST:
@@ -437,13 +438,13 @@ def prepare_megatron() -> None:
 
     compile_for_any_shape()
 
-    # Layers read this buffer from Megatron's global state even if they are given process groups.
+    # Layers read this buffer from Megatron's global state even if process groups are passed to them.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
 
 def seed_generators(seed: int, tensor_rank: int) -> None:
-    """Seed torch's generators equally on all ranks, and the device's with `seed_tensor_parallel`."""
+    """Seed torch's generators equally on all ranks, and the device's generators per tensor-parallel rank."""
     torch.manual_seed(seed)
     with megatron_mode():
         seed_tensor_parallel(seed, tensor_rank)
@@ -463,7 +464,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
-    """Restore states that `generator_states` returned on a device of the same kind."""
+    """Restore states that `generator_states` returned on a device of the same type."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.cuda.set_rng_state(states["device"])
@@ -481,14 +482,14 @@ def tensor_parallel_generator() -> AbstractContextManager[None]:
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
-    """Seed the device's generators: differently per tensor-parallel rank, equally along other dimensions."""
+    """Seed the device's generators: differently per tensor-parallel rank, equally on other ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
 
 
 class _HostMode(TorchFunctionMode):
-    """Mode in which tensors that Megatron-Core creates on, or moves to, the accelerator stay on the host."""
+    """Mode that redirects tensors that Megatron-Core creates on, or moves to, the accelerator to the host."""
 
     def __torch_function__(
         self,
@@ -553,7 +554,7 @@ def megatron_mode() -> Iterator[None]:
 def _raise_for_nondeterministic_kernels() -> Iterator[None]:
     """Raise for operations without a deterministic kernel inside the block, instead of warning.
 
-    If it only warns, PyTorch 2.13 selects a backward pass of FlashAttention that sums in any order.
+    With mere warnings, PyTorch 2.13 selects a backward pass of FlashAttention that sums in any order.
     """
     torch.use_deterministic_algorithms(True)
     try:
@@ -563,7 +564,7 @@ def _raise_for_nondeterministic_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Stand-in for a CUDA stream or event, without effect, since operations on the host run in order."""
+    """Host's replacement of a CUDA stream or event, without effect, since host operations run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()

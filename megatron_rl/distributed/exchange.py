@@ -1,8 +1,8 @@
 """Exchange between ranks: gather the results per row of a batch, sum metrics, broadcast small objects.
 
 A row is one sequence of a batch; each rank computes a shard of the rows. Apart from Megatron and weight
-transfers, ranks exchange only four things: results of rows, metrics, small objects, and whether an action
-failed on any rank. They are exchanged over the whole job, or over a group that the caller passes.
+transfers, ranks exchange only four things, over the world or a given group: results of rows, metrics, small
+objects, and whether an action failed on any rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_rl.types import token_index
 _FIRST_MESSAGE_BYTES = 1024
 """Size of the first message of `broadcast_object`: most commands to the ranks of an engine fit into it."""
 _LENGTH_BYTES = 8
-"""Bytes at the start of the first message, with the length of the pickled object."""
+"""Bytes at the start of the first message that contain the length of the pickled object."""
 _HEAD_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
 """Bytes of the pickled object in the first message."""
 
@@ -64,9 +64,9 @@ class RowShard:
     values: Mapping[str, Tensor]
     """Name -> one value per row, [b, ...]."""
     items: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> values of which each token has a variable number, of all tokens in order, [items, ...].
+    """Name -> items of all tokens in order, with a variable number of items per token, [items, ...].
 
-    ``tokens`` of the same name contains the number per token, [n].
+    ``tokens`` of the same name contains the number of items per token, [n].
     """
 
 
@@ -87,17 +87,17 @@ class _Field(NamedTuple):
     """Tensor of a `RowShard`, with the count that determines its size in a message."""
 
     tensor: Tensor
-    """This rank's values, [entries, ...]; the other ranks' have the same dtype and inner shape."""
+    """This rank's tensor, [length, ...]; on other ranks only the length differs."""
     count_index: int
-    """Index of its number of entries in a rank's counts, see `ReplicaGroup._gather_counts`."""
+    """Index of the tensor's length in a rank's counts, see `ReplicaGroup._gather_counts`."""
 
 
 class ReplicaGroup:
     """Ranks that hold a replicated batch. Results computed per shard are gathered onto all of them.
 
-    ``ranks`` None means all ranks of the job. The communicator of a smaller group must exist before: creating
-    it is collective over the job (see `communicator`). ``gather_stats`` accumulates the cost of
-    `gather_rows`.
+    By default ``ranks`` are all ranks of the job. The communicator of a smaller group must already exist,
+    because its creation is collective over the job (see `communicator`). ``gather_stats`` accumulates the
+    cost of `gather_rows`.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class ReplicaGroup:
         self._gather_stats = gather_stats or GatherStats()
 
     def gather_rows(self, shard: RowShard) -> RowShard:
-        """Return the results of all ranks, in ascending order of rows, the same on every rank of the group.
+        """Gather the results of all ranks, in ascending order of rows, onto every rank of the group.
 
-        Each row must come from exactly one rank. Every rank receives each byte once: each rank that has rows
-        broadcasts them in one unpadded message. Collective over the group.
+        Each row must come from exactly one rank. Each rank with rows broadcasts them in one unpadded message,
+        so every rank receives each byte once. Collective over the group.
         """
         start = time.perf_counter()
         counts_by_rank = self._gather_counts(shard)
@@ -139,7 +139,7 @@ class ReplicaGroup:
         return gather_objects(value, self.group)
 
     def _gather_counts(self, shard: RowShard) -> list[list[int]]:
-        """Return each rank's counts: its rows, its tokens, and its items of each name in ``shard.items``.
+        """Gather each rank's counts of rows, of tokens, and of items of each name in ``shard.items``.
 
         Collective over the group.
         """
@@ -147,7 +147,7 @@ class ReplicaGroup:
         item_counts = [len(items) for items in shard.items.values()]
         counts = [len(shard.rows), num_tokens, *item_counts]
 
-        # Exchange the counts on the host: the fastest rank waits here, which would occupy an accelerator.
+        # Exchange the counts on the host: fast ranks wait here, which would occupy an accelerator.
         local_counts = torch.tensor(counts, dtype=torch.int64)
         all_counts = torch.empty((len(self.ranks), len(counts)), dtype=torch.int64)
         dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
@@ -159,7 +159,7 @@ class ReplicaGroup:
         source: int,
         counts: list[int],
     ) -> RowShard:
-        """Return the shard of rank ``source`` as a copy on the host. Collective over the group.
+        """Broadcast the shard of rank ``source``; return it on the host. Collective over the group.
 
         ``shard`` is this rank's own shard, and ``counts`` are the counts of rank ``source``.
         """
@@ -167,8 +167,8 @@ class ReplicaGroup:
         fields = _list_fields(shard)
         sizes = []
         for tensor, count_index in fields:
-            entry_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-            sizes.append(counts[count_index] * entry_bytes)
+            bytes_per_index = math.prod(tensor.shape[1:]) * tensor.element_size()
+            sizes.append(counts[count_index] * bytes_per_index)
 
         # Pack all fields into one message of bytes.
         if self.rank == source:
@@ -185,20 +185,20 @@ class ReplicaGroup:
             shape = (counts[count_index], *tensor.shape[1:])
             received.append(segment.clone().view(tensor.dtype).view(shape))
 
-        # The fields are in the order of `_list_fields`.
-        rows, lengths, *ragged_fields = received
-        remaining = iter(ragged_fields)
+        # The order of the tensors is the order of `_list_fields`: rows, lengths, tokens, values, items.
+        first_value = 2 + len(shard.tokens)
+        first_item = first_value + len(shard.values)
         return RowShard(
-            rows=rows,
-            lengths=lengths,
-            tokens={name: next(remaining) for name in shard.tokens},
-            values={name: next(remaining) for name in shard.values},
-            items={name: next(remaining) for name in shard.items},
+            rows=received[0],
+            lengths=received[1],
+            tokens=dict(zip(shard.tokens, received[2:first_value], strict=True)),
+            values=dict(zip(shard.values, received[first_value:first_item], strict=True)),
+            items=dict(zip(shard.items, received[first_item:], strict=True)),
         )
 
 
 def _list_fields(shard: RowShard) -> list[_Field]:
-    """Return every tensor of a shard, in the order in which a message contains them."""
+    """Return the tensors of a shard, in their order in a message."""
     fields = [_Field(shard.rows, _NUM_ROWS), _Field(shard.lengths, _NUM_ROWS)]
     fields += [_Field(tensor, _NUM_TOKENS) for tensor in shard.tokens.values()]
     fields += [_Field(tensor, _NUM_ROWS) for tensor in shard.values.values()]
@@ -236,44 +236,42 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     )
 
 
-def _concatenate(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _concatenate(tensors_by_shard: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenate the tensors of each name, in the order of the shards."""
     concatenated: dict[str, Tensor] = {}
-    for name in shards[0]:
-        concatenated[name] = torch.cat([tensors[name] for tensors in shards])
+    for name in tensors_by_shard[0]:
+        concatenated[name] = torch.cat([tensors[name] for tensors in tensors_by_shard])
     return concatenated
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
-    """Return the sum of all ranks' metrics, the same on every rank. Collective over the world."""
+    """Merge the metrics of all ranks, and return the result on every rank. Collective over the world."""
     return merge_metrics(gather_objects(host_metrics(metrics)))
 
 
 def host_metrics(metrics: Metrics) -> Metrics:
-    """Return the metrics with floats as scalars; device scalars are copied to the host in one transfer."""
+    """Convert the device scalars of metrics to floats, which are copied to the host in one transfer."""
     scalars = [*chain.from_iterable(metrics.sums.values()), *metrics.maxima.values()]
     device_scalars = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
     if not device_scalars:
         return metrics
 
-    # Put the values back at the positions of their tensors.
-    values = iter(torch.stack(device_scalars).tolist())
-    for index, scalar in enumerate(scalars):
-        if isinstance(scalar, Tensor):
-            scalars[index] = next(values)
+    floats = torch.stack(device_scalars).tolist()
+    float_by_id = {id(scalar): value for scalar, value in zip(device_scalars, floats, strict=True)}
 
-    # The scalars are in the order of the metrics: two for each sum, then one for each maximum.
-    floats = iter(scalars)
+    def to_float(scalar: Any) -> Any:
+        return float_by_id.get(id(scalar), scalar)
+
     return Metrics(
-        {name: (next(floats), next(floats)) for name in metrics.sums},
-        {name: next(floats) for name in metrics.maxima},
+        {name: (to_float(total), to_float(count)) for name, (total, count) in metrics.sums.items()},
+        {name: to_float(maximum) for name, maximum in metrics.maxima.items()},
     )
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the small picklable ``value`` of every rank, in the order of ``group`` (None: the world).
+    """Gather the small picklable ``value`` of every rank in ``group``, by default the world.
 
-    Collective over the group.
+    Returns the values in the order of ranks. Collective over the group.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -287,9 +285,9 @@ def run_on_all_ranks_or_raise(
 ) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
-    Without this, the ranks on which it succeeded would wait for the failed rank in their next collective.
-    Results must be small and picklable. ``purpose`` completes the message "could not …". Raises the UserError
-    of the lowest rank with one, else a RuntimeError that names the ranks. Collective over the group.
+    Otherwise the successful ranks would wait for the failed rank in their next collective. Results must be
+    small and picklable. ``purpose`` completes the message "could not …". Raises the UserError of the lowest
+    rank that has one, or else a RuntimeError with the errors of all failed ranks. Collective over the group.
     """
     result: Any = None
     failure: Exception | str | None = None
@@ -313,9 +311,9 @@ def run_on_all_ranks_or_raise(
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
-    """Overwrite a contiguous tensor in place with the same bits as on one rank of the group.
+    """Broadcast a contiguous tensor in place, bit for bit, from the rank ``source`` within the group.
 
-    ``source`` is the rank within the group. Collective over the group.
+    Collective over the group.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -327,9 +325,9 @@ def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
 
 
 def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
-    """Return the small picklable ``value`` of the first of ``ranks`` on all of them.
+    """Broadcast the small picklable ``value`` of the first rank in ``ranks``, and return it on all of them.
 
-    Their communicator must exist. Collective over ``ranks``.
+    The communicator of ``ranks`` must exist. Collective over ``ranks``.
     """
     if len(ranks) == 1:
         return value
@@ -348,7 +346,7 @@ def _send_object(value: Any, source: int, group: Any) -> None:
     head = pickled[:_HEAD_BYTES]
     tail = pickled[_HEAD_BYTES:]
 
-    # Send a short object in one message, since a second one would double the latency between engine steps.
+    # Send a short object in one message: a second message would double the latency between engine steps.
     first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
     content = torch.frombuffer(bytearray(length + head), dtype=torch.uint8)
     first_message[: len(content)] = content
@@ -377,7 +375,7 @@ def _receive_object(source: int, group: Any) -> Any:
 def store_increment(name: str) -> int:
     """Add 1 to the counter ``name`` in the job's store and return its previous value, initially 0.
 
-    The counter is atomic: no two ranks get the same value.
+    The increment is atomic: no two ranks receive the same value.
     """
     return _add_to_counter(name, 1) - 1
 
@@ -412,9 +410,9 @@ def max_over_ranks(values: Tensor, group: Any = None) -> Tensor:
 
 
 def rank_in_world_or_span(group: Any = None) -> int:
-    """Return this process's global rank, or its rank in the span if ``group`` is a span across jobs.
+    """Return this process's global rank, or its rank in the span if ``group`` is a span (`join_span`).
 
-    See `join_span`. None means the world.
+    Without ``group`` the rank in the world is returned.
     """
     if group is None:
         return dist.get_rank()

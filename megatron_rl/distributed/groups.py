@@ -1,8 +1,8 @@
-"""Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
+"""Process groups of parallel layouts, without Megatron's process-global groups, and across several jobs.
 
 The idea: a group is identified by its ranks. Groups of equal ranks share one communicator, even if the
-layouts of two roles name them differently. The order in which all ranks create the groups follows only from
-the layouts.
+layouts of two roles name them differently. The layouts alone determine the order in which all ranks create
+the groups.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _communicators: dict[tuple[int, ...], Any] = {}
 def communicator(ranks: tuple[int, ...]) -> Any:
     """Return the process group of ``ranks`` in this order; equal ranks share one group.
 
-    For all ranks of the job in ascending order it is the default group. Collective over the world: ranks
-    outside ``ranks`` must call it, too.
+    The group of all ranks of the job, in ascending order, is the default group. Collective over the world:
+    ranks outside ``ranks`` must call this function, too.
     """
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
@@ -82,7 +82,7 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
     finally:
         world.bound_device_id = None
 
-    # Ranks outside a group get torch's marker for it.
+    # On ranks outside a group, torch's NON_GROUP_MEMBER replaces the group.
     rank = device.rank()
     groups: dict[tuple[int, ...], Any] = dict.fromkeys(rank_groups, dist.GroupMember.NON_GROUP_MEMBER)
     for ranks in rank_groups:
@@ -94,8 +94,8 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
 class ParallelGroups:
     """Process groups of one role's layout that this rank belongs to.
 
-    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is this rank's group of that
-    kind, or None on ranks outside the layout. Collective over the world.
+    Each attribute (``tensor``, ``pipeline``, ``data``, ``context``, ``model`` …) is this rank's group for one
+    type of parallelism, or None on ranks outside the layout. Collective over the world.
     """
 
     def __init__(self, layout: ParallelLayout) -> None:
@@ -125,9 +125,9 @@ class ParallelGroups:
         self.embedding = self._groups["embedding"]
 
     def _group_of_this_rank(self, rank_groups: Sequence[tuple[int, ...]]) -> Any:
-        """Create all groups of one kind, such as tensor parallelism, and return the one that has this rank.
+        """Create all groups of one type, such as tensor-parallel groups; return the group of this rank.
 
-        Return None if none has it. Collective over the world.
+        Returns None on ranks outside the layout. Collective over the world.
         """
         create_communicators(rank_groups)
         for ranks in rank_groups:
@@ -152,7 +152,7 @@ class ParallelGroups:
 
     @cached_property
     def megatron(self) -> ProcessGroupCollection:
-        """Return the groups in the form that Megatron-Core's models, optimizer and schedules expect."""
+        """Return the groups as a collection for Megatron-Core's models, optimizer and schedules."""
         groups = ProcessGroupCollection(
             tp=self.tensor,
             pp=self.pipeline,
@@ -197,10 +197,10 @@ def join_span(
 ) -> Any:
     """Join a span: a process group across jobs, such as trainers and the workers of a rollout server.
 
-    Its ``num_processes`` processes rendezvous at ``address:port``, which rank 0 opens; ``rank`` is this
-    process's rank in the span. torch treats the ranks in a span as global ranks. A default group is not
-    needed. ``timeout`` in seconds bounds the rendezvous and every collective. Collective over these
-    processes.
+    The ``num_processes`` processes of the span rendezvous at ``address:port``, which rank 0 opens; ``rank``
+    is this process's rank in the span. torch treats the ranks in a span as global ranks. A default group is
+    not needed. ``timeout`` in seconds bounds the rendezvous and every collective. Collective over the
+    processes of the span.
     """
     timeout_delta = timedelta(seconds=timeout)
     store = dist.TCPStore(address, port, num_processes, is_master=rank == 0, timeout=timeout_delta)
@@ -224,7 +224,7 @@ def leave_span(group: Any) -> None:
 def groups_of_this_rank() -> list[tuple[int, ...]]:
     """Return the ranks of each existing process group that has this rank; the default group comes first.
 
-    They determine this rank's number of connections, since gloo connects every pair of ranks in a group.
+    The groups determine this rank's number of connections, since gloo connects all pairs of ranks in a group.
     """
     rank = device.rank()
     world = tuple(range(dist.get_world_size()))

@@ -18,11 +18,11 @@ from megatron_rl.errors import UserError
 from megatron_rl.launcher import current_launch
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
-"""Time that a rank waits for rank 0's acknowledgement before it checks for a newer attempt."""
+"""Time to wait for rank 0's acknowledgement before checking for a newer attempt."""
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """Return the store of this attempt, without keys of an earlier one. Collective over the world.
+    """Open the store of this attempt, which has no keys of earlier attempts. Collective over the world.
 
     A single process uses a local store and ignores MASTER_ADDR, which a cluster's templates may export for
     other jobs.
@@ -47,15 +47,15 @@ def open_store(timeout: timedelta) -> dist.Store:
 
 
 def open_single_host_store(port: int, timeout: timedelta) -> dist.Store:
-    """Return a store for the ranks of one host, which other hosts cannot reach.
+    """Open a store for the ranks of one host, which other hosts cannot reach.
 
-    By default torch's TCPStore listens on every network interface; this one only listens on the loopback
+    By default torch's TCPStore listens on every network interface; this store listens only on the loopback
     interface. Raises DistNetworkError if the port cannot be opened.
     """
     address = "127.0.0.1"
     is_first = current_launch().rank == 0
 
-    # Give TCPStore a socket that already listens, only on the loopback interface.
+    # Pass a socket to TCPStore that already listens, only on the loopback interface.
     listener = None
     if is_first:
         try:
@@ -79,11 +79,11 @@ def agree_on_attempt(
     world_size: int,
     timeout: timedelta,
 ) -> str:
-    """Return a name of this attempt that all of its ranks agree on and no earlier attempt had.
+    """Agree on a name of this attempt that no earlier attempt had, and return it on all ranks.
 
     torchrun's store survives a restart of the ranks, with the addresses of the previous ranks: a rank that
     reads before its peers have written would wait for dead processes. The restart count does not identify an
-    attempt, since hosts may count differently. So rank 0 opens an attempt and acknowledges the random
+    attempt, since hosts may count differently. Rank 0 therefore opens an attempt and acknowledges the random
     identifier of each other rank; only the acknowledgement proves that the attempt is the current one.
 
     Raises DistStoreError after ``timeout``. Collective over the world.
@@ -99,7 +99,7 @@ def agree_on_attempt(
     identifier = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
-        # Until rank 0 has opened its attempt, this may be the number of an earlier one.
+        # Until rank 0 has opened its attempt, this may be the number of an earlier attempt.
         attempt = store.get("attempt").decode()
         store.set(f"{attempt} {rank}", identifier)
         try:

@@ -1,9 +1,9 @@
-"""Hang detector: abort a job in which no rank makes progress, and report the ranks that the others wait for.
+"""Hang detector: abort a job in which no rank makes progress, and report the ranks that block the others.
 
-A rank may wait for other ranks as long as these make progress, even for hours if one of them generates long
-responses. So collectives have practically no timeout. Instead a thread of each rank reports to the job's
-store which phase, how much work and which calls the rank's main thread has reached, and one rank checks
-whether any of these changes. Before a hanging job is aborted, each rank writes its last collectives from
+A rank may wait for other ranks as long as they make progress, even for hours if a rank generates long
+responses. Collectives therefore have practically no timeout. Instead, a thread of each rank reports the
+phase, the work done and the current calls of the rank's main thread to the job's store, and one rank checks
+whether any of them changes. Before a hanging job is aborted, each rank writes its last collectives from
 PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
 
 In a job of one rank, the thread of that rank is the only check. It cannot detect a call into C that never
@@ -48,13 +48,13 @@ def last_calls(thread_id: int | None) -> str:
         return "an unknown call"
 
     # `wrapper` is the decorator around every collective of torch.
-    names = [entry.name for entry in traceback.extract_stack(frame) if entry.name != "wrapper"]
-    return " > ".join(names[-_STACK_DEPTH:]) or "an unknown call"
+    call_names = [call.name for call in traceback.extract_stack(frame) if call.name != "wrapper"]
+    return " > ".join(call_names[-_STACK_DEPTH:]) or "an unknown call"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Report of one rank in the job's store: what its main thread does, and a hash that shows its progress.
+    """Report of one rank in the job's store: activity of its main thread, and a hash that shows progress.
 
     Example: ``Report("12", "81303", True, "rank 3 in phase learn after 40 micro-batches, inside barrier")``.
     """
@@ -72,19 +72,19 @@ class Report:
     def from_text(cls, text: str) -> Report:
         """Parse a report from the text of `to_text`."""
         # Split only three times, since the description may contain line breaks.
-        beat, progress, waits, description = text.split("\n", 3)
-        return cls(beat, progress, bool(waits), description)
+        beat, progress, waiting_flag, description = text.split("\n", 3)
+        return cls(beat, progress, bool(waiting_flag), description)
 
     def to_text(self) -> str:
-        """Return the report as text, which `from_text` parses."""
-        waits = ""
+        """Format the report as text, which `from_text` parses."""
+        waiting_flag = ""
         if self.is_in_collective:
-            waits = "waits"
-        return "\n".join([self.beat, self.progress, waits, self.text])
+            waiting_flag = "waits"
+        return "\n".join([self.beat, self.progress, waiting_flag, self.text])
 
 
 class HangDetector:
-    """Detector of a hang from the reports of all ranks, timed by the clock of the rank that reads them.
+    """Detector of a hang from the reports of all ranks; all times are by the clock of the reading rank.
 
     ``limit``: seconds without progress of any rank after which the job counts as hanging.
     ``rank_count``: number of ranks in the job.
@@ -111,28 +111,34 @@ class HangDetector:
         return now - self._last_beat[rank] > self._limit / 2
 
     def abort_message(self, now: float) -> str | None:
-        """Return why the job must be aborted, with the stragglers, or None while any rank makes progress."""
+        """Return the message with which to abort the job, or None while any rank makes progress."""
         if now - max(self._last_progress) <= self._limit:
             return None
 
-        # The stragglers block the other ranks: silent ranks, else ranks outside a collective, else all ranks.
+        # Find the stragglers, which block the other ranks: silent ranks, or else ranks outside a collective,
+        # or else all ranks.
         ranks = range(len(self._last_report))
         silent_ranks = [rank for rank in ranks if self.is_silent(now, rank)]
         busy_ranks = [rank for rank in ranks if rank not in silent_ranks and not self._is_waiting(rank)]
-        stragglers = silent_ranks or busy_ranks or list(ranks)
+        stragglers = list(ranks)
+        if silent_ranks:
+            stragglers = silent_ranks
+        elif busy_ranks:
+            stragglers = busy_ranks
 
+        # List the stragglers with their last reports.
         lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
         for rank in stragglers[:_MAX_RANKS_LISTED]:
             state = "is"
             if rank in silent_ranks:
                 state = "stopped reporting, last seen"
-            # A report's text begins with "rank N in phase": insert the state of the rank.
-            text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
-            lines.append(f"  {text}")
+            # The text of a report begins with "rank N in phase": insert the state of the rank.
+            report_text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
+            lines.append(f"  {report_text}")
         if len(stragglers) > _MAX_RANKS_LISTED:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
 
-        # Describe one of the waiting ranks, with its collective.
+        # Describe only the first of the waiting ranks, with its collective.
         waiting_ranks = [rank for rank in ranks if rank not in stragglers]
         if waiting_ranks:
             line = f"  waiting for them: {self._describe(waiting_ranks[0])}"
@@ -157,7 +163,7 @@ class HangDetector:
 class Watch:
     """Thread that reports this rank's progress to the job's store and ends the process when the job hangs.
 
-    Rank 0 decides whether the job hangs; if rank 0 is silent, the lowest rank that reports decides.
+    Rank 0 decides whether the job hangs, or if rank 0 is silent, the lowest rank that still reports.
     Collective over the world.
 
     ``limit``: seconds without progress of any rank after which the job is aborted (`rank_timeout`).
@@ -200,12 +206,12 @@ class Watch:
     def _watch_until_stopped(self) -> None:
         """Report and check until the watch stops or the job hangs; the main function of the thread."""
         detector = None
-        last_store_answer = time.monotonic()
+        last_store_reply = time.monotonic()
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # After a long gap this process itself was stopped, so its times of other ranks are invalid.
-            if detector is None or now - last_store_answer > self._limit / 2:
+            # A long gap means that this process was stopped, so its times of other ranks are invalid.
+            if detector is None or now - last_store_reply > self._limit / 2:
                 detector = HangDetector(self._limit, self._world_size, now)
 
             try:
@@ -214,15 +220,15 @@ class Watch:
                     self._write_flight_record()
                     return
                 self._abort_if_hanging(detector, now)
-                last_store_answer = now
+                last_store_reply = now
             except RuntimeError as error:
                 # torch's stores raise RuntimeError if their host is unreachable.
-                if not self._stopped.is_set() and now - last_store_answer > self._limit:
+                if not self._stopped.is_set() and now - last_store_reply > self._limit:
                     self._abort(f"{self._describe()}: the job's store does not answer: {error}")
 
     def _abort_if_hanging(self, detector: HangDetector, now: float) -> None:
-        """Abort the job if it hangs and if this rank is the one that decides."""
-        # Only rank 0 reads all reports; other ranks read only rank 0's, until rank 0 is silent.
+        """Abort the job if it hangs, and if no lower rank is responsible for the decision."""
+        # Rank 0 reads all reports. Other ranks read only the report of rank 0, until rank 0 is silent.
         first_unread = 0
         if self._rank != 0:
             self._read_reports(detector, now, range(1))
@@ -250,7 +256,7 @@ class Watch:
             self._abort(message)
 
     def _write_flight_record(self) -> None:
-        """Write this rank's last collectives to the folder of records, if there is one."""
+        """Write this rank's last collectives to the folder of flight records, if one is configured."""
         if self._records_folder is None:
             return
 

@@ -1,7 +1,7 @@
-"""Export of a distributed model as a Hugging Face checkpoint, in pieces that fit any memory.
+"""Export of a distributed model as a Hugging Face checkpoint, in slices that fit into memory.
 
-Each file has one rank as its writer. In every step each writer receives one piece, rows of a tensor, from the
-ranks that hold it, and appends it to its file.
+One rank writes each file. In every step each writing rank receives one slice, some rows of a tensor, from the
+ranks that hold these rows, and appends the slice to its file.
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ from megatron_rl.weights.boxes import (
 from megatron_rl.weights.transfer import Exchange, create_communicator, gather_box_groups
 
 FILE_BYTES = 5 * 2**30
-"""Largest size of a file of the checkpoint, a usual size among published checkpoints."""
-PIECE_BYTES = 64 * 2**20
-"""Largest size of a piece. A rank has only a few pieces in memory at a time."""
+"""Largest size of a checkpoint file, as in many published checkpoints."""
+SLICE_BYTES = 64 * 2**20
+"""Largest size of a slice. A rank has only a few slices in memory at a time."""
 FURTHER_FILE = "further-tensors.safetensors"
-"""File of tensors that are not trained but copied: layers for multi-token prediction, and the other parts of
-a multimodal model."""
+"""File of the tensors that are not trained but copied: layers for multi-token prediction, and the modules of
+a multimodal model outside its language model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
 """Name endings of tensors that are exported as float32: the biases that balance the load of experts."""
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Rows of a tensor that a writer appends to a file in one step."""
+class _RowSlice:
+    """Slice of a tensor, complete rows, that a rank appends to a file in one step."""
 
     file: str
     """Name of the file."""
     name: str
     """Name of the tensor."""
     start: Coordinates
-    """First coordinates of the piece in the tensor."""
+    """Coordinates of the slice's first element in the tensor."""
     size: Coordinates
-    """Size of the piece in each dimension."""
+    """Size of the slice in each dimension."""
     dtype: torch.dtype
     """Dtype in the file."""
     fused_experts: FusedExperts | None = None
-    """Form of a tensor with all experts of a layer; None if the checkpoint has a tensor per expert."""
+    """Format of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
-        """Return the boxes of the model's tensors in the piece; ``writer`` is the rank that writes it."""
+        """Return the boxes of the model's tensors in the slice, which the rank ``writer`` writes."""
         strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
         box = TensorBox(
             self.name,
@@ -104,20 +104,20 @@ def export_model(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
-    piece_bytes: int = PIECE_BYTES,
+    slice_bytes: int = SLICE_BYTES,
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
     ``source`` is the checkpoint from which the model was loaded. Its tokenizer files, its layers for
     multi-token prediction and its indexers of sparse attention are copied; quantised tensors among these are
-    written in ``dtype``. If ``source`` is multimodal, the export is too: it has the config.json of
-    ``source``, and the other parts of the model keep their dtypes. A model with a scalar head, or without
-    ``source``, is written as a text-only model. If ``dtype`` is None, tensors have the dtype of the
-    parameters. Biases that balance the load of experts are always float32.
+    written in ``dtype``. If ``source`` is multimodal, the export is multimodal, too: it has the config.json
+    of ``source``, and all other modules of ``source`` in their dtypes. A model with a scalar head, or without
+    ``source``, is written as a text-only model. ``dtype`` is by default the dtype of the parameters. Biases
+    that balance the load of experts are always float32.
 
-    Ranks write different files in parallel, in pieces of at most ``piece_bytes`` (or one row), so that a rank
-    has only a few pieces in memory. ``path`` must be new or empty, on a file system that all ranks share.
-    Raises UserError on all ranks if it cannot be written. Collective over the model's ranks.
+    Ranks write different files in parallel, in slices of at most ``slice_bytes`` (or one row), so that a rank
+    has only a few slices in memory. ``path`` must be new or empty, on a file system that all ranks share.
+    Raises UserError on all ranks if ``path`` cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
     hf_model = describe_model(model.hf_config)
@@ -125,9 +125,11 @@ def export_model(
         first_parameter = next(iter(parameters.values()))
         dtype = first_parameter.dtype
 
-    # Shape and dtype of each tensor in the files.
+    # Determine the shape and dtype of each tensor in the files.
     fused_experts = hf_model.family.fused_experts
-    source_files = None if source is None else open_checkpoint(source)
+    source_files = None
+    if source is not None:
+        source_files = open_checkpoint(source)
     multimodal_source = _select_multimodal(hf_model, source_files)
     if multimodal_source is not None:
         fused_experts = multimodal_source.export_fused_experts
@@ -137,7 +139,7 @@ def export_model(
         if name.endswith(FLOAT32_NAMES):
             dtypes[name] = torch.float32
 
-    # Tensors that are copied from the source rather than sent by ranks.
+    # Divide the trained tensors into files, and list the tensors to copy from the source.
     files = divide_into_files(shapes, dtypes, file_bytes)
     names_to_copy = _list_tensors_to_copy(hf_model, source_files)
     stored_names: dict[str, str] = {}
@@ -145,7 +147,7 @@ def export_model(
         names_to_copy += multimodal_source.names_outside_language_model()
         stored_names = {name: multimodal_source.export_name(name) for name in shapes}
     if names_to_copy and SINGLE in files:
-        # If `model.safetensors` exists, readers ignore the index, and thus the file of copied tensors.
+        # If `model.safetensors` exists, readers ignore the index, and therefore the file of copied tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
     content = _CheckpointContent(
@@ -158,7 +160,7 @@ def export_model(
         fused_experts=fused_experts,
     )
     write_other_files = partial(_write_other_files, model.hf_config, content, dtype, source, names_to_copy)
-    _write_checkpoint_folder(model, Path(path), content, piece_bytes, write_other_files)
+    _write_checkpoint_folder(model, Path(path), content, slice_bytes, write_other_files)
 
 
 def export_adapters(
@@ -178,27 +180,25 @@ def export_adapters(
     for name, shape in model.adapters.tensor_shapes().items():
         shapes[PEFT_PREFIX + name] = shape
 
-    # All adapters have the dtype of the first one, and are small enough for one file.
+    # All adapters have the same dtype, and are small enough for one file.
     first_parameter = next(iter(parameters.values()))
     dtypes = dict.fromkeys(shapes, first_parameter.dtype)
     files = {PEFT_WEIGHTS: list(shapes)}
     content = _CheckpointContent(files, shapes, dtypes, parameters, boxes=peft_boxes(model))
 
-    config = {
-        **model.adapters.peft_config(),
-        "base_model_name_or_path": str(source),
-        "lora_dropout": dropout,
-    }
+    config = dict(model.adapters.peft_config())
+    config["base_model_name_or_path"] = str(source)
+    config["lora_dropout"] = dropout
 
     def write_config(folder: Path) -> None:
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    _write_checkpoint_folder(model, Path(path), content, PIECE_BYTES, write_config)
+    _write_checkpoint_folder(model, Path(path), content, SLICE_BYTES, write_config)
 
 
 @dataclass(frozen=True)
 class _CheckpointContent:
-    """Tensors of a checkpoint to write, with this rank's parts of them."""
+    """Tensors of a checkpoint to write, with the boxes of them that this rank has."""
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
@@ -213,7 +213,7 @@ class _CheckpointContent:
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files; empty unless the checkpoint is multimodal."""
     fused_experts: FusedExperts | None = None
-    """Form of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
+    """Format of tensors with all experts of a layer; None if the checkpoint has a tensor per expert."""
 
     def stored_name(self, name: str) -> str:
         """Return the name that the tensor ``name`` has in the files."""
@@ -224,7 +224,7 @@ def _write_checkpoint_folder(
     model: Any,
     path: Path,
     content: _CheckpointContent,
-    piece_bytes: int,
+    slice_bytes: int,
     write_other_files: Callable[[Path], None],
 ) -> None:
     """Write tensors into a temporary folder, add the other files, and rename the folder to ``path``.
@@ -235,9 +235,9 @@ def _write_checkpoint_folder(
     """
     group = model.groups.all
     ranks = model.groups.layout.ranks
-    steps = _schedule_pieces(content, ranks, piece_bytes)
+    steps = _schedule_slices(content, ranks, slice_bytes)
 
-    # Only the first rank creates and renames the folder; the others wait and raise its errors.
+    # Only the first rank creates and renames the folder; all other ranks wait, and raise its errors.
     temporary_folder = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
 
@@ -247,13 +247,13 @@ def _write_checkpoint_folder(
 
     _run_on_all_ranks(create_folder, path, group)
 
-    # Send every piece to its writer. All ranks create the communicator, even if they have no messages in the
+    # Send every slice to its writer. All ranks create the communicator, even if they have no messages in the
     # first step.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_box_groups(content.boxes, parameter_dtypes, group)
-    writer = _PieceWriter(content, temporary_folder)
+    writer = _SliceWriter(content, temporary_folder)
     create_communicator(group)
-    _collect_pieces(
+    _collect_slices(
         steps,
         sources,
         BoxIndex(content.boxes),
@@ -282,7 +282,7 @@ def _list_tensors_to_copy(hf_model: PretrainedModel, source: Checkpoint | None) 
 
 
 def _select_multimodal(hf_model: PretrainedModel, source: Checkpoint | None) -> CheckpointFiles | None:
-    """Return ``source`` if it is multimodal and the export is to be multimodal; otherwise return None."""
+    """Return ``source`` if the export must be multimodal like ``source``; otherwise return None."""
     if hf_model.shape.scalar_head:
         return None
     if isinstance(source, CheckpointFiles) and source.is_multimodal:
@@ -290,25 +290,25 @@ def _select_multimodal(hf_model: PretrainedModel, source: Checkpoint | None) -> 
     return None
 
 
-def _schedule_pieces(
+def _schedule_slices(
     content: _CheckpointContent,
     ranks: Sequence[int],
-    piece_bytes: int,
-) -> list[dict[int, _Piece]]:
-    """Assign the files to ranks in turn; return for each step the piece that each rank writes, by rank."""
-    queues: dict[int, list[_Piece]] = {}
+    slice_bytes: int,
+) -> list[dict[int, _RowSlice]]:
+    """Assign the files to ranks in turn; return a mapping from writing rank to slice for each step."""
+    slices_by_writer: dict[int, list[_RowSlice]] = {}
     for index, (file, names) in enumerate(content.files.items()):
         writer = ranks[index % len(ranks)]
-        queue = queues.setdefault(writer, [])
+        writer_slices = slices_by_writer.setdefault(writer, [])
         for name in names:
-            queue += _split_tensor(content, file, name, piece_bytes)
+            writer_slices += _split_tensor(content, file, name, slice_bytes)
 
-    # Writers with fewer pieces have no piece in the last steps.
-    step_count = max(len(queue) for queue in queues.values())
-    steps: list[dict[int, _Piece]] = [{} for _ in range(step_count)]
-    for writer, queue in queues.items():
-        for step, piece in zip(steps, queue, strict=False):
-            step[writer] = piece
+    # Writers with fewer slices write nothing in the last steps.
+    num_steps = max(len(writer_slices) for writer_slices in slices_by_writer.values())
+    steps: list[dict[int, _RowSlice]] = [{} for _ in range(num_steps)]
+    for writer, writer_slices in slices_by_writer.items():
+        for step, row_slice in zip(steps, writer_slices, strict=False):
+            step[writer] = row_slice
     return steps
 
 
@@ -316,35 +316,35 @@ def _split_tensor(
     content: _CheckpointContent,
     file: str,
     name: str,
-    piece_bytes: int,
-) -> Iterator[_Piece]:
-    """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    slice_bytes: int,
+) -> Iterator[_RowSlice]:
+    """Yield the slices of a tensor: complete rows, of at most ``slice_bytes`` together, or a single row."""
     shape = content.shapes[name]
     dtype = content.dtypes[name]
 
-    # A tensor is cut between rows, so that each piece is contiguous in the file.
+    # Split the tensor between rows, so that each slice is contiguous in the file.
     row_shape = shape[1:]
     row_bytes = tensor_bytes(row_shape, dtype)
-    rows_per_piece = max(1, piece_bytes // max(row_bytes, 1))
+    rows_per_slice = max(1, slice_bytes // max(row_bytes, 1))
 
     row_origin = (0,) * len(row_shape)
-    for first_row in range(0, shape[0], rows_per_piece):
-        row_count = min(rows_per_piece, shape[0] - first_row)
-        yield _Piece(
+    for first_row in range(0, shape[0], rows_per_slice):
+        num_rows = min(rows_per_slice, shape[0] - first_row)
+        yield _RowSlice(
             file,
             name,
             start=(first_row, *row_origin),
-            size=(row_count, *row_shape),
+            size=(num_rows, *row_shape),
             dtype=dtype,
             fused_experts=content.fused_experts,
         )
 
 
-class _PieceWriter:
+class _SliceWriter:
     """Writer of the tensor files that are assigned to this rank, in ``folder``.
 
-    A write error is raised only by `close`: until then other ranks send pieces, and would wait forever for a
-    writer that has left the loop.
+    Only `close` raises write errors: until then other ranks send slices, and would wait forever for a writer
+    that has left the loop.
     """
 
     def __init__(self, content: _CheckpointContent, folder: Path) -> None:
@@ -353,29 +353,29 @@ class _PieceWriter:
         self._open_files: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
 
-    def write(self, piece: _Piece, values: Tensor) -> None:
-        """Append the ``values`` of a piece to its file; after an error do nothing."""
+    def write(self, row_slice: _RowSlice, values: Tensor) -> None:
+        """Append the ``values`` of a slice to the slice's file; after an error do nothing."""
         if self._error is not None:
             return
 
-        # A file is opened for its first piece; its header needs the shapes of all its tensors.
+        # Open the file for its first slice. The header needs the shapes of all tensors in the file.
         try:
-            if piece.file not in self._open_files:
+            if row_slice.file not in self._open_files:
                 content = self._content
                 shapes: dict[str, Shape] = {}
                 dtypes: dict[str, torch.dtype] = {}
-                for name in content.files[piece.file]:
+                for name in content.files[row_slice.file]:
                     stored_name = content.stored_name(name)
                     shapes[stored_name] = content.shapes[name]
                     dtypes[stored_name] = content.dtypes[name]
-                path = self._folder / piece.file
-                self._open_files[piece.file] = SafetensorsWriter(path, shapes, dtypes)
-            self._open_files[piece.file].write(values)
+                path = self._folder / row_slice.file
+                self._open_files[row_slice.file] = SafetensorsWriter(path, shapes, dtypes)
+            self._open_files[row_slice.file].write(values)
         except OSError as error:
             self._error = error
 
     def close(self) -> dict[str, str]:
-        """Close the files and return their digests by name; raise the first error of all writes."""
+        """Close the files and return their digests by name; raise the first write error."""
         is_complete = self._error is None
         digests: dict[str, str] = {}
         for name, file in self._open_files.items():
@@ -385,40 +385,41 @@ class _PieceWriter:
         return digests
 
 
-def _collect_pieces(
-    steps: Sequence[Mapping[int, _Piece]],
+def _collect_slices(
+    steps: Sequence[Mapping[int, _RowSlice]],
     sources: Sequence[BoxGroup],
     local_boxes: BoxIndex,
     parameters: Mapping[str, Tensor],
-    piece_writer: _PieceWriter,
+    slice_writer: _SliceWriter,
     group: Any,
 ) -> None:
-    """Send the regions of each piece to its writer, step by step, and write this rank's pieces.
+    """Send the regions of each slice to the writing rank, step by step, and write this rank's slices.
 
-    ``sources`` are the boxes of all ranks, ``local_boxes`` those in this rank's ``parameters``. Collective
-    over the group.
+    ``sources`` are the boxes of all ranks, ``local_boxes`` the boxes in this rank's ``parameters``.
+    Collective over the group.
     """
-    # All ranks compute the same largest message, so that its size need not be sent.
+    # All ranks compute the size of the largest message, which therefore need not be sent.
     rank = device.rank()
-    max_piece_bytes = 0
+    max_slice_bytes = 0
     for step in steps:
-        for piece in step.values():
-            piece_bytes = tensor_bytes(piece.size, piece.dtype)
-            max_piece_bytes = max(max_piece_bytes, piece_bytes)
+        for row_slice in step.values():
+            slice_bytes = tensor_bytes(row_slice.size, row_slice.dtype)
+            max_slice_bytes = max(max_slice_bytes, slice_bytes)
 
     for step, transfers in zip(steps, _schedule_transfers(steps, sources), strict=True):
-        piece = step.get(rank)
-        piece_values = None
-        piece_boxes = BoxIndex(())
-        if piece is not None:
-            piece_boxes = BoxIndex(piece.boxes(rank))
-            piece_values = torch.empty(
-                piece.size,
-                dtype=piece.dtype,
+        row_slice = step.get(rank)
+        slice_values = None
+        slice_boxes = BoxIndex(())
+        if row_slice is not None:
+            slice_boxes = BoxIndex(row_slice.boxes(rank))
+            slice_values = torch.empty(
+                row_slice.size,
+                dtype=row_slice.dtype,
                 device=device.device(),
             )
 
-        # Views to send from and to receive into, by peer. Regions that this rank has and writes are copied.
+        # List the views to send from and to receive into by peer. Copy the regions that this rank both holds
+        # and writes.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, writer, sender in transfers:
@@ -428,57 +429,57 @@ def _collect_pieces(
                 source_view = view_of(parameters[box.storage], box)
 
             if writer == rank:
-                assert piece_values is not None
-                (piece_box,) = piece_boxes.boxes_containing(region)
-                piece_view = view_of(piece_values, piece_box)
+                assert slice_values is not None
+                (slice_box,) = slice_boxes.boxes_containing(region)
+                slice_view = view_of(slice_values, slice_box)
                 if source_view is not None:
-                    piece_view.copy_(source_view)
+                    slice_view.copy_(source_view)
                 else:
-                    receives.setdefault(sender, []).append(((piece_view,), region.dtype))
+                    receives.setdefault(sender, []).append(((slice_view,), region.dtype))
             elif source_view is not None:
                 sends.setdefault(writer, []).append((source_view, region.dtype))
 
-        # A message has room for a complete piece, and for the alignment of its regions.
-        max_message_bytes = 2 * max_piece_bytes + 4096
+        # A message must hold a complete slice, and the padding that aligns its regions.
+        max_message_bytes = 2 * max_slice_bytes + 4096
         exchange = Exchange(sends, receives, max_message_bytes, group)
         exchange.run()
-        if piece is not None and piece_values is not None:
-            piece_writer.write(piece, piece_values)
+        if row_slice is not None and slice_values is not None:
+            slice_writer.write(row_slice, slice_values)
 
 
 def _schedule_transfers(
-    steps: Sequence[Mapping[int, _Piece]],
+    steps: Sequence[Mapping[int, _RowSlice]],
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
     """Return the transfers of each export step, each as (region, writing rank, sending rank).
 
-    ``steps`` map each writing rank to the piece that it writes. The ranks that hold a region take turns as
-    its sender.
+    Each of ``steps`` maps writing ranks to their slices. If several ranks hold a region, they alternate as
+    the sender.
     """
-    # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
-    boxes: dict[int, list[TensorBox]] = {}
+    # List the boxes that each writer needs, and (first row, step) of every slice by tensor name.
+    boxes_by_writer: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
-    piece_starts: dict[str, list[tuple[int, int]]] = {}
+    slice_starts: dict[str, list[tuple[int, int]]] = {}
     for step_index, step in enumerate(steps):
-        for writer, piece in step.items():
-            dtypes[piece.name] = piece.dtype
-            for box in piece.boxes(writer):
-                boxes.setdefault(writer, []).append(box)
-                piece_starts.setdefault(box.name, []).append((box.start[0], step_index))
+        for writer, row_slice in step.items():
+            dtypes[row_slice.name] = row_slice.dtype
+            for box in row_slice.boxes(writer):
+                boxes_by_writer.setdefault(writer, []).append(box)
+                slice_starts.setdefault(box.name, []).append((box.start[0], step_index))
 
     destinations = []
-    for writer, writer_boxes in boxes.items():
+    for writer, writer_boxes in boxes_by_writer.items():
         destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
 
     transfers: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for region_index, region in enumerate(compute_regions(sources, destinations)):
-        # The piece of a region is the last one that begins at or before its first row. `len(steps)` is above
-        # every step, so that a piece that begins at this row is included.
+        # A region is in the last slice that begins at or before the region's first row. `len(steps)` is
+        # larger than every step index, so that slices that begin at this row are included.
         (writer,) = region.receivers
-        starts = piece_starts[region.name]
+        starts = slice_starts[region.name]
         last_start = (region.start[0], len(steps))
-        piece_index = bisect_right(starts, last_start) - 1
-        _, step_index = starts[piece_index]
+        slice_index = bisect_right(starts, last_start) - 1
+        _, step_index = starts[slice_index]
 
         # A writer that has the region itself sends no message.
         holders = region.holders
@@ -494,7 +495,7 @@ def _create_temporary_folder(path: Path, temporary_folder: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
 
-    # Remove files of an export that was interrupted.
+    # Remove the files of an interrupted export.
     temporary_folder.mkdir(parents=True, exist_ok=True)
     for file in temporary_folder.iterdir():
         file.unlink()
@@ -508,7 +509,7 @@ def _publish_folder(
 ) -> None:
     """Call ``write_other_files`` on the temporary folder, seal the folder, and rename it to ``path``.
 
-    ``digests`` are those of the tensor files, by file name.
+    ``digests`` are the digests of the tensor files, by file name.
     """
     write_other_files(temporary_folder)
     seal_folder(temporary_folder, digests)
@@ -529,9 +530,9 @@ def _write_other_files(
     names_to_copy: Sequence[str],
     folder: Path,
 ) -> None:
-    """Write all files of a checkpoint but those of trained tensors: config.json, index, tokenizer files.
+    """Write config.json, the tokenizer files, the copied tensors and the index of all tensors.
 
-    The tensors with the stored names ``names_to_copy`` are copied from ``source``.
+    ``names_to_copy`` are the stored names of the tensors that are copied from ``source``.
     """
     files: dict[str, Sequence[str]] = {}
     for file, names in content.files.items():
@@ -543,13 +544,13 @@ def _write_other_files(
     else:
         _write_config(hf_config, dtype, folder)
 
-    # Size of all tensors, for the index.
+    # The index contains the total size of all tensors.
     total_bytes = 0
     for name, shape in content.shapes.items():
         total_bytes += tensor_bytes(shape, content.dtypes[name])
     if source is not None and names_to_copy:
         total_bytes += copy_tensors(source, folder / FURTHER_FILE, names_to_copy, dtype)
-        files = {**files, FURTHER_FILE: names_to_copy}
+        files[FURTHER_FILE] = names_to_copy
 
     # More than one file needs an index.
     if len(files) > 1:
@@ -570,7 +571,7 @@ def _write_config(
     if not config.architectures:
         config.architectures = [model.family.architecture]
 
-    # Without these keys an engine would interpret the weights as another model's.
+    # Without these keys an engine would interpret the weights as a different model.
     for key, value in model.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(folder)
@@ -581,10 +582,7 @@ def _write_multimodal_config(
     dtype: torch.dtype,
     folder: Path,
 ) -> None:
-    """Write the config.json of a multimodal ``source`` into ``folder``, without quantisation.
-
-    Its dtype becomes ``dtype``.
-    """
+    """Write the config.json of a multimodal ``source`` into ``folder``, with ``dtype``, unquantised."""
     config = remove_quantization(read_json(source / "config.json"))
 
     # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
@@ -595,8 +593,8 @@ def _write_multimodal_config(
         text_config.pop("torch_dtype", None)
         text_config["dtype"] = config["dtype"]
 
-    text = json.dumps(config, indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    config_text = json.dumps(config, indent=2) + "\n"
+    (folder / "config.json").write_text(config_text, encoding="utf-8")
 
 
 def _run_on_all_ranks(
@@ -606,7 +604,7 @@ def _run_on_all_ranks(
 ) -> list[Any]:
     """Run an action on every rank and return the results by rank.
 
-    Raises UserError on all ranks if one of them cannot write to ``path``. Collective over the group.
+    Raises UserError on all ranks if a rank cannot write to ``path``. Collective over the group.
     """
 
     def run_action() -> Any:

@@ -65,10 +65,10 @@ def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 class CheckpointFiles:
     """Tensors of a checkpoint directory, readable a slice at a time.
 
-    With ``file`` only this file of the directory is read, otherwise the model's files, which `weight_files`
-    lists. A multimodal checkpoint is read as the tensors of its language model, under the names of a
-    text-only checkpoint (see `shapes.multimodal`). Quantised weights are read as float32, and their scales
-    are not listed (see `shapes.quantized`).
+    With ``file`` only this file of the directory is read, otherwise all files of `weight_files`. A
+    multimodal checkpoint is read as the tensors of its language model, under the names of a text-only
+    checkpoint (see `shapes.multimodal`). Quantised weights are read as float32, and their scales are not
+    listed (see `shapes.quantized`).
 
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
@@ -78,7 +78,7 @@ class CheckpointFiles:
         self.path = Path(path)
         self._open_files: dict[Path, Any] = {}
 
-        # Files with the tensors; None if the directory's index lists them.
+        # Files that contain the tensors; None if the directory has an index.
         files: list[Path] | None
         if file is None:
             files = weight_files(self.path)
@@ -104,7 +104,7 @@ class CheckpointFiles:
         if multimodal is not None:
             self._stored_names = language_model_names(self._files)
 
-        # Form in which all experts of a layer are stored, here and in an export of this model.
+        # Format in which all experts of a layer are stored, in this checkpoint and in an export of the model.
         fused_experts: FusedExperts | None = None
         family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
         if family is not None:
@@ -127,7 +127,7 @@ class CheckpointFiles:
             for name, stored_name in self._stored_names.items():
                 self._locations[name] = TensorLocation(stored_name)
 
-        # Name of a weight -> name of its scales, and of a second scale of the whole tensor.
+        # Name of a weight -> name of its scales, and name of an additional scale for the whole tensor.
         self._scales: dict[str, str] = {}
         self._tensor_scales: dict[str, str] = {}
         self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
@@ -137,7 +137,7 @@ class CheckpointFiles:
                 self._tensor_scales = tensor_scales_by_weight(self._locations)
 
     def _read_file_names(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
+        """Return the file name of each tensor, by the headers of ``files`` or the directory's index."""
         if files is None:
             weight_map = read_index(self.path)
             absent_files: list[str] = []
@@ -166,7 +166,7 @@ class CheckpointFiles:
                 fix="give the path of a directory that `save_pretrained` wrote",
             )
 
-        # Without an index, read the tensors' names from the headers of the files.
+        # Read the names of the tensors from the headers of the files.
         file_names: dict[str, str] = {}
         for file in files:
             tensor_names = self._open_file(file).keys()
@@ -174,7 +174,7 @@ class CheckpointFiles:
         return file_names
 
     def _open_file(self, file: Path) -> Any:
-        """Return the open safetensors file; raise UserError if it cannot be read."""
+        """Open a safetensors file, or return it if it is open; raise UserError if it cannot be read."""
         if file in self._open_files:
             return self._open_files[file]
 
@@ -201,25 +201,26 @@ class CheckpointFiles:
 
     def names_outside_language_model(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
-        language_model = {location.name for location in self._locations.values()}
-        return sorted(set(self._files) - language_model)
+        inside_names = {location.name for location in self._locations.values()}
+        return sorted(set(self._files) - inside_names)
 
     def export_name(self, name: str) -> str:
         """Return the name under which an export of this model stores a tensor.
 
-        This is the stored name. One expert of a tensor with all experts has no stored name: the export
-        stores it as a separate tensor, whose name is built from both names.
+        Usually this is the stored name. If all experts of a layer are stored in one tensor, a single expert
+        has no stored name: an export that stores experts separately builds the name from both names.
         """
         location = self._locations.get(name)
         if location is None:
-            # The tensor with all experts of a layer, in an export that keeps it.
+            # A tensor with all experts of a layer, in an export that also stores them in one tensor.
             return self._stored_names.get(name, name)
         if location.expert is None:
             return location.name
 
-        # Join the prefix of the multimodal checkpoint with the rest of the expert's separate name.
+        # Join the prefix of the multimodal checkpoint with the suffix of the expert's separate name.
         prefix = location.name.rpartition("experts.")[0]
-        return prefix + "experts." + name.rpartition("experts.")[2]
+        suffix = name.rpartition("experts.")[2]
+        return f"{prefix}experts.{suffix}"
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the model's tensors by name."""
@@ -231,7 +232,7 @@ class CheckpointFiles:
         location = self._locate(name)
         shape = location.shape(self._read_stored_shape(location.name))
         if self._is_packed(name):
-            # A stored byte has two numbers.
+            # Each stored byte contains two numbers.
             return (*shape[:-1], 2 * shape[-1])
         return shape
 
@@ -245,7 +246,9 @@ class CheckpointFiles:
 
         ``name`` may also be the stored name of a tensor outside the language model.
         """
-        return self._locations.get(name) or TensorLocation(name)
+        if name in self._locations:
+            return self._locations[name]
+        return TensorLocation(name)
 
     def _read_stored_shape(self, stored_name: str) -> Shape:
         """Return the shape of a tensor by its stored name."""
@@ -257,16 +260,17 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return the box of a tensor that begins at ``start`` and has ``size``.
+        """Read the box of a tensor that begins at ``start`` and has ``size``.
 
-        Its dtype is the stored one, or float32 for a quantised tensor.
+        The result has the stored dtype, or float32 for a quantised tensor.
         """
         location = self._locate(name)
         if location.blocks:
             return self._read_mxfp4(location, start, size)
 
         if self._is_packed(name):
-            return self._dequantize(name, self._read_packed(location.name, start, size), start)
+            packed_values = self._read_packed(location.name, start, size)
+            return self._dequantize(name, packed_values, start)
 
         slices = _stored_slices(location, start, size)
         values = self._open_slice(location.name)[slices]
@@ -284,7 +288,7 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return the box of a matrix that is stored in mxfp4, as float32."""
+        """Read a box of a matrix in mxfp4, and dequantise it to float32."""
         scales_name = location.name.removesuffix(BLOCKS) + SCALES
         blocks_shape = self._read_stored_shape(location.name)
         scales_shape = None
@@ -295,13 +299,13 @@ class CheckpointFiles:
 
         # Read the complete blocks that contain the columns: each block has one scale.
         first_row, first_column = start
-        row_count, column_count = size
+        num_rows, num_columns = size
         first_block = first_column // MXFP4_BLOCK
-        end_block = -(-(first_column + column_count) // MXFP4_BLOCK)
+        end_block = -(-(first_column + num_columns) // MXFP4_BLOCK)
         slices = _stored_slices(
             location,
             (first_row, first_block),
-            (row_count, end_block - first_block),
+            (num_rows, end_block - first_block),
         )
         blocks = self._open_slice(location.name)[slices]
         scales = self._open_slice(scales_name)[slices]
@@ -311,7 +315,7 @@ class CheckpointFiles:
             blocks[:: location.step],
             scales[:: location.step],
             first_column - first_block * MXFP4_BLOCK,
-            column_count,
+            num_columns,
         )
 
     def _read_packed(
@@ -320,18 +324,19 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return the numbers in a box of a tensor with two of them in each byte, before any scale."""
-        # Read the complete bytes that contain the columns.
-        *other_starts, first_column = start
-        *other_sizes, column_count = size
+        """Read a box of a tensor that stores two numbers per byte; return the numbers without scales."""
+        first_column = start[-1]
+        num_columns = size[-1]
         slices: list[slice] = []
-        for begin, count in zip(other_starts, other_sizes, strict=True):
+        for begin, count in zip(start[:-1], size[:-1], strict=True):
             slices.append(slice(begin, begin + count))
-        end_byte = -(-(first_column + column_count) // 2)
+
+        # Read the complete bytes that contain the columns.
+        end_byte = -(-(first_column + num_columns) // 2)
         slices.append(slice(first_column // 2, end_byte))
 
         numbers = unpack_numbers(self._open_slice(stored_name)[tuple(slices)])
-        return numbers.narrow(-1, first_column % 2, column_count)
+        return numbers.narrow(-1, first_column % 2, num_columns)
 
     def _dequantize(
         self,
@@ -339,7 +344,7 @@ class CheckpointFiles:
         values: Tensor,
         start: Sequence[int],
     ) -> Tensor:
-        """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
+        """Dequantise the stored ``values`` of a box, which begins at ``start``, to float32."""
         # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
         scales_name = self._locate(self._scales[name]).name
         scales = self._open_file(self._files[scales_name]).get_tensor(scales_name)
@@ -356,7 +361,7 @@ class CheckpointFiles:
         return dequantize(values, scales, start, block)
 
     def _read_tensor_scale(self, name: str) -> Tensor:
-        """Return the second scale of a tensor in NVFP4, as one number."""
+        """Read the additional scale of a whole tensor in NVFP4, a tensor without dimensions."""
         location = self._locate(name)
         if name not in self._tensor_scales:
             raise nvfp4_error(str(self._files[location.name]), name, self.shape(name), None)
@@ -388,8 +393,8 @@ def _stored_slices(
     if location.expert is None:
         return tuple(slices)
 
-    # Select one expert, which removes the dimension of experts, and all rows from the first to the last one
-    # of the box: the caller applies the step.
+    # Select one expert, which removes the dimension of experts, and all rows from the first to the last row
+    # of the box. The caller applies the step.
     first_row = location.begin + start[0] * location.step
     end_row = first_row
     if size[0] > 0:
@@ -403,7 +408,7 @@ def _stored_slices(
 class SafetensorsWriter:
     """Writer of one safetensors file from front to back; no tensor has to be complete in memory.
 
-    The digest of the file is computed while it is written, since reading a large file again takes long.
+    The digest of the file is computed during writing, since reading a large file again takes long.
     """
 
     def __init__(
@@ -412,32 +417,32 @@ class SafetensorsWriter:
         shapes: Mapping[str, Shape],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        # The header comes first, so all shapes must be given before any values.
+        # The header comes first, so the shapes of all tensors are needed before any values.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
+        offset = 0
         for name, shape in shapes.items():
-            end = position + tensor_bytes(shape, dtypes[name])
+            end_offset = offset + tensor_bytes(shape, dtypes[name])
             header[name] = {
                 "dtype": _DTYPE_NAMES[dtypes[name]],
                 "shape": list(shape),
-                "data_offsets": [position, end],
+                "data_offsets": [offset, end_offset],
             }
-            position = end
+            offset = end_offset
 
         # The format aligns the data to 8 bytes.
         header_bytes = json.dumps(header).encode()
         header_bytes += b" " * (-len(header_bytes) % 8)
 
-        # Bytes that are still to be written.
-        self._remaining = position
+        # Number of bytes that are not yet written.
+        self._remaining = offset
         self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
         self._append(len(header_bytes).to_bytes(8, "little") + header_bytes)
 
-    def write(self, piece: Tensor) -> None:
-        """Append the next elements, in the tensor's dtype and row-major order."""
-        values = piece.detach().cpu().contiguous()
-        data = values.reshape(-1).view(torch.uint8).numpy()
+    def write(self, values: Tensor) -> None:
+        """Append the next elements of the file, in the tensor's dtype and row-major order."""
+        host_values = values.detach().cpu().contiguous()
+        data = host_values.reshape(-1).view(torch.uint8).numpy()
         self._remaining -= data.nbytes
         self._append(data.data)
 
@@ -449,11 +454,11 @@ class SafetensorsWriter:
     def close(self, complete: bool = True) -> str:
         """Flush the file to the disk, close it and return its digest.
 
-        ``complete``: whether all elements should have been written; raises RuntimeError if some are missing.
+        ``complete``: whether to require that all elements were written; raises RuntimeError otherwise.
         """
         with self._file:
             self._file.flush()
-            # A file with an error is not published, and need not reach the disk.
+            # An incomplete file is not published, and need not reach the disk.
             if complete:
                 os.fsync(self._file.fileno())
         if complete and self._remaining:
@@ -474,7 +479,7 @@ def divide_into_files(
     group_bytes = 0
     for name, shape in shapes.items():
         size = tensor_bytes(shape, dtypes[name])
-        # A group has at least one tensor, even if that exceeds the limit.
+        # A group has at least one tensor, even a tensor that exceeds the limit.
         if name_groups[-1] and group_bytes + size > max_bytes:
             name_groups.append([])
             group_bytes = 0
@@ -501,7 +506,7 @@ def write_index(
 
     ``files`` are the tensor names by file name, ``total_bytes`` is the size of all tensors.
     """
-    # The format is that of transformers: tensor -> file.
+    # In the format of transformers, the index maps each tensor to its file.
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map |= dict.fromkeys(names, file)
@@ -513,7 +518,7 @@ def write_index(
 
 
 def read_checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors by Hugging Face name.
+    """Read the shapes of a model's tensors, by Hugging Face name.
 
     ``path`` is the model's folder, which contains the tensors or a pointer to a Megatron checkpoint.
     """

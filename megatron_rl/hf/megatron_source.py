@@ -1,7 +1,7 @@
-"""Readers of Megatron checkpoints as Hugging Face tensors, a slice at a time: weights, optimizer states.
+"""Readers of weights and optimizer states in Megatron checkpoints, as slices of Hugging Face tensors.
 
-`megatron_rl.interop.megatron_lm` returns the locations of the tensors. This module reads their values by
-torch with ``weights_only``, so that a damaged or forged piece cannot run code.
+`megatron_rl.interop.megatron_lm` locates the tensors. This module reads their values by torch with
+``weights_only``, so that a damaged or forged file cannot run code.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect
 
 _CACHED_CHUNKS = 16
-"""Number of chunks that stay in memory: consecutive reads are mostly of slices of the same chunk."""
+"""Number of chunks in the cache: consecutive reads are mostly slices of the same chunk."""
 
 
 def read_pointed_checkpoint(path: str | Path) -> MegatronCheckpoint:
-    """Return the metadata of the Megatron checkpoint that a model's folder points to."""
+    """Read the metadata of the Megatron checkpoint to which a model's folder points."""
     pointer = read_pointer(path)
     assert pointer is not None, "the folder does not point to a Megatron checkpoint"
     return read_checkpoint(pointer["checkpoint"], str(path))
 
 
 class ChunkReader:
-    """Reader of a checkpoint's chunks, with a cache of the chunks that were used last."""
+    """Reader of a checkpoint's chunks, with a cache of the most recently used chunks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
 
     def load(self, chunk: Chunk) -> Tensor:
-        """Return the values of a chunk, from the cache or else from its file.
+        """Return the values of a chunk, from the cache or from its file.
 
-        The cache then drops the least recently used chunk if it is full.
+        A full cache drops the least recently used chunk.
         """
         if chunk not in self._cache:
             with (self.path / chunk.file).open("rb") as file:
@@ -71,7 +71,7 @@ class ChunkReader:
 class BucketReader(ChunkReader):
     """Reader of ranges of elements in a distributed optimizer's flat buffers.
 
-    ``buffers``: optimizer state, such as "exp_avg" -> bucket -> the stored tensor with its elements.
+    ``buffers``: name of an optimizer state, such as "exp_avg" -> bucket -> stored tensor of the bucket.
     """
 
     def __init__(
@@ -92,21 +92,21 @@ class BucketReader(ChunkReader):
         begin: int,
         count: int,
     ) -> Tensor:
-        """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
-        # The first chunk is the last one that starts at or before ``begin``.
+        """Read ``count`` elements of a bucket from element ``begin`` on, and join them from its chunks."""
+        # Start at the last chunk that begins at or before ``begin``.
         chunks = self._chunks[state, bucket]
-        index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
+        chunk_index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
         position = begin
         end = begin + count
         slices = []
         while position < end:
-            chunk = chunks[index]
+            chunk = chunks[chunk_index]
             slice_start = position - chunk.start[0]
             slice_end = end - chunk.start[0]
             values = self.load(chunk)[slice_start:slice_end]
             slices.append(values)
             position += len(values)
-            index += 1
+            chunk_index += 1
 
         if len(slices) == 1:
             return slices[0]
@@ -116,10 +116,10 @@ class BucketReader(ChunkReader):
 class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
-    Stored tensors are unsharded, as on a layout of one rank, so tracing the import on one rank gives the
-    boxes of the Hugging Face tensors in them. ``checkpoint`` is the metadata of the weights, by default from
-    `read_pointed_checkpoint`, or of an optimizer state, such as a moment of each weight. Raises UserErrors if
-    the tensors are not the model's, or files are missing.
+    Stored tensors are unsharded, as on a layout of one rank. Tracing the import on such a layout returns the
+    boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the metadata of the weights, by
+    default from `read_pointed_checkpoint`, or the metadata of an optimizer state. Raises UserErrors if
+    tensors do not match the model, or files are missing.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class MegatronFiles:
         self._reader = ChunkReader(self.path)
 
     def _parameter_shape(self, location: Location) -> tuple[int, ...]:
-        """Return the shape of a parameter, without the leading dimensions over which it is stacked."""
+        """Return the shape of a parameter, without the dimensions that stack layers or experts."""
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
@@ -181,25 +181,25 @@ class MegatronFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
-        requested = (tuple(start), tuple(size))
+        """Read the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        requested_span = (tuple(start), tuple(size))
         values: Tensor | None = None
         for box in self._boxes[name]:
-            overlap = intersect(requested, (box.start, box.size))
+            overlap = intersect(requested_span, (box.start, box.size))
             if overlap is None:
                 continue
 
-            # Coordinates of the overlap, counted from the start of the box.
+            # Compute the coordinates of the overlap relative to the start of the box.
             overlap_start, overlap_size = overlap
             start_in_box = []
-            for low, first in zip(overlap_start, box.start, strict=True):
-                start_in_box.append(low - first)
-            stored = self._read_stored(box, start_in_box, overlap_size)
+            for coordinate, box_start in zip(overlap_start, box.start, strict=True):
+                start_in_box.append(coordinate - box_start)
+            stored_values = self._read_stored(box, start_in_box, overlap_size)
 
-            # The first box that is read determines the dtype.
+            # The first box determines the dtype.
             if values is None:
-                values = torch.empty(tuple(size), dtype=stored.dtype)
-            _view_of_box(values, start, overlap).copy_(stored)
+                values = torch.empty(tuple(size), dtype=stored_values.dtype)
+            _view_of_box(values, start, overlap).copy_(stored_values)
 
         assert values is not None, name
         return values
@@ -210,48 +210,49 @@ class MegatronFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return a part of a box, read from its stored tensor; ``start`` counts from the start of the box."""
+        """Read a slice of a box from its stored tensor; ``start`` is relative to the start of the box."""
         location = self._locations[box.storage]
 
-        # Convert the box's offset to its coordinates in the parameter.
+        # Convert the box's offset to coordinates in the parameter, and add ``start``.
         remaining_offset = box.offset
-        box_origin = []
-        for stride in row_major_strides(self._parameter_shape(location)):
+        start_in_parameter = []
+        parameter_strides = row_major_strides(self._parameter_shape(location))
+        for stride, start_in_box in zip(parameter_strides, start, strict=True):
             coordinate, remaining_offset = divmod(remaining_offset, stride)
-            box_origin.append(coordinate)
+            start_in_parameter.append(coordinate + start_in_box)
 
-        # The stored tensor has further leading dimensions, of which the parameter is one index.
-        first_element = [low + first for low, first in zip(box_origin, start, strict=True)]
-        begin = (*location.index, *first_element)
-        counts = (1,) * len(location.index) + tuple(size)
+        # The stored tensor may stack parameters over leading dimensions: add the parameter's indices.
+        stored_start = (*location.index, *start_in_parameter)
+        stored_size = (1,) * len(location.index) + tuple(size)
 
         # Copy the intersection with each chunk.
-        result: Tensor | None = None
-        for chunk in self._chunks_at(location.key, begin[0]):
-            overlap = intersect((begin, counts), (chunk.start, chunk.size))
+        values: Tensor | None = None
+        for chunk in self._chunks_at(location.key, stored_start[0]):
+            overlap = intersect((stored_start, stored_size), (chunk.start, chunk.size))
             if overlap is None:
                 continue
-            values = self._reader.load(chunk)
-            if result is None:
-                result = torch.empty(counts, dtype=values.dtype)
-            _view_of_box(result, begin, overlap).copy_(_view_of_box(values, chunk.start, overlap))
+            chunk_values = self._reader.load(chunk)
+            if values is None:
+                values = torch.empty(stored_size, dtype=chunk_values.dtype)
+            target_view = _view_of_box(values, stored_start, overlap)
+            target_view.copy_(_view_of_box(chunk_values, chunk.start, overlap))
 
-        assert result is not None, location
-        return result.view(tuple(size))
+        assert values is not None, location
+        return values.view(tuple(size))
 
     def _chunks_at(self, key: str, index: int) -> list[Chunk]:
         """Return the chunks of a stored tensor that may contain ``index`` of its first dimension."""
-        single_layer = self._chunks.get((key, index), [])
-        several_layers = self._chunks.get((key, None), [])
-        return single_layer + several_layers
+        single_layer_chunks = self._chunks.get((key, index), [])
+        multi_layer_chunks = self._chunks.get((key, None), [])
+        return single_layer_chunks + multi_layer_chunks
 
 
 class BufferFiles(MegatronFiles):
     """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    The state is the float32 master weights; `with_state` returns readers of the moments. ``parameters`` are
-    the locations of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
-    the biases that balance the load of experts, are read from the model's weights.
+    By default the state is the float32 master weights; `with_state` returns readers of the moments.
+    ``parameters`` are the locations of the parameters in the flat buffers. Tensors that the optimizer does
+    not update, such as the biases that balance the load of experts, are read from the model's weights.
     """
 
     def __init__(
@@ -266,16 +267,16 @@ class BufferFiles(MegatronFiles):
 
         # A flat buffer contains the parameter shards of one rank of the layout that wrote the checkpoint.
         self._flat: dict[str, FlatParameter] = {}
-        by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
+        parameters_by_ranks: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
         for parameter in parameters:
             ranks = (parameter.tensor_rank, parameter.expert_rank, parameter.expert_tensor_rank)
-            by_shard.setdefault(ranks, {})[parameter.name] = parameter
+            parameters_by_ranks.setdefault(ranks, {})[parameter.name] = parameter
 
         # Trace the import of each shard to find the Hugging Face tensors in its parameters.
         model = read_pretrained(Path(path) / "config.json")
         layout = writer_layout(checkpoint.arguments)
         boxes: list[TensorBox] = []
-        for ranks, shard_parameters in by_shard.items():
+        for ranks, shard_parameters in parameters_by_ranks.items():
             tensor_rank, expert_rank, expert_tensor_rank = ranks
             shard = Shard(
                 tensor=tensor_rank,
@@ -302,7 +303,7 @@ class BufferFiles(MegatronFiles):
                 self._shapes,
             )
 
-        # These boxes replace the ones in the model's weights.
+        # These boxes replace the boxes in the model's weights.
         for name in {box.name for box in boxes}:
             self._boxes[name] = []
         for box in boxes:
@@ -311,7 +312,7 @@ class BufferFiles(MegatronFiles):
     def with_state(self, state: str) -> BufferFiles:
         """Return a reader of the optimizer state named ``state``, such as "exp_avg".
 
-        It is stored in other buffers, in which each parameter is at the same position.
+        Each state is stored in separate buffers, in which the parameters have the same positions.
         """
         reader = copy(self)
         reader._state = state
@@ -323,22 +324,22 @@ class BufferFiles(MegatronFiles):
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return a part of a box from the flat buffers, or from the weights if the tensor has no state."""
+        """Read a slice of a box from the flat buffers, or from the weights if the tensor has no state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._read_stored(box, start, size)
 
-        # Coordinates of the first element in the parameter: those of the box, plus ``start``.
+        # Convert the box's offset to coordinates in the parameter, and add ``start``.
         parameter_strides = row_major_strides(parameter.shape)
         remaining_offset = box.offset
-        begin = []
-        for stride, first in zip(parameter_strides, start, strict=True):
+        start_in_parameter = []
+        for stride, start_in_box in zip(parameter_strides, start, strict=True):
             coordinate, remaining_offset = divmod(remaining_offset, stride)
-            begin.append(coordinate + first)
+            start_in_parameter.append(coordinate + start_in_box)
 
         # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
         row_elements = parameter_strides[0]
-        first_element = parameter.start + begin[0] * row_elements
+        first_element = parameter.start + start_in_parameter[0] * row_elements
         rows = self._buckets.read(
             self._state,
             parameter.bucket,
@@ -347,7 +348,7 @@ class BufferFiles(MegatronFiles):
         )
         values = rows.view(size[0], *parameter.shape[1:])
         for dim in range(1, len(size)):
-            values = values.narrow(dim, begin[dim], size[dim])
+            values = values.narrow(dim, start_in_parameter[dim], size[dim])
         return values
 
 
@@ -356,7 +357,7 @@ def _view_of_box(
     start: Sequence[int],
     box: Span,
 ) -> Tensor:
-    """Return the view of a ``box`` in ``values``; ``start`` are the coordinates of their first element."""
+    """Return a view of ``box`` in ``values``, whose first element has the coordinates ``start``."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
         offset = box_start[dim] - start[dim]
@@ -375,16 +376,16 @@ def _load_tensor(
     """
     try:
         # With weights_only forged bytes cannot run code.
-        value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
-        if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
-            return value.detach().view(chunk.size)
-        shape = getattr(value, "shape", "another size")
-        problem = f"{type(value).__name__} of {shape}"
+        loaded = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
+        if isinstance(loaded, Tensor) and loaded.numel() == math.prod(chunk.size):
+            return loaded.detach().view(chunk.size)
+        shape = getattr(loaded, "shape", "another size")
+        problem = f"{type(loaded).__name__} of {shape}"
     except Exception as error:  # damaged bytes may raise any exception
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
 
     raise UserError(
-        "a piece of the Megatron checkpoint cannot be read",
+        "a chunk of the Megatron checkpoint cannot be read",
         where=str(path / chunk.file),
         expected=f"a tensor of {list(chunk.size)} at byte {chunk.offset}",
         got=problem[:300],

@@ -23,9 +23,9 @@ def add_adapters(
     *,
     trainable: bool,
 ) -> None:
-    """Attach adapters to a model, with the weights in the PEFT folder ``config.path`` if that is set.
+    """Attach adapters to a model, with initial weights from the PEFT folder ``config.path``, if set.
 
-    Adapters without stored weights get new values, which depend on ``seed``.
+    Adapters without stored weights are initialised with new values, which depend on ``seed``.
     """
     initial_weights = None
     if config.path is not None:
@@ -47,11 +47,11 @@ def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
             return compute_fingerprint(path, dtype)
         return None
 
-    # Collective, so every rank calls it; only the first rank has a result.
+    # The call is collective, so every rank must run it; only the first rank has a result.
     checksums = run_on_all_ranks_or_raise(read_checksum, "read the model's weights", model.groups.all)
     model.adapters = replace(model.adapters, base=checksums[0])
 
 
 def peft_boxes(model: ParallelModel) -> list[TensorBox]:
-    """Return the boxes of the model's adapters, under the tensor names of PEFT's files."""
+    """Return the boxes of the model's adapters, with the tensor names in PEFT's files."""
     return [replace(box, name=PEFT_PREFIX + box.name) for box in adapter_boxes(model)]

@@ -1,7 +1,7 @@
 """Import of Hugging Face checkpoints into Megatron models: boxes of their tensors, and loading.
 
-One of the ranks with the same parameter reads it and broadcasts it, so that a data-parallel group reads each
-byte once.
+For each parameter, one of the ranks with the same shard reads it and broadcasts it to the others. A
+data-parallel group therefore reads each byte once.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import view_of
 
 MAX_SAMPLED_TENSORS = 64
-"""Largest number of tensors of which `compute_fingerprint` reads a row, so that it takes only seconds."""
+"""Largest number of tensors that `compute_fingerprint` samples, so that it takes only seconds."""
 _COMPARED_ROWS = 8192
-"""Number of vocabulary rows that are compared at a time, so that no complete embedding is copied."""
+"""Number of vocabulary rows to compare at a time, so that no complete embedding is in memory."""
 _MAX_NAMES_LISTED = 8
-"""Largest number of tensor names in an error: for the checkpoint of a wrong model there would be hundreds."""
+"""Largest number of tensor names in an error: a checkpoint of a wrong model would have hundreds."""
 
 Checkpoint = CheckpointFiles | MegatronFiles
 """Source of slices of a model's tensors, by their Hugging Face names."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open the tensors of a model's folder: its own safetensors, or the Megatron checkpoint it points to."""
+    """Open the tensors of a model's folder: safetensors, or the Megatron checkpoint to which it points."""
     if (Path(path) / POINTER).is_file():
         return MegatronFiles(path)
     return CheckpointFiles(path)
@@ -50,13 +50,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def source_boxes(model: ChunkedModel) -> list[TensorBox]:
     """Return the boxes of the checkpoint's tensors in this rank's parameters.
 
-    Storages have the names of `live_parameters`. Raises CoverageError unless every element, except for the
-    padding of the vocabulary, is filled exactly once, and UserError for parameters with equal or unknown
+    Storage names are the names of `live_parameters`. Raises CoverageError unless every element, except for
+    the padding of the vocabulary, is filled exactly once, and UserError for parameters with equal or unknown
     names.
     """
     parameters = live_parameters(model)
 
-    # Storage by Megatron's name of the parameter.
+    # Megatron's name of a parameter -> storage name.
     storage_by_name: dict[str, str] = {}
     for storage in parameters:
         first_storage = storage_by_name.setdefault(global_name(model, storage), storage)
@@ -69,7 +69,7 @@ def source_boxes(model: ChunkedModel) -> list[TensorBox]:
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
 
-    # Trace the import on meta tensors: it only records which slice fills which part of a parameter.
+    # Trace the import on meta tensors, which records the box of each copy and reads no values.
     meta_tensors: dict[str, Tensor] = {}
     for name, storage in storage_by_name.items():
         meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
@@ -86,7 +86,7 @@ def load_weights(model: ChunkedModel, path: str | Path) -> None:
     """Fill the model from a checkpoint directory.
 
     Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
-    keeps its initial values if the checkpoint has no scalar head, like a policy's. A simulation reads no
+    retains its initial values if the checkpoint, such as a policy, has no scalar head. A simulation reads no
     file. Raises UserError on all ranks if tensors are missing, unexpected or have a different shape.
     Collective over the model's ranks.
     """
@@ -106,12 +106,12 @@ def fill_parameters(
     model: ChunkedModel,
     open_files: Callable[[], Checkpoint],
 ) -> None:
-    """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
+    """Fill ``parameters``, which have the names and shapes of a model's `live_parameters`, from a checkpoint.
 
-    Each rank reads the parameters assigned to it, all ranks in parallel, then broadcasts them in place to the
-    ranks with the same parameters. Besides the parameters a rank needs memory for only one slice. If reading
-    fails on one rank, all ranks raise before the first broadcast. For a model without `ParallelGroups` each
-    rank reads all parameters. Collective over the model's ranks.
+    All ranks read in parallel: each rank reads the parameters that are assigned to it, then broadcasts them
+    in place to the ranks with the same parameters. A rank needs additional memory for only one slice. If
+    reading fails on one rank, all ranks raise before the first broadcast. For a model without
+    `ParallelGroups` each rank reads all parameters. Collective over the model's ranks.
     """
     groups = getattr(model, "groups", None)
     if groups is None:
@@ -127,7 +127,7 @@ def fill_parameters(
 
     run_on_all_ranks_or_raise(read_assigned, "read the model's weights", groups.all)
 
-    # The order is the same on all ranks, since `_assign_sources` returns the same result on all of them.
+    # The order of broadcasts is the same on all ranks, because `_assign_sources` is deterministic.
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             broadcast_tensor(parameters[storage], source, group)
@@ -139,7 +139,7 @@ def assigned_parameters(parameters: Mapping[str, Tensor], model: ParallelModel) 
 
 
 def _parameters_of_this_rank(sources: Mapping[str, tuple[Any, int]]) -> set[str]:
-    """Return the names of the parameters whose source, a rank in a group, is this rank."""
+    """Return the names of the parameters that this rank reads; ``sources`` come from `_assign_sources`."""
     return {name for name, (group, source) in sources.items() if group.rank() == source}
 
 
@@ -147,7 +147,7 @@ def _assign_sources(
     parameters: Mapping[str, Tensor],
     groups: Any,
 ) -> dict[str, tuple[Any, int]]:
-    """Return for each parameter the group that replicates it and the rank within the group that reads it.
+    """Assign each parameter to one rank of the group that replicates it: return (group, rank in the group).
 
     A parameter is assigned to the rank with the fewest bytes so far. All ranks compute the same assignment.
     """
@@ -155,7 +155,7 @@ def _assign_sources(
     dense_bytes = [0] * groups.data_context.size()
     expert_bytes = [0] * groups.expert_data.size()
     for name, parameter in parameters.items():
-        # Experts are replicated over another group than the dense parameters.
+        # Experts are replicated over a different group than dense parameters.
         if is_expert_parameter(name):
             group = groups.expert_data
             bytes_by_rank = expert_bytes
@@ -163,7 +163,7 @@ def _assign_sources(
             group = groups.data_context
             bytes_by_rank = dense_bytes
 
-        # The least loaded rank; the lowest one of several, so that all ranks agree.
+        # Select the least loaded rank, and the lowest of several such ranks, so that all ranks agree.
         source = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[source] += parameter.nbytes
         sources[name] = (group, source)
@@ -176,22 +176,19 @@ def _read_parameters(
     model: ChunkedModel,
     files: Checkpoint,
 ) -> None:
-    """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time.
-
-    ``parameters`` are those of `fill_parameters`.
-    """
+    """Fill the parameters with the ``selected_names`` from a checkpoint's files, one box at a time."""
     boxes = source_boxes(model)
     padded_names = vocabulary_names(describe_model(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
-            # No box fills the rows that pad the vocabulary.
+            # Zero the rows that pad the vocabulary, which no box fills.
             if storage in selected_names and global_name(model, storage) in padded_names:
                 parameter.zero_()
 
         for box in boxes:
             if box.storage not in selected_names:
                 continue
-            # A policy's checkpoint has no scalar head: the critic's head keeps its initial values.
+            # A policy's checkpoint has no scalar head: the critic's head retains its initial values.
             if box.name == SCALAR and SCALAR not in files.names():
                 continue
 
@@ -202,9 +199,9 @@ def _read_parameters(
 
 
 def compute_fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum over one row, converted to ``dtype``, of each of up to `MAX_SAMPLED_TENSORS` tensors.
+    """Compute a checksum of the first rows of up to `MAX_SAMPLED_TENSORS` tensors, converted to ``dtype``.
 
-    It does not depend on the format of the checkpoint or on its division into files.
+    The checksum does not depend on the checkpoint's format or its division into files.
     """
     files = open_checkpoint(path)
     model = describe_model(read_hf_config(path))
@@ -231,12 +228,13 @@ def require_finite(
     name: str,
     files: Checkpoint,
 ) -> None:
-    """Raise UserError if any of the ``values`` read from a checkpoint's tensor is NaN or infinite."""
-    # Minimum and maximum reveal NaN and infinities in one pass, without a copy: aminmax propagates NaN.
+    """Raise UserError if any of the ``values`` of a checkpoint's tensor ``name`` is NaN or infinite."""
     if values.numel() == 0:
         return
-    lowest, highest = values.aminmax()
-    if bool(lowest.isfinite()) and bool(highest.isfinite()):
+
+    # aminmax propagates NaN, so it finds NaN and infinities in one pass, without a copy.
+    minimum, maximum = values.aminmax()
+    if bool(minimum.isfinite()) and bool(maximum.isfinite()):
         return
 
     nan_count = int(values.isnan().sum())
@@ -251,17 +249,17 @@ def require_finite(
 
 
 def check_tensors(files: Checkpoint, model: ChunkedModel) -> None:
-    """Raise UserError unless a checkpoint has exactly the tensors, with the shapes, that the model needs."""
+    """Raise UserError unless a checkpoint has exactly the model's tensors, with the model's shapes."""
     hf_model = describe_model(model.hf_config)
-    expected = hf_model.tensor_shapes()
-    stored = files.names()
+    expected_shapes = hf_model.tensor_shapes()
+    stored_names = files.names()
 
     # A critic may start from a policy's checkpoint, with a new head.
-    if SCALAR not in stored:
-        expected.pop(SCALAR, None)
+    if SCALAR not in stored_names:
+        expected_shapes.pop(SCALAR, None)
 
-    missing_names = sorted(set(expected) - stored)
-    extra_names = stored - set(expected)
+    missing_names = sorted(set(expected_shapes) - stored_names)
+    extra_names = stored_names - set(expected_shapes)
     unexpected_names = sorted(name for name in extra_names if not hf_model.is_ignorable(name))
     if missing_names or unexpected_names:
         expected_line = None
@@ -281,11 +279,11 @@ def check_tensors(files: Checkpoint, model: ChunkedModel) -> None:
             fix=fix,
         )
 
-    if hf_model.has_separate_head(stored):
+    if hf_model.has_separate_head(stored_names):
         _require_equal_head(files)
 
     # All tensors exist: compare their shapes.
-    for name, shape in expected.items():
+    for name, shape in expected_shapes.items():
         if files.shape(name) != shape:
             raise UserError(
                 f"The shape of the checkpoint's tensor {name} does not match its config.json.",
@@ -297,7 +295,7 @@ def check_tensors(files: Checkpoint, model: ChunkedModel) -> None:
 
 
 def _require_equal_head(files: Checkpoint) -> None:
-    """Raise UserError if a stored output layer differs from the embedding that config.json ties it to."""
+    """Raise UserError if a stored output layer differs from the embedding, to which config.json ties it."""
     shapes = {
         OUTPUT: files.shape(OUTPUT),
         EMBEDDING: files.shape(EMBEDDING),
@@ -305,11 +303,11 @@ def _require_equal_head(files: Checkpoint) -> None:
     is_equal = shapes[OUTPUT] == shapes[EMBEDDING]
 
     # Compare blocks of rows up to the first difference.
-    row_count, width = shapes[EMBEDDING]
+    num_rows, width = shapes[EMBEDDING]
     first_row = 0
-    while is_equal and first_row < row_count:
+    while is_equal and first_row < num_rows:
         start = (first_row, 0)
-        size = (min(_COMPARED_ROWS, row_count - first_row), width)
+        size = (min(_COMPARED_ROWS, num_rows - first_row), width)
         head_rows = files.read(OUTPUT, start, size)
         embedding_rows = files.read(EMBEDDING, start, size)
         is_equal = torch.equal(head_rows, embedding_rows)

@@ -1,8 +1,8 @@
 """Rollout policy: weights to sample from, which may be older than the model's (`hybrid_engine.every`).
 
-The one idea: an engine cannot preserve weights, since it may drop them while asleep, be restarted, or be new
-in a resumed run. So between two periodic syncs the actor's ranks retain a copy of the last synced weights in
-host memory. For another sync of these weights, the copy is swapped with the model's weights in place, and
+The idea: an engine cannot preserve weights, since it may drop them while asleep, be restarted, or be new in a
+resumed run. Between two periodic syncs the actor's ranks therefore retain a copy of the last synced weights
+in host memory. For another sync of these weights, the copy is swapped with the model's weights in place, and
 swapped back afterwards.
 """
 
@@ -21,7 +21,7 @@ from megatron_rl.shapes.layer_weights import is_buffer
 
 
 class RolloutPolicy:
-    """Version of the weights to sample responses from, and a copy of them while the model is newer.
+    """Version of the weights to sample responses from, and a copy of these weights if the model is newer.
 
     Methods that read or write weights need the model's weights in device memory. No method is collective.
 
@@ -55,7 +55,7 @@ class RolloutPolicy:
         return self.version
 
     def capture_weights(self, version: int) -> None:
-        """Make the model's current weights, of ``version``, the rollout policy; copy them if needed."""
+        """Make the model's current weights, of ``version``, the rollout policy; copy them if necessary."""
         self.version = version
         # With a sync at every version the model is never newer than the engine, so no copy is needed.
         if self.every != 1 and self._model is not None:
@@ -65,7 +65,7 @@ class RolloutPolicy:
 
     @contextmanager
     def swap_into_model(self) -> Iterator[None]:
-        """Put the copied weights into the model inside the block, and restore its newer ones afterwards."""
+        """Swap the copied weights into the model inside the block, and swap them back afterwards."""
         self._swap_weights()
         try:
             yield
@@ -81,11 +81,11 @@ class RolloutPolicy:
     @torch.no_grad()
     def _swap_weights(self) -> None:
         """Swap the copy with the model's weights, in place."""
-        # One tensor at a time, so that the swap needs extra memory only for the largest weight.
+        # Swap one tensor at a time, so that the swap needs extra memory only for the largest weight.
         for name, weight in self._get_trained_weights().items():
-            other_weight = self._copy[name]
+            copied_weight = self._copy[name]
             self._copy[name] = weight.to(host(), copy=True)
-            weight.copy_(other_weight)
+            weight.copy_(copied_weight)
 
     def _get_trained_weights(self) -> dict[str, Tensor]:
         """Return the trained weights by name; with adapters these are the adapters and the buffers."""

@@ -1,7 +1,7 @@
 """Weight sync from a Megatron model to vLLM's API servers, in one process group per server.
 
-The one idea: all ranks of the actor and all workers of one server form a process group, in which a
-`HybridEngine` moves the weights by a plan built once. A server that dies breaks only its own group.
+The idea: all ranks of the actor and all workers of one server form a process group, in which a `HybridEngine`
+moves the weights by a plan that is built once. A server that dies breaks only its own group.
 """
 
 from __future__ import annotations
@@ -62,26 +62,27 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
 
-    # Rank 0 claims the servers, since each can be claimed only once, and shares the capacity or the error.
-    capacity: int | UserError = 0
+    # Rank 0 claims the servers, since a server can be claimed only once, and sends the capacity or the error
+    # to all ranks.
+    capacity_or_error: int | UserError = 0
     if rank == 0:
         try:
-            capacity = sum(server.require_fit(config) for server in servers)
+            capacity_or_error = sum(server.require_fit(config) for server in servers)
             lease.acquire()
             for server in servers:
                 server.require_token_sampling()
         except UserError as error:
-            capacity = error
+            capacity_or_error = error
 
-    capacity = gather_objects(capacity)[0]
-    if isinstance(capacity, UserError):
-        raise capacity
+    capacity_or_error = gather_objects(capacity_or_error)[0]
+    if isinstance(capacity_or_error, UserError):
+        raise capacity_or_error
     if rank not in layout.ranks:
         return None
 
-    # The servers' capacity is divided among the ranks that send requests.
+    # Divide the servers' capacity among the ranks that send requests.
     rank_in_layout = layout.ranks.index(rank)
-    max_sequences = max(1, capacity // len(layout.ranks))
+    max_sequences = max(1, capacity_or_error // len(layout.ranks))
     return ServerGenerator(
         config.rollout.server,
         longest_row(config),
@@ -94,7 +95,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
 
 @dataclass(frozen=True)
 class _ServerLink:
-    """Weight sync to one server, and the process group of actor ranks and server workers that it uses."""
+    """Weight sync to one server, and the process group of the actor's ranks and the server's workers."""
 
     transfer: HybridEngine
     """Weight sync over ``group``."""
@@ -116,7 +117,7 @@ class _ServerState:
 
 
 class ServedWeights:
-    """Weight sync with servers. It replaces the `HybridEngine` of a run without an engine in its processes.
+    """Weight sync with servers, in place of the `HybridEngine` of a run with engines in its own processes.
 
     ``model``: the trained model, or None on ranks without the actor.
     ``actor``: ranks of the actor.
@@ -154,7 +155,7 @@ class ServedWeights:
         # Server that was unavailable in the last sync -> reason.
         self._unavailable_reasons: dict[Server, str] = {}
         self._is_leader = device.rank() == actor[0]
-        # Unique, so that a server with weights of another job is never mistaken for a current one.
+        # The name is unique, so that weights of another job are never mistaken for weights of this job.
         self._job_name = self._call_on_leader(lambda: uuid.uuid4().hex)
         self._started = False
 
@@ -172,34 +173,37 @@ class ServedWeights:
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
 
-        ``base`` is ignored: servers get merged adapters, so all weights move in every sync.
+        ``base`` is ignored: servers receive merged adapters, so all weights move in every sync.
         """
         self.version += 1
 
     @property
     def rollout_version(self) -> int:
-        """Return the version that `generation_mode` samples from; ``version`` if every version is synced."""
+        """Return the version of the weights from which `generation_mode` samples."""
         return self.rollout_policy.version_at(self.version)
 
     @property
     def _weights_name(self) -> str:
-        """Return the name of the served version, which no other job uses."""
+        """Return the name of the served weights, which is unique among all jobs."""
         return f"{self._job_name} {self._served_version}"
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
-        """Sync every reachable server to ``rollout_version``, and make the generators use only these servers.
+        """Sync every reachable server to ``rollout_version``, and make the generator use only these servers.
 
-        ``newest`` syncs to the newest version instead, for an evaluation. Waits if no server is reachable.
-        Yields the metrics of the sync and the number of servers. Raises UserError if no server becomes
-        reachable in time, and at the start of a run if the sync of any server fails. Collective over the
-        world.
+        With ``newest`` the servers are synced to the newest version, for an evaluation. Waits if no server is
+        reachable. Yields the metrics of the sync and the number of servers. Raises UserError if no server
+        becomes reachable in time, and at the start of a run if the sync of any server fails. Collective over
+        the world.
         """
         deadline = time.monotonic() + self._config.wait
         metrics = Metrics()
-        self._served_version = self.version if newest else self.rollout_version
+        self._served_version = self.rollout_version
+        if newest:
+            self._served_version = self.version
+
         while True:
-            # One rank queries the servers and reads the clock, so that all ranks take the same branches.
+            # Only the leader queries the servers and reads the clock, so that all ranks take the same branch.
             states, timed_out = self._call_on_leader(
                 lambda: (self._query_states(), time.monotonic() > deadline)
             )
@@ -219,7 +223,7 @@ class ServedWeights:
                         unavailable_reasons[server] = failure
 
             self._report_changes(unavailable_reasons, foreign_servers)
-            # Wait for a server if there is none. At the start of a run this is an error without a wait.
+            # Wait if no server is available. At the start of a run this is an error, without waiting.
             if len(unavailable_reasons) < len(self._servers) or timed_out or not self._started:
                 break
             time.sleep(_POLL_SECONDS)
@@ -255,14 +259,18 @@ class ServedWeights:
             self._say(f"warning: no server is available: waiting up to {self._config.wait:g} s for one")
 
     def _require_servers(self, unavailable_reasons: dict[Server, str]) -> None:
-        """Raise UserError if no server has the weights; at the start of a run, if any lacks them."""
-        some_available = len(unavailable_reasons) < len(self._servers)
-        if not unavailable_reasons or (some_available and self._started):
+        """Raise UserError if no server has the weights, or at the start of a run if any server lacks them."""
+        has_available_server = len(unavailable_reasons) < len(self._servers)
+        if not unavailable_reasons or (has_available_server and self._started):
             return
+
+        expected = "every server"
+        if self._started:
+            expected = "at least one server"
         raise UserError(
             "servers have not received the run's weights",
             where="rollout.server.urls",
-            expected="at least one server" if self._started else "every server",
+            expected=expected,
             got="\n".join(f"{server.url}: {reason}" for server, reason in unavailable_reasons.items()),
             fix="start them again; a run that has ended resumes from its last checkpoint",
         )
@@ -286,7 +294,7 @@ class ServedWeights:
         return _ServerState(FOREIGN)
 
     def _sync_server(self, server: Server) -> tuple[Metrics, str | None]:
-        """Sync a server to the served version; return the metrics, and the reason if it failed.
+        """Sync a server to the served version; return the metrics, and the reason if the sync failed.
 
         Requests in flight at the server continue with the new weights. Raises WeightMismatchError if a
         checksum differs. Collective over the world.
@@ -309,17 +317,19 @@ class ServedWeights:
         if failure is not None:
             self._leave_group(server)
             return Metrics(), failure
+
         # Ranks without the actor have no metrics of the transfer.
         maxima: Mapping[str, float] = {}
         if metrics is not None:
             maxima = metrics.maxima
-        return Metrics({"time/reshard": (time.perf_counter() - start, 1.0)}, maxima), None
+        seconds = time.perf_counter() - start
+        return Metrics({"time/reshard": (seconds, 1.0)}, maxima), None
 
     def _run_on_actor(self, server: Server, action: Callable[[Server], Any]) -> tuple[Any, str | None]:
-        """Run an action on the actor's ranks; return its result, and the error if it failed on any of them.
+        """Run an action on the actor's ranks; return this rank's result, and the error if any rank failed.
 
-        A rank on which it fails leaves the process group, so that no other rank waits for it in a collective.
-        Collective over the world.
+        A failed rank leaves the process group, so that no other rank waits for it in a collective. Collective
+        over the world.
         """
         # Every rank must join the gather below, including ranks without the actor.
         result = None
@@ -334,10 +344,12 @@ class ServedWeights:
                 self._leave_group(server)
 
         failures = [reason for reason in gather_objects(failure) if reason is not None]
-        return result, failures[0] if failures else None
+        if failures:
+            return result, failures[0]
+        return result, None
 
     def _prepare_server(self, server: Server) -> tuple[dict[str, Any], str | None]:
-        """Pause a server; return the rendezvous of a new process group, and the reason if it failed.
+        """Pause a server; return the rendezvous of a new process group, and the reason of a failure.
 
         The rendezvous is empty for a server with a link, whose process group is used again.
         """
@@ -367,8 +379,8 @@ class ServedWeights:
         if server in self._links:
             return
 
-        # The leader calls the server in a thread, because the call returns only after both sides have joined
-        # and built the plan.
+        # The leader calls the server in a thread, because the call returns only after the actor's ranks and
+        # the server's workers have joined and built the plan.
         hybrid_engine = self._run_config.hybrid_engine
         settings = {
             "staging_bytes": hybrid_engine.staging_bytes,
@@ -413,7 +425,7 @@ class ServedWeights:
             transfer.version = self._served_version
             metrics = transfer.sync()
 
-        # Name the new weights only now that both sides have verified them.
+        # Set the name of the new weights only after they are verified on both ends.
         if self._is_leader:
             server.finish_update(self._weights_name, timeout)
         return metrics
@@ -427,10 +439,10 @@ class ServedWeights:
 
 @contextmanager
 def _wait_for_server_call(call: Future[Any] | None) -> Iterator[None]:
-    """Wait at the end of the block for a call of a server that runs in a thread; None for no call.
+    """Wait at the end of the block for a server call that runs in a thread, if any.
 
-    If the block and the call both fail, the call's error is raised: it has the reason why the process group
-    broke.
+    If the block and the call both fail, the call's error is raised, since it has the reason why the process
+    group broke.
     """
     try:
         yield
@@ -446,7 +458,7 @@ def _wait_for_server_call(call: Future[Any] | None) -> Iterator[None]:
 
 
 def _find_rendezvous_address(server: Server) -> dict[str, Any]:
-    """Find an address of this machine that the server can reach, and a free port: ``address``, ``port``."""
+    """Return the ``address`` of this machine from which it reaches the server, and a free ``port``."""
     url = urllib.parse.urlsplit(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         # Connecting a datagram socket selects the local address and sends nothing.

@@ -1,7 +1,7 @@
 """Weight sync of a generation engine with a Megatron model in the same job.
 
-The one idea: the boxes of both sides never change, so one reshard plan, built at the first sync, is used for
-every later sync.
+The idea: the boxes of trainer and engine never change, so one reshard plan, built at the first sync, is used
+for every later sync.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WeightTransfer:
         return self._plan
 
     def compile_execution(self) -> Execution:
-        """Return the execution of the plan on the current storages; compiles it anew if one was replaced."""
+        """Return the execution of the plan on the current storages, recompiled if a storage was replaced."""
         plan = self.plan
 
         # Compiled views reference the storages, and any storage may have been replaced since the last call.
@@ -102,7 +102,7 @@ class WeightTransfer:
         return self._execution
 
     def release_views(self) -> None:
-        """Drop the compiled views, and with them tensors that nothing else references."""
+        """Drop the compiled views, which frees tensors without other references."""
         self._execution = None
 
     def _get_storages(
@@ -128,20 +128,20 @@ class WeightTransfer:
             target_boxes = self._target.boxes()
         self._reject_engine_without_boxes(target_boxes)
 
-        # NCCL creates a communicator in a collective call, but not every rank has messages in the exchange.
+        # NCCL creates a communicator in a collective call, but some ranks have no messages in the exchange.
         create_communicator(self._group)
         source_layout = gather_box_groups(source_boxes, _get_dtypes(source), self._group)
         target_layout = gather_box_groups(target_boxes, _get_dtypes(target), self._group)
 
         # The plan prefers senders on the receiver's node; the ranks on one host form a node.
-        host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
-        hosts = sorted(set(host_of.values()))
-        node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
-        return build_plan(source_layout, target_layout, node_of)
+        host_by_rank = dict(gather_objects((self._rank, socket.gethostname()), self._group))
+        hosts = sorted(set(host_by_rank.values()))
+        node_by_rank = {rank: hosts.index(host) for rank, host in host_by_rank.items()}
+        return build_plan(source_layout, target_layout, node_by_rank)
 
     def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
         """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or verified."""
-        # Gather the engines so that all ranks raise: else the others would wait in the gather of layouts.
+        # Gather the names so that all ranks raise; otherwise some would wait in the gather of layouts.
         engine_name = None
         if boxes is not None and not boxes:
             engine_name = f"{type(self._target).__name__} on rank {self._rank}"
@@ -231,7 +231,7 @@ class HybridEngine:
 
     @property
     def rollout_version(self) -> int:
-        """Return the version that `generation_mode` samples from; ``version`` if every version is synced."""
+        """Return the version of the weights from which `generation_mode` samples."""
         return self.rollout_policy.version_at(self.version)
 
     def mark_updated(self, *, base: bool = False) -> None:
@@ -310,30 +310,36 @@ class HybridEngine:
 
     @contextmanager
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
-        """Wake the engine and sync stale weights; if it ``sleeps``, put it to sleep again at the end.
+        """Wake the engine, sync stale weights, and put the engine to sleep after the block if it ``sleeps``.
 
-        The engine gets the weights of ``rollout_version`` or, with ``newest``, the model's current ones, for
-        an evaluation. Yields the metrics of the sync, which are empty without a sync. Collective over the
-        group.
+        The engine samples from the weights of ``rollout_version`` or, with ``newest``, from the model's
+        current weights, for an evaluation. Yields the metrics of the sync, which are empty without a sync.
+        Collective over the group.
         """
+        version = self.rollout_version
+        if newest:
+            version = self.version
+
         # The sync writes into the engine's storage, which exists only while the engine is awake.
         if self._engine is not None:
             self._engine.wake()
-        version = self.version if newest else self.rollout_version
         metrics = Metrics()
         if self._is_stale(version):
             with self._resident(), self.rollout_policy.use_version(version, self.version):
                 metrics = self.sync(version)
+
         if not newest and version != self.rollout_policy.version:
             # With a sync at every version no weights are copied, so the model need not be in device memory.
-            resident = self._resident() if self.rollout_policy.every != 1 else nullcontext()
-            with resident:
+            weights_scope: AbstractContextManager[None] = nullcontext()
+            if self.rollout_policy.every != 1:
+                weights_scope = self._resident()
+            with weights_scope:
                 self.rollout_policy.capture_weights(version)
 
         try:
             yield metrics
         finally:
-            # Also after an error, so that device memory is free for a caller that handles it.
+            # Sleep even after an error, so that device memory is free for a caller that handles the error.
             if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 
@@ -355,29 +361,30 @@ class HybridEngine:
 
 
 def _make_weight_source(model: ChunkedModel | None, separate_adapters: bool) -> WeightSource | None:
-    """Make the source of a model's weights; None without a model.
+    """Create the source of a model's weights, or return None without a model.
 
-    Adapters are merged into them unless ``separate_adapters`` is set.
+    Adapters are merged into the weights unless ``separate_adapters`` is set.
     """
     if model is None:
         return None
 
-    merge_adapters = getattr(model, "adapters", None) is not None and not separate_adapters
-    parameters = policy_weights if merge_adapters else live_parameters
-    return WeightSource(partial(parameters, model), partial(source_boxes, model))
+    get_weights = live_parameters
+    if getattr(model, "adapters", None) is not None and not separate_adapters:
+        get_weights = policy_weights
+    return WeightSource(partial(get_weights, model), partial(source_boxes, model))
 
 
 def _make_adapter_source(model: Any) -> WeightSource | None:
-    """Make the source of a model's adapters under PEFT's names; None without a model."""
+    """Create the source of a model's adapters under PEFT's names, or return None without a model."""
     if model is None:
         return None
     return WeightSource(partial(engine_adapters, model), partial(peft_boxes, model))
 
 
 def _find_largest_total(bytes_by_plan: Iterable[Mapping[int, int]]) -> float:
-    """Add up the bytes of several plans for each rank; return the largest total.
+    """Sum the bytes of several plans for each rank; return the largest sum.
 
-    Each mapping of ``bytes_by_plan`` is rank -> bytes.
+    ``bytes_by_plan`` has a mapping from rank to bytes for each plan.
     """
     total_by_rank = Counter[int]()
     for bytes_by_rank in bytes_by_plan:

@@ -54,7 +54,7 @@ class TrainedModel:
 
 
 def _unwrap(chunk: Any) -> Any:
-    """Return the GPTModel that wrappers such as DDP contain."""
+    """Return the GPTModel inside wrappers such as DDP."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
     return chunk
@@ -85,8 +85,8 @@ def _join_rendezvous(
 ) -> tuple[HybridEngine, Callable[[], None]]:
     """Join the rendezvous; return a hybrid engine with its plan, and a function that leaves the group.
 
-    ``rendezvous`` is a `TransferRendezvous`; ``engine_storage`` has the weights of this process's engine, or
-    is None without one. Collective over the trainers and workers.
+    ``rendezvous`` is a `TransferRendezvous`; ``engine_storage`` has the weights of the engine in this
+    process, if any. Collective over the trainers and workers.
     """
     # In one job the process group is the world, which no rank leaves.
     group = None
@@ -115,4 +115,4 @@ def _join_rendezvous(
 
 
 def _do_nothing() -> None:
-    """Do nothing."""
+    """Do nothing: the function that leaves the group if it is the world."""

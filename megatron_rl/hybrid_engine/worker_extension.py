@@ -22,9 +22,9 @@ class HybridWorker:
     """Run that has reserved the server, and the time at which the reservation ends (monotonic, seconds)."""
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve this server for ``run`` for ``seconds``; return None.
+        """Reserve this server for ``run`` for some ``seconds``; return None if the server was reserved.
 
-        If another run has reserved it, nothing changes, and that run is returned.
+        If another run has reserved the server, return this other run.
         """
         # A claim expires, so that a killed job does not block the server.
         holder, expiry = self._claim
@@ -36,10 +36,10 @@ class HybridWorker:
         return None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
-        """Call the method of this worker called ``method``; return its error as text, or None on success.
+        """Call a method of this worker by name; return its error as text, or None on success.
 
         The error is not raised: if a worker raises, vLLM does not read the replies of the other workers, and
-        returns them for later calls.
+        returns these replies for later calls.
         """
         try:
             getattr(self, method)(*arguments)

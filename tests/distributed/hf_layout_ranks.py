@@ -186,7 +186,7 @@ def check_loading(model: Any, folder: Path) -> None:
 def check_round_trip(model: Any, first: Path, second: Path) -> None:
     """Check that an exported checkpoint has the loaded one's bits, and that transformers loads it."""
     # Small files and pieces, so that tensors are split over several of both.
-    export_model(model, second, first, file_bytes=60_000, piece_bytes=9_000)
+    export_model(model, second, first, file_bytes=60_000, slice_bytes=9_000)
     if device.rank() == 0:
         before = CheckpointFiles(first)
         after = CheckpointFiles(second)

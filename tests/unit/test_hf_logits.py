@@ -57,7 +57,7 @@ def test_exported_checkpoint_is_the_loaded_one(family, tmp_path):
     save_model(family, tmp_path / "first")
     model = build(make_model(family).config)
     load_weights(model, tmp_path / "first")
-    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, piece_bytes=5_000)
+    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=40_000, slice_bytes=5_000)
     first, second = CheckpointFiles(tmp_path / "first"), CheckpointFiles(tmp_path / "second")
     assert first.names() == second.names()
     digests = durable.read_digests(tmp_path / "second")

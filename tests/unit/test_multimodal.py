@@ -96,7 +96,7 @@ def test_a_multimodal_checkpoint_is_trained_as_its_language_model(name: str, tmp
         # The export has one trained tensor that differs, and everything else bit for bit.
         changed = next(iter(live_parameters(model).values()))
         changed += 1.0
-    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=200_000, piece_bytes=5_000)
+    export_model(model, tmp_path / "second", tmp_path / "first", file_bytes=200_000, slice_bytes=5_000)
     before, after = (stored_tensors(tmp_path / folder) for folder in ("first", "second"))
     assert before.keys() == after.keys()
     different = {key for key in before if not torch.equal(before[key], after[key])}
@@ -178,7 +178,7 @@ def test_transposed_experts_are_read_as_those_that_are_not(tmp_path: Path) -> No
     # The export is as the published one, which vLLM reads too.
     model = build(read_hf_config(tmp_path / "saved"))
     load_weights(model, tmp_path / "saved")
-    export_model(model, tmp_path / "out", tmp_path / "saved", piece_bytes=5_000)
+    export_model(model, tmp_path / "out", tmp_path / "saved", slice_bytes=5_000)
     out, expected = (stored_tensors(tmp_path / folder) for folder in ("out", "published"))
     assert out.keys() == expected.keys() and all(torch.equal(out[key], expected[key]) for key in out)
 

@@ -1,8 +1,8 @@
-"""Conversion between Megatron-LM's arguments and config.json, from one table of a model's arguments.
+"""Conversion between Megatron-LM's arguments and config.json, by a single table of a model's arguments.
 
 `derive_arguments` returns the arguments of a model, for a checkpoint that Megatron-LM reads. In the other
 direction a config.json, derived or from the tokenizer's folder, is accepted only if `derive_arguments`
-returns the checkpoint's arguments for it. So there is no second table that could disagree with the first.
+returns the checkpoint's arguments for it. A second table, which could contradict the first, is not needed.
 """
 
 from __future__ import annotations
@@ -46,19 +46,23 @@ _SETTINGS_WITHOUT_ARGUMENT = (
     "moe_aux_loss_coeff", "moe_token_dispatcher_type", "num_moe_experts", "num_query_groups",
     "original_max_position_embeddings", "beta_fast", "beta_slow",
 )  # fmt: skip
-"""Settings of a model that its arguments need not have.
+"""Settings of a model in Megatron that need no argument of the same name.
 
-They concern training, or are arguments of another name. Latent attention has no groups. Megatron-LM has no
-arguments for the last three, of YaRN, and takes the values of DeepSeek's checkpoints.
+Some concern only training, others have an argument of a different name, and latent attention has no query
+groups. For the last three settings, of YaRN, Megatron-LM has no arguments, and uses the values of DeepSeek's
+checkpoints.
 """
 _ARGUMENTS_WITHOUT_EFFECT = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
 _LONGEST_VALUE = 200
-"""Characters of a value that an error shows."""
+"""Maximum number of characters of a value in an error."""
 
 
 def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments with which Megatron-LM builds a model; raise UserError if it cannot build it."""
+    """Return the arguments with which Megatron-LM builds a model.
+
+    Raises UserError for a model that Megatron-LM cannot build.
+    """
     shape = model.shape
     config = model.config
     rope_settings = rope_parameters(config)
@@ -100,10 +104,10 @@ def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
         "init_method_std": config["initializer_range"],
     }
 
-    # Arguments of latent attention, scaled rotary angles and experts.
+    # Add the arguments of latent attention, scaled rotary angles and experts.
     if shape.has_latent_attention:
+        arguments |= latent_settings(shape)
         arguments |= {
-            **latent_settings(shape),
             "rope_type": "rope",
             "rotary_scaling_factor": 1.0,
             "mscale": rope_settings.get("mscale", 1.0),
@@ -116,7 +120,7 @@ def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
     if shape.experts:
         arguments |= _expert_arguments(model)
 
-    # Whatever else the model sets in Megatron, its arguments would leave out.
+    # Reject a model with settings in Megatron that no argument expresses.
     feature = _find_feature_without_argument(model, arguments)
     if feature is not None:
         raise _no_arguments_error(model, feature)
@@ -124,7 +128,7 @@ def derive_arguments(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
-    """Return the error of a model with a feature for which Megatron-LM has no argument."""
+    """Return the error for a model with a feature for which Megatron-LM has no argument."""
     return UserError(
         f"Megatron-LM has no arguments for a model of the family {model.family.title}",
         where="--format megatron",
@@ -135,7 +139,7 @@ def _no_arguments_error(model: PretrainedModel, feature: str) -> UserError:
 
 
 def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[str, Any]) -> str | None:
-    """Return a feature that the family or a block sets in Megatron and no argument expresses, or None."""
+    """Return a feature of the model's family or blocks that no argument expresses, or None."""
     shape = model.shape
     settings: dict[str, Any] = {}
     for block in (*shape.mixers, *shape.feed_forwards):
@@ -145,7 +149,8 @@ def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[st
     for name, value in settings.items():
         argument = arguments.get(name)
         # A setting that is off needs no argument.
-        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or not (argument or value):
+        is_off = not argument and not value
+        if name in _SETTINGS_WITHOUT_ARGUMENT or argument == value or is_off:
             continue
         return UNSUPPORTED_ARGUMENTS.get(name, f"{name} = {value}")
     if model.family.features:
@@ -154,9 +159,12 @@ def _find_feature_without_argument(model: PretrainedModel, arguments: Mapping[st
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
+    """Return the arguments of a mixture of experts.
+
+    The arguments of the router are the family's settings in Megatron.
+    """
     shape = model.shape
-    routing = model.family.megatron(model.config)
+    family_settings = model.family.megatron(model.config)
 
     # A period of 1 means that every layer has experts.
     layer_frequency: int | list[int] = 1
@@ -172,14 +180,15 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
         "moe_router_group_topk": None,
         "moe_router_topk_scaling_factor": None,
     }
-    router_arguments = {name: routing.get(name, default) for name, default in defaults.items()}
-    return {
+    arguments: dict[str, Any] = {
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
         "moe_layer_freq": layer_frequency,
         "moe_shared_expert_intermediate_size": shape.shared_width or None,
-        **router_arguments,
     }
+    for name, default in defaults.items():
+        arguments[name] = family_settings.get(name, default)
+    return arguments
 
 
 def _find_unsupported_feature(
@@ -206,7 +215,7 @@ def _find_unsupported_feature(
     if shape.sliding_layers:
         return "attention to a window of tokens"
 
-    # Scaled rotary angles: Llama 3's with Megatron's constants, or YaRN in latent attention.
+    # Megatron-LM scales rotary angles like Llama 3, with fixed constants, or by YaRN in latent attention.
     if rope_type == "llama3" and any(rope_settings.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
     is_latent_yarn = rope_type == "yarn" and shape.has_latent_attention
@@ -216,11 +225,11 @@ def _find_unsupported_feature(
 
 
 def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
-    """Return the config.json of a checkpoint's model, from the arguments that it was trained with.
+    """Build the config.json of a checkpoint's model from the arguments with which the model was trained.
 
     ``tokenizer_size`` is the size of the tokenizer's vocabulary, used if the arguments contain no size.
-    ``setting`` is the key that names the checkpoint. Raises UserErrors with every argument of a feature that
-    cannot be trained here.
+    ``setting`` is the configuration key of the checkpoint's path. Raises UserErrors with every argument of a
+    feature that cannot be trained here.
     """
     get = arguments.get
 
@@ -286,7 +295,7 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
 
 
 def _transformers_family(arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """Return model_type and architecture of the transformers class with the layers of these arguments."""
+    """Return model_type and architecture of the transformers class with the layers of the arguments."""
     has_experts = bool(arguments.get("num_experts"))
     has_qk_norm = bool(arguments.get("qk_layernorm"))
 
@@ -357,7 +366,8 @@ def contradiction_errors(
 ) -> list[UserError]:
     """Return the errors of a checkpoint whose arguments contradict the config.json at ``config_path``.
 
-    ``setting`` is the key that names the checkpoint. Arguments that it lacks contradict nothing.
+    ``setting`` is the configuration key of the checkpoint's path. Arguments that the checkpoint lacks are not
+    compared.
     """
     try:
         expected_arguments = derive_arguments(model)
@@ -378,7 +388,7 @@ def contradiction_errors(
             expected_text = f"not set: {meaning} is not in {config_path}"
             errors.append(_argument_error(setting, name, arguments[name], expected_text))
 
-    # Arguments that the checkpoint lacks contradict nothing.
+    # Compare only arguments that the checkpoint has.
     checkpoint_values = _effective_arguments(arguments)
     for name, value in _effective_arguments(expected_arguments).items():
         if name in checkpoint_values and not _are_equal(checkpoint_values[name], value):
@@ -423,7 +433,7 @@ def _effective_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_equal(value: Any, expected: Any) -> bool:
-    """Return whether two arguments are equal, numbers up to rounding; False, None and 0 are equal."""
+    """Return whether two arguments are equal; numbers may differ by rounding, and False equals None and 0."""
     is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
     if is_number and isinstance(value, int | float):
         return abs(value - expected) <= 1e-6 * abs(expected)
@@ -443,7 +453,8 @@ def _argument_error(
 ) -> UserError:
     """Return the error for an argument of the checkpoint that has an unsupported ``value``.
 
-    ``expected`` describes the values that can be used, and ``setting`` is the key that names the checkpoint.
+    ``expected`` describes the supported values, and ``setting`` is the configuration key of the checkpoint's
+    path.
     """
     got = "not set"
     if value is not None:
@@ -459,10 +470,11 @@ def _argument_error(
 
 
 def derive_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: int | None) -> dict[str, Any]:
-    """Derive a config.json from arguments, and verify it: `derive_arguments` must return the same arguments.
+    """Derive a config.json from arguments, and verify that `derive_arguments` returns the same arguments.
 
-    ``setting`` is the key that names the checkpoint, and ``tokenizer_size`` the size of the tokenizer's
-    vocabulary, for arguments without a size. Raises UserErrors for a model that cannot be trained here.
+    ``setting`` is the configuration key of the checkpoint's path. ``tokenizer_size`` is the size of the
+    tokenizer's vocabulary, for arguments without a size. Raises UserErrors for a model that cannot be trained
+    here.
     """
     config = _build_config(arguments, setting, tokenizer_size)
     model = parse_pretrained(config, "the derived config.json")

@@ -1,8 +1,8 @@
 """Description of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
-Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values in place
-of all functions and classes (`pickles`), so that no checkpoint can run code, and without torch, so that
-`check` can verify a checkpoint anywhere.
+Megatron-LM stores arguments and the directory of tensors as pickles. Reading them replaces all functions and
+classes by inert values (`pickles`), so that no checkpoint can run code, and needs no torch, so that `check`
+can verify a checkpoint anywhere.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _CONVERT = (
     "convert it with Megatron-LM: pretrain_gpt.py ARGUMENTS --load {folder} --ckpt-format torch "
     "--ckpt-convert-format torch_dist --ckpt-convert-save NEW"
 )
-"""Fix in the error for a checkpoint in the legacy format, which ``folder`` contains."""
+"""Fix in the error for the checkpoint ``folder`` in the legacy format."""
 _MAX_LISTED = 6
-"""Largest number of names, or errors, that are listed."""
+"""Largest number of names in an error, and of errors."""
 
 
 @dataclass(frozen=True)
@@ -103,25 +103,26 @@ class MegatronCheckpoint:
     def describe_optimizer(self) -> str:
         """Describe the optimizer state that is restored: the steps of Adam, and the layout of flat buffers.
 
-        Call it only if `optimizer_errors` yields none: the state is otherwise not restored.
+        Valid only if `optimizer_errors` returns an empty list.
         """
-        text = f"Adam resumes from {self.steps} steps"
+        description = f"Adam resumes from {self.steps} steps"
         if self.states:
-            return text
-        return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
+            return description
+        return f"{description}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return errors that tell why Adam cannot resume from the checkpoint's optimizer state.
+        """Return the reasons, as errors, why Adam cannot resume from the checkpoint's optimizer state.
 
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
-        available = {*self.states} or {*self.buffers}
         # Flat buffers also need the master weights, which determine the sizes of the buckets.
-        required = {*MOMENTS}
+        required_states = set(MOMENTS)
+        available_states = set(self.states)
         if not self.states:
-            required.add(MASTERS[0])
+            required_states.add(MASTERS[0])
+            available_states = set(self.buffers)
 
-        if required <= available and self.steps is not None:
+        if required_states <= available_states and self.steps is not None:
             if not self.states:
                 return self._buffer_errors(shape, setting)
 
@@ -134,13 +135,13 @@ class MegatronCheckpoint:
                 errors += state_checkpoint.file_errors()
             return errors
 
-        # The fix depends on what the checkpoint has instead.
+        # The fix depends on the states that the checkpoint has.
         got = "no optimizer state, or that of an optimizer other than Adam"
         fix = "save it without --no-save-optim"
-        if required <= available:
+        if required_states <= available_states:
             got = "Adam's moments without its step count"
         elif self.sharding is not None:
-            state_names = ", ".join(sorted(available)) or "no Adam state"
+            state_names = ", ".join(sorted(available_states)) or "no Adam state"
             got = f"{self.sharding}, with {state_names}"
             fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
@@ -159,7 +160,7 @@ class MegatronCheckpoint:
 
         Raises UserError if the buffers do not match the model or layout of the arguments.
         """
-        # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
+        # Read the sizes of buckets and of the padded vocabulary from stored tensors: no argument has them.
         bucket_sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         vocabulary_rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
@@ -183,7 +184,7 @@ class MegatronCheckpoint:
         return arrangements
 
     def _buffer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the errors of optimizer buffers that are damaged, or do not belong to a model."""
+        """Return the errors of optimizer buffers that are damaged, or do not belong to the model."""
         # Describe each bucket as a tensor, so that `file_errors` verifies the buffers like weights.
         flat_tensors: dict[str, StoredTensor] = {}
         for state, buckets in self.buffers.items():
@@ -209,12 +210,12 @@ class MegatronCheckpoint:
         return {bucket: tensor.shape for bucket, tensor in self.buffers[state].items()}
 
     def locate_parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
-        """Return the location of each parameter of a model, and the errors of tensors that do not fit it."""
+        """Locate each parameter of a model; also return the errors of tensors that do not match the model."""
         locations: dict[str, Location] = {}
         missing_names: list[str] = []
         errors: list[UserError] = []
 
-        # Of the possible names of each parameter, take the first one that is stored.
+        # Select the first possible location of each parameter whose tensor is stored.
         for name, candidates, expected_shape in _possible_locations(shape):
             stored_candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
             if not stored_candidates:
@@ -224,16 +225,16 @@ class MegatronCheckpoint:
             location = stored_candidates[0]
             locations[name] = location
             stored_shape = self.tensors[location.key].shape
-            # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
+            # Megatron-LM pads the vocabulary, so that tensor-parallel ranks have equal shards.
             is_padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             if not _contains_parameter(stored_shape, location.index, expected_shape, is_padded):
                 errors.append(self._shape_error(name, expected_shape, location, stored_shape, is_padded))
 
-        # A stacked tensor must not have more layers or experts than the model: count the parameters that use
-        # each tensor, by the number of their leading indices.
+        # A stacked tensor must not have more layers or experts than the model: compare the number of
+        # parameters in each tensor with the size of the tensor's leading dimensions.
         used_keys = {location.key for location in locations.values()}
-        entry_counts = Counter((location.key, len(location.index)) for location in locations.values())
-        for (key, index_length), used_count in entry_counts.items():
+        used_counts = Counter((location.key, len(location.index)) for location in locations.values())
+        for (key, index_length), used_count in used_counts.items():
             stored_count = math.prod(self.tensors[key].shape[:index_length])
             if used_count < stored_count:
                 errors.append(self._count_error(key, used_count, stored_count))
@@ -271,7 +272,7 @@ class MegatronCheckpoint:
                 fix="copy the whole folder again, or name another iteration",
             )
 
-        # An interrupted save leaves parts of tensors without a chunk.
+        # After an interrupted save, the chunks do not cover all elements of a tensor.
         incomplete_names: list[str] = []
         for name, tensor in self.tensors.items():
             stored_elements = sum(math.prod(chunk.size) for chunk in tensor.chunks)
@@ -281,7 +282,7 @@ class MegatronCheckpoint:
             yield UserError(
                 "tensors of the Megatron checkpoint are incomplete",
                 where=str(self.path / DIRECTORY),
-                expected="pieces that make up each tensor",
+                expected="chunks that cover each tensor",
                 got=join_names(incomplete_names, _MAX_LISTED),
                 fix="use another iteration: the save of this one did not finish",
             )
@@ -326,7 +327,7 @@ class MegatronCheckpoint:
         )
 
     def _other_tensors_error(self, missing_names: Sequence[str], unexpected_keys: Sequence[str]) -> UserError:
-        """Return the error for missing tensors, and for tensors that are not the model's."""
+        """Return the error for tensors that are missing, or that the model does not have."""
         expected = "no others"
         if missing_names:
             expected = f"also {join_names(missing_names, _MAX_LISTED)}"
@@ -345,7 +346,7 @@ class MegatronCheckpoint:
 
 
 def read_pointer(path: str | Path) -> dict[str, Any] | None:
-    """Return the pointer of a model's folder to a Megatron checkpoint, or None if the folder has none."""
+    """Read the pointer of a model's folder to a Megatron checkpoint; return None without a pointer."""
     file = Path(path) / POINTER
     if not file.is_file():
         return None
@@ -353,7 +354,7 @@ def read_pointer(path: str | Path) -> dict[str, Any] | None:
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
-    """Return whether a folder is a checkpoint of Megatron-LM: it has a tracker, or is one iteration."""
+    """Return whether a folder is a Megatron-LM checkpoint: a folder with a tracker, or one iteration."""
     folder = Path(path)
     if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):
         return True
@@ -361,9 +362,9 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
-    """Return the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
+    """Read the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
 
-    ``setting`` is the key that names the folder. Raises UserError for other formats and for damaged files.
+    ``setting`` is the configuration key of the path. Raises UserError for other formats and damaged files.
     """
     folder = _find_iteration_folder(Path(path), setting)
 
@@ -401,7 +402,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
             fix="save it with pretrain_gpt.py",
         )
 
-    # If the checkpoint does not store its iteration, take it from the folder's name.
+    # If the checkpoint does not store its iteration, parse the folder's name.
     iteration = common_values.iteration
     if iteration is None:
         iteration = 0
@@ -427,7 +428,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
 
 
 def _possible_locations(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[int, ...]]]:
-    """Yield name, possible locations and complete shape of each parameter of a model."""
+    """Yield the name, the possible locations and the complete shape of each parameter of a model."""
     for weight in outer_weights(shape, True, True):
         yield weight.name, [Location(weight.name)], weight.local_shape(1)
 
@@ -465,10 +466,10 @@ def _contains_parameter(
 
 
 def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
-    """Return the possible locations of a layer's parameter: stacked over layers, then in a tensor per layer.
+    """Return the possible locations of a layer's parameter: first in stacked tensors, then in separate ones.
 
-    Megatron stacks layers if all of them are equal. Names differ between Transformer Engine's layers and
-    Megatron's plain layers.
+    Megatron stacks all layers in one tensor if they are equal. Names differ between Transformer Engine's
+    layers and Megatron's plain layers.
     """
     expert_index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]
@@ -476,13 +477,13 @@ def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list
         expert_index = (expert,)
         names = [weight.name.replace("local_experts.{expert}.", "experts.")]
 
-    stacked = [Location(f"decoder.layers.{name}", (layer, *expert_index)) for name in names]
-    separate = [Location(f"decoder.layers.{layer}.{name}", expert_index) for name in names]
-    return stacked + separate
+    stacked_locations = [Location(f"decoder.layers.{name}", (layer, *expert_index)) for name in names]
+    separate_locations = [Location(f"decoder.layers.{layer}.{name}", expert_index) for name in names]
+    return stacked_locations + separate_locations
 
 
 def _find_iteration_folder(path: Path, setting: str) -> Path:
-    """Return the ``iter_*`` folder that the tracker names, or ``path`` itself if it is such a folder."""
+    """Return the ``iter_*`` folder in the tracker of ``path``, or ``path`` itself if it is an iteration."""
     tracker = path / TRACKER
     if not tracker.is_file():
         if (path / DIRECTORY).is_file() or _is_legacy(path):

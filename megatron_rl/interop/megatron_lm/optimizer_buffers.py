@@ -1,9 +1,9 @@
 """Offset of each parameter in the flat buffers of Megatron's distributed optimizer (dp_reshardable).
 
-In this format buffers are saved as they are in memory, so their arrangement is computed here in the same way
-as in Megatron. A rank has a buffer for each of its model chunks, and another one for the chunk's experts if
-these are reduced over another data-parallel group. A buffer contains the parameters in reverse order of the
-modules, and is divided into buckets. Sources: `ParamAndGradBuffer`, `DistributedDataParallel`,
+In this format buffers are saved as they are in memory, so this module computes their arrangement in the same
+way as Megatron. A rank has a buffer for each of its model chunks, and a separate buffer for the chunk's
+experts if they are reduced over a different data-parallel group. A buffer contains the parameters in reverse
+order of the modules, and is divided into buckets. Sources: `ParamAndGradBuffer`, `DistributedDataParallel`,
 `get_megatron_optimizer` and `DistributedOptimizer.sharded_param_state_dp_reshardable`.
 """
 
@@ -33,7 +33,7 @@ _ATTENTION = (
     "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
     "linear_kv_up_proj", "linear_qkv", "q_layernorm", "k_layernorm", "kv_layernorm",
 )  # fmt: skip
-"""The modules with parameters of attention, in the order in which Megatron constructs them."""
+"""Modules of attention that have parameters, in the order in which Megatron constructs them."""
 _MODULES = (
     "input_layernorm",
     *(f"self_attention.{name}" for name in _ATTENTION),
@@ -46,9 +46,9 @@ _MODULES = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""The modules with parameters of a layer, in the order in which Megatron constructs them."""
+"""Modules of a layer that have parameters, in the order in which Megatron constructs them."""
 _PARAMETER_NAMES = ("layer_norm_weight", "gate_weight", "weight", "bias")
-"""The parameters of a module, in the order in which Megatron registers them."""
+"""Parameters of a module, in the order in which Megatron registers them."""
 
 
 class LayerImplementation(NamedTuple):
@@ -92,7 +92,7 @@ class _LocalParameter(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the shard."""
     is_replica: bool
-    """Whether the values are read from another rank's buffer instead."""
+    """Whether the values are a copy, which is not read: another rank's buffer has the same values."""
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ def arrange_parameters(
     bucket_sizes: Mapping[Bucket, int],
     implementation: LayerImplementation,
 ) -> list[FlatParameter]:
-    """Return the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
+    """Compute the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
 
-    ``vocabulary_rows`` is the number of rows of the padded vocabulary. Raises UserError if this model on the
-    layout of the ``arguments`` has buckets of other sizes.
+    ``vocabulary_rows`` is the number of rows of the padded vocabulary. Raises UserError if the model would
+    have buckets of other sizes on the layout of the ``arguments``.
     """
-    # An explicit layout string can place layers in any way, and cannot be parsed here.
+    # An explicit layout string can distribute layers in any way, and is not parsed.
     layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
         expected = "stages that follow from other arguments"
@@ -172,22 +172,23 @@ def arrange_parameters(
     except UserError as error:
         raise mismatched_buffers_error(f"{error.message}: {error.expected}", str(error.got)) from error
 
-    # Lay out the buffers of each group of ranks with the same parameters.
+    # Arrange the buffers of each group of ranks with the same parameters.
     model = _WriterModel(shape, vocabulary_rows, layout, implementation)
     arrangement: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
-    has_separate_experts = any(bucket.part for bucket in bucket_sizes)
+    has_separate_experts = any(bucket.optimizer for bucket in bucket_sizes)
     rank_groups = _iterate_rank_groups(model, stages, has_separate_experts)
     for optimizer_index, group_index, shard, buffer_parameters in rank_groups:
-        # Megatron makes no buffer for a chunk without parameters.
-        for buffer_index, parameters in enumerate(filter(None, buffer_parameters)):
+        # Megatron creates no buffer for a chunk without parameters.
+        non_empty_buffers = [parameters for parameters in buffer_parameters if parameters]
+        for buffer_index, parameters in enumerate(non_empty_buffers):
             first_bucket = Bucket(optimizer_index, group_index, buffer_index, 0)
             for parameter, bucket, start in _locate_parameters(parameters, first_bucket, bucket_sizes):
                 expected_buckets.add(bucket)
                 if not parameter.is_replica:
                     arrangement.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
 
-    # Buckets without a parameter belong to another model or layout.
+    # A bucket without parameters means that the checkpoint belongs to a different model or layout.
     if expected_buckets != set(bucket_sizes):
         expected = f"{len(expected_buckets)} buckets, by {layout.short_text()} of its arguments"
         raise mismatched_buffers_error(expected, f"{len(bucket_sizes)}")
@@ -241,10 +242,10 @@ def _chunk_parameters(
     is_last_chunk: bool,
     expert_flags: Sequence[bool],
 ) -> list[_LocalParameter]:
-    """Return a chunk's parameters in the order of its modules.
+    """Return a chunk's parameters in the order of the chunk's modules.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` are the values of `Weight.expert`
-    to include: False for weights outside of experts, True for weights of experts.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. ``expert_flags`` selects the weights by
+    `Weight.expert`: False includes the weights outside of experts, True the weights of experts.
     """
     # The modules of a GPTModel have the order embedding, decoder, output layer.
     embedding: list[_LocalParameter] = []
@@ -260,13 +261,13 @@ def _chunk_parameters(
 
     decoder: list[_LocalParameter] = []
     for layer in layers:
-        parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
+        keyed_parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            # Buffers of modules, such as the router's expert biases, have no gradients.
+            # Module buffers, such as the router's expert biases, have no gradients.
             if weight.expert in expert_flags and not weight.is_buffer:
-                parameters += _layer_parameters(model, layer, weight, shard)
-        parameters.sort(key=lambda item: item[0])
-        decoder += [parameter for _, parameter in parameters]
+                keyed_parameters += _layer_parameters(model, layer, weight, shard)
+        keyed_parameters.sort(key=lambda keyed_parameter: keyed_parameter[0])
+        decoder += [parameter for _, parameter in keyed_parameters]
     return embedding + decoder + output_layer
 
 
@@ -276,27 +277,27 @@ def _layer_parameters(
     weight: Weight,
     shard: tuple[int, int, int],
 ) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
-    """Yield the local parameters of a layer's weight, each with its sort key in the layer.
+    """Yield (sort key in the layer, local parameter) for each parameter of a layer's weight.
 
-    ``shard`` is the (tensor, expert, expert-tensor) rank.
+    ``shard`` is the (tensor, expert, expert-tensor) rank. A weight of experts has a parameter per expert.
     """
     tensor_rank, _, expert_tensor_rank = shard
     if not weight.expert:
-        # Transformer Engine fuses a norm into the linear layer that follows it, if there is one.
+        # Transformer Engine fuses a norm into the next linear layer, if the layer has this linear layer.
         name = weight.name
-        modules = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
-        if model.implementation.fused and _module_name(weight.fused) in modules:
+        module_names = {_module_name(sibling.name) for sibling in model.shape.weights(layer)}
+        if model.implementation.fused and _module_name(weight.fused) in module_names:
             name = weight.fused
 
-        module, _, parameter = name.rpartition(".")
-        sort_key = (_index_or_end(_MODULES, module), _index_or_end(_PARAMETER_NAMES, parameter))
+        module_name, _, parameter_name = name.rpartition(".")
+        sort_key = (_index_or_end(_MODULES, module_name), _index_or_end(_PARAMETER_NAMES, parameter_name))
         yield sort_key, _shard_parameter(model, f"decoder.layers.{layer}.{name}", weight, tensor_rank)
         return
 
-    # A grouped module contains one linear layer of all experts, a separate module both linear layers of one
+    # A grouped module has one linear layer of all experts. A module per expert has both linear layers of this
     # expert.
-    linear, parameter = weight.name.split(".")[-2:]
-    linear_index = int(linear == "linear_fc2")
+    linear_name, parameter_name = weight.name.split(".")[-2:]
+    linear_index = int(linear_name == "linear_fc2")
     is_replica = tensor_rank >= model.layout.expert_tensor
 
     for expert in range(model.shape.experts // model.layout.expert):
@@ -310,13 +311,13 @@ def _layer_parameters(
         sort_key = (
             _index_or_end(_MODULES, "mlp.experts"),
             *expert_order,
-            _index_or_end(_PARAMETER_NAMES, parameter),
+            _index_or_end(_PARAMETER_NAMES, parameter_name),
         )
         yield sort_key, _shard_parameter(model, name, weight, expert_tensor_rank, is_replica)
 
 
 def _module_name(name: str) -> str:
-    """Return the module of a parameter, by its name in the layer."""
+    """Return the name of the module that contains a parameter, both relative to the layer."""
     return name.rpartition(".")[0]
 
 
@@ -327,30 +328,30 @@ def _shard_parameter(
     shard_index: int,
     is_replica: bool = False,
 ) -> _LocalParameter:
-    """Return the shard of a parameter on rank ``shard_index`` of the ranks that shard it.
+    """Return the shard with the index ``shard_index`` of a parameter.
 
-    ``is_replica``: whether another rank has the same shard, whose values are read instead.
+    ``is_replica``: whether another rank has the same shard, and its values are read instead.
     """
-    shard_count = model.layout.tensor
+    num_shards = model.layout.tensor
     if weight.expert:
-        shard_count = model.layout.expert_tensor
+        num_shards = model.layout.expert_tensor
     complete_shape = weight.local_shape(1)
-    shape = weight.local_shape(shard_count)
+    shape = weight.local_shape(num_shards)
 
-    # Megatron-LM pads the vocabulary to its own multiple of rows.
+    # Megatron-LM pads the vocabulary to a different number of rows.
     if weight.cut == "vocabulary":
-        shape = (model.vocabulary_rows // shard_count, *complete_shape[1:])
+        shape = (model.vocabulary_rows // num_shards, *complete_shape[1:])
     elif weight.cut == "latent" and model.implementation.fused:
         # Transformer Engine's layers replicate the projections to latents.
         shape = complete_shape
 
-    # Of several equal copies the first rank's is read.
+    # Of several equal copies, only the copy of the first rank is read.
     is_copy = shard_index > 0 and shape == complete_shape
     return _LocalParameter(name, shape, is_replica or is_copy)
 
 
 def _index_or_end(names: Sequence[str], name: str) -> int:
-    """Return the index of a name; unlisted names come last."""
+    """Return the index of ``name`` in ``names``, or the length of ``names`` for an unlisted name."""
     if name not in names:
         return len(names)
     return names.index(name)
@@ -371,26 +372,26 @@ def _locate_parameters(
 
     # Parameters are reversed, since the backward pass completes the gradients of the last layer first.
     for parameter in reversed(parameters):
-        element_count = math.prod(parameter.shape)
+        num_elements = math.prod(parameter.shape)
         padding = -end % _ALIGNMENT
         start = end + padding
 
-        # Start the next bucket if this one is used up: exactly, or up to the padding before a parameter that
-        # has its own bucket, such as a tied embedding.
+        # Continue in the next bucket if this bucket is full. It may end with padding, if the next parameter
+        # has a separate bucket, such as a tied embedding.
         bucket_size = size_by_bucket.get(bucket, 0)
-        is_used_up = bucket_size in (end, start)
-        if end and is_used_up and start + element_count > bucket_size:
+        is_full = bucket_size in (end, start)
+        if end and is_full and start + num_elements > bucket_size:
             bucket = _next_bucket(bucket)
             start = 0
 
-        end = start + element_count
+        end = start + num_elements
         if end > size_by_bucket.get(bucket, 0):
             break
         yield parameter, bucket, start
 
     # Parameters and buckets must end together.
     if end != size_by_bucket.get(bucket) or _next_bucket(bucket) in size_by_bucket:
-        # The first three numbers of a bucket's name are those of its buffer.
+        # The first three numbers of a bucket's name identify its buffer.
         buffer_bucket_sizes: list[int] = []
         for other_bucket, size in sorted(size_by_bucket.items()):
             if other_bucket[:3] == first_bucket[:3]:
@@ -404,7 +405,7 @@ def _locate_parameters(
 
 
 def _next_bucket(bucket: Bucket) -> Bucket:
-    """Return the name of the following bucket in the same buffer."""
+    """Return the name of the next bucket in the same buffer."""
     return bucket._replace(number=bucket.number + 1)
 
 

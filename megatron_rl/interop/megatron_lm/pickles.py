@@ -3,7 +3,7 @@
 The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
 and boxes of every tensor, and another pickle contains the values that are common to all ranks.
 
-A pickle is a program: it calls the functions that it names. The reader here resolves every name to an inert
+A pickle is a program: it calls the functions that it names. This reader resolves every name to an inert
 value, so that no checkpoint can run code.
 """
 
@@ -30,11 +30,11 @@ _COMMON_VALUE = "common_state/shard_0_1"
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """Prefixes of a model's tensors; other tensors belong to the optimizer and to random generators."""
 _STATE_NAME = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
-"""Name of an optimizer state in the shape of a model's tensor; groups: state, tensor."""
+"""Name of an optimizer state in the shape of a model's tensor; match groups: state, tensor."""
 _GROUP_PREFIX = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
-"""Start of the name of a buffer of the distributed optimizer; groups: part, group (see `Bucket`)."""
+"""Prefix of the name of an optimizer's buffer; match groups: optimizer, group (see `Bucket`)."""
 _BUCKET_NAME = re.compile(_GROUP_PREFIX + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
-"""Name of an optimizer state of a bucket; groups: part, group, buffer, bucket, state."""
+"""Name of an optimizer state of a bucket; match groups: optimizer, group, buffer, bucket, state."""
 _SETTINGS_NAME = re.compile(_GROUP_PREFIX + r"\.optimizer/shard_0_1")
 """Name of the optimizer's settings and number of steps, stored next to its buckets."""
 MASTERS = ("param", "fp32_param")
@@ -42,7 +42,7 @@ MASTERS = ("param", "fp32_param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments."""
 _PLAIN_TYPES = (bool, int, float, str)
-"""Types of the items of a list that `_plain_values` returns."""
+"""Types of the elements of a list that `_plain_values` yields."""
 _ADAM_STATES = (*MOMENTS, *MASTERS)
 """Names of the optimizer states that are read."""
 _SCALAR_FORMATS = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}
@@ -70,7 +70,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of a checkpoint: its shape, its dtype and the parts of files that contain it.
+    """Tensor of a checkpoint: its shape, its dtype, and the chunks of files that contain it.
 
     Example: ``StoredTensor((8, 2), "torch.bfloat16", (Chunk((0, 0), (8, 2), "__0_0.distcp", 0, 32),))``.
     """
@@ -86,11 +86,11 @@ class StoredTensor:
 class Bucket(NamedTuple):
     """Name of a bucket in a buffer of the distributed optimizer.
 
-    Example: ``Bucket(part=0, group=1, buffer=0, number=2)``.
+    Example: ``Bucket(optimizer=0, group=1, buffer=0, number=2)``.
     """
 
-    part: int
-    """Number of the chained optimizer: 1 for experts with a separate optimizer."""
+    optimizer: int
+    """Index of the chained optimizer: 1 for experts with a separate optimizer, otherwise 0."""
     group: int
     """Index of the data-parallel group: the ranks with the same parameters."""
     buffer: int
@@ -100,7 +100,7 @@ class Bucket(NamedTuple):
 
     def buffer_name(self) -> str:
         """Return the checkpoint's name of the buffer."""
-        return f"chained_{self.part} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
+        return f"chained_{self.optimizer} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
 
 
 class CheckpointTensors(NamedTuple):
@@ -139,10 +139,10 @@ class AttributeContainer:
 
 
 class Inert:
-    """Inert stand-in for an object that a pickle constructs.
+    """Inert replacement of an object that a pickle constructs.
 
-    It accepts any arguments and state, and returns itself when it is called. Classes and functions that the
-    pickle names are subclasses of this one.
+    It accepts any arguments and state, and returns itself when it is called. The classes and functions of a
+    pickle are resolved to subclasses of `Inert`.
     """
 
     name = ""
@@ -198,7 +198,7 @@ class _InertUnpickler(pickle.Unpickler):
         return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any, /) -> Any:
-        # The id stands for a tensor's storage, which torch.save writes next to the pickle.
+        # The id refers to a tensor's storage, which torch.save writes next to the pickle.
         if not isinstance(pid, tuple):
             return Inert()
         return Inert(*pid)
@@ -225,7 +225,8 @@ def read_global_names(content: bytes) -> set[tuple[str, str]]:
 def read_common(folder: Path) -> CommonValues:
     """Read the values that are common to all ranks; raise UserError for a damaged or missing file.
 
-    They are in common.pt. Megatron-Core 0.19 stores them next to the tensors instead, in a list of one value.
+    The values are in common.pt. Megatron-Core 0.19 stores them next to the tensors instead, in a list with
+    one element.
     """
     path = folder / COMMON
     try:
@@ -249,20 +250,23 @@ def read_common(folder: Path) -> CommonValues:
             iteration = int(iteration)
 
         # All optimizers of a chain have the same format.
-        shardings = _iterate_values(optimizer, "param_state_sharding_type")
+        sharding = None
+        for sharding_type in _iterate_values(optimizer, "param_state_sharding_type"):
+            sharding = str(sharding_type)
+            break
         return CommonValues(
             names=tuple(map(str, content)),
             arguments=arguments,
             iteration=iteration,
             steps=steps,
-            sharding=next(map(str, shardings), None),
+            sharding=sharding,
         )
     except Exception as error:  # a damaged pickle can raise anything
         raise _damaged_file_error(path, error) from error
 
 
 def _read_directory(folder: Path) -> dict[str, Any]:
-    """Return the attributes of the directory of tensors, torch's ``Metadata``, by name."""
+    """Read the attributes of the directory of tensors, a ``Metadata`` of torch, by name."""
     return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
 
 
@@ -280,7 +284,7 @@ def _read_value(
         if not name_pattern.fullmatch(value_name):
             continue
 
-        # Use only the file's name, so that a forged path cannot lead out of the folder.
+        # Use only the name of the file, so that a forged path cannot point outside of the folder.
         fields = vars(location.state)
         file_name = Path(fields["relative_path"]).name
         with open(folder / file_name, "rb") as file:
@@ -291,10 +295,10 @@ def _read_value(
 
 
 def _load_content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
-    """Return the dictionary in a file that torch.save wrote, and the prefix of the archive's entry names."""
+    """Read the dictionary in an archive of torch.save; return it with the prefix of the record names."""
     (pickle_name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
     content = read_pickle(archive.read(pickle_name))
-    # Megatron-Core 0.19 stores a list of one value.
+    # Megatron-Core 0.19 stores a list with one element.
     if isinstance(content, list):
         content = content[0]
     if not isinstance(content, dict):
@@ -305,37 +309,38 @@ def _load_content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
 def _read_step_count(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     """Return the number of steps in an optimizer's settings, or None if it is absent or not unique.
 
-    ``archive`` is the file with the settings, and ``prefix`` that of its entry names.
+    ``archive`` is the file with the settings, and ``prefix`` is the prefix of its record names.
     """
-    values = [*_iterate_values(settings, "step"), *_iterate_values(settings, "common_step")]
-    steps = {_to_integer(value, archive, prefix) for value in values}
+    step_values = [*_iterate_values(settings, "step"), *_iterate_values(settings, "common_step")]
+    steps = {_to_integer(value, archive, prefix) for value in step_values}
     steps.discard(None)
     if len(steps) != 1:
         return None
     return steps.pop()
 
 
-def _iterate_values(value: Any, key: str) -> Iterator[Any]:
-    """Yield the values that nested dictionaries and lists have under ``key``, at any depth."""
-    if isinstance(value, dict):
-        yield from (value[name] for name in value if name == key)
-        children = list(value.values())
-    elif isinstance(value, list):
-        children = value
-    else:
-        children = []
+def _iterate_values(nested: Any, key: str) -> Iterator[Any]:
+    """Yield the values with the key ``key`` in nested dictionaries and lists, at any depth."""
+    children: list[Any] = []
+    if isinstance(nested, dict):
+        if key in nested:
+            yield nested[key]
+        children = list(nested.values())
+    elif isinstance(nested, list):
+        children = nested
 
     for child in children:
         yield from _iterate_values(child, key)
 
 
 def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
-    """Return a number or the element of a scalar tensor as an integer, or None for other values.
+    """Convert a number, or the element of a scalar tensor, to an integer; return None for other values.
 
-    torch's Adam stores its number of steps in a tensor.
+    torch's Adam stores its number of steps in a tensor. ``prefix`` is the prefix of the archive's record
+    names.
     """
-    # A pickled tensor is a call of _rebuild_tensor with its storage and offset. The storage is a persistent
-    # id: "storage", type, key, ...
+    # A pickled tensor is a call of _rebuild_tensor with the tensor's storage and offset. The storage is a
+    # persistent id: "storage", type, key, ...
     if isinstance(value, Inert) and len(value.args) > 1:
         storage, offset = value.args[:2]
         if len(storage.args) > 2:
@@ -351,7 +356,7 @@ def _to_integer(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None
 
 
 def read_tensors(folder: Path) -> CheckpointTensors:
-    """Return the tensors in the files of a checkpoint; raise UserError like `read_common`."""
+    """Read the directory of a checkpoint's tensors; raise UserError for a damaged or missing file."""
     try:
         return _read_directory_tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
@@ -359,33 +364,34 @@ def read_tensors(folder: Path) -> CheckpointTensors:
 
 
 def _read_directory_tensors(folder: Path) -> CheckpointTensors:
-    """Return the tensors that the directory lists, divided into the model's and the optimizer's."""
+    """Return the tensors in the directory, separated into weights and optimizer states."""
     directory = _read_directory(folder)
 
-    # File and offset of each box, by tensor and first index.
+    # Name of a tensor -> first index of a box -> attributes of the box's location, such as file and offset.
     locations_by_name: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, location in directory["storage_data"].items():
-        entry = vars(index.state)
-        start = tuple(entry.get("offset") or ())
-        locations_by_name.setdefault(entry["fqn"], {})[start] = vars(location.state)
+        index_fields = vars(index.state)
+        start = tuple(index_fields.get("offset") or ())
+        locations_by_name.setdefault(index_fields["fqn"], {})[start] = vars(location.state)
 
     tensors: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredTensor]] = {}
     buffers: dict[str, dict[Bucket, StoredTensor]] = {}
     for name, metadata in directory["state_dict_metadata"].items():
-        entry = vars(metadata.state)
+        tensor_fields = vars(metadata.state)
         # Values without chunks are not tensors.
-        if "chunks" not in entry:
+        if "chunks" not in tensor_fields:
             continue
         location_by_start = locations_by_name.get(name, {})
 
         # Buckets of an optimizer's buffer. States of other optimizers than Adam are skipped.
-        flat_match = _BUCKET_NAME.fullmatch(name)
-        if flat_match:
-            *numbers, state = flat_match.groups()
+        bucket_match = _BUCKET_NAME.fullmatch(name)
+        if bucket_match:
+            *bucket_numbers, state = bucket_match.groups()
             if state in _ADAM_STATES:
-                bucket = Bucket(*(int(number or 0) for number in numbers))
-                buffers.setdefault(state, {})[bucket] = _build_stored_tensor(entry, location_by_start)
+                bucket = Bucket(*(int(number or 0) for number in bucket_numbers))
+                stored_tensor = _build_stored_tensor(tensor_fields, location_by_start)
+                buffers.setdefault(state, {})[bucket] = stored_tensor
             continue
 
         # States in the shape of a model's tensor, and tensors of the model.
@@ -393,11 +399,12 @@ def _read_directory_tensors(folder: Path) -> CheckpointTensors:
         if state_match:
             state, tensor_name = state_match.groups()
             if state in _ADAM_STATES and _is_weight(tensor_name):
-                states.setdefault(state, {})[tensor_name] = _build_stored_tensor(entry, location_by_start)
+                stored_tensor = _build_stored_tensor(tensor_fields, location_by_start)
+                states.setdefault(state, {})[tensor_name] = stored_tensor
         elif _is_weight(name):
-            tensors[name] = _build_stored_tensor(entry, location_by_start)
+            tensors[name] = _build_stored_tensor(tensor_fields, location_by_start)
 
-    # With flat buffers the optimizer's settings are stored next to them, not in the common values.
+    # The settings of an optimizer with flat buffers are stored next to the buffers, not in the common values.
     steps = None
     if buffers:
         with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS_NAME)) as archive:
@@ -407,31 +414,31 @@ def _read_directory_tensors(folder: Path) -> CheckpointTensors:
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a tensor is one of the model's weights; extra states of modules are not."""
+    """Return whether a tensor is a weight of the model, and not the extra state of a module."""
     return name.startswith(_MODEL_PREFIXES) and "_extra_state" not in name
 
 
 def _build_stored_tensor(
-    entry: Mapping[str, Any],
+    tensor_fields: Mapping[str, Any],
     location_by_start: Mapping[tuple[int, ...], Any],
 ) -> StoredTensor:
-    """Return a tensor of the directory, with its boxes that have a location in a file.
+    """Build the description of a tensor, with the chunks that are stored in a file.
 
-    ``entry`` has the attributes of the tensor's metadata. ``location_by_start``: first index of a box -> the
-    attributes of its location.
+    ``tensor_fields`` are the attributes of the tensor's metadata. ``location_by_start`` maps the first index
+    of a chunk to the attributes of its location.
     """
     chunks = []
-    for metadata in entry["chunks"]:
-        fields = vars(metadata.state)
-        start = tuple(fields["offsets"])
+    for metadata in tensor_fields["chunks"]:
+        chunk_fields = vars(metadata.state)
+        start = tuple(chunk_fields["offsets"])
         location = location_by_start.get(start)
-        # An interrupted save has no file for some boxes: `file_errors` reports the gaps.
+        # After an interrupted save some chunks have no file: `file_errors` reports the gaps.
         if location is None:
             continue
 
         chunk = Chunk(
             start,
-            tuple(fields["sizes"]),
+            tuple(chunk_fields["sizes"]),
             str(location["relative_path"]),
             int(location["offset"]),
             int(location["length"]),
@@ -440,22 +447,22 @@ def _build_stored_tensor(
             raise ValueError("it names files outside of its folder")
         chunks.append(chunk)
 
-    dtype = entry["properties"].args[0]
+    dtype = tensor_fields["properties"].args[0]
     dtype_name = str(getattr(dtype, "name", dtype))
-    return StoredTensor(tuple(entry["size"]), dtype_name, tuple(chunks))
+    return StoredTensor(tuple(tensor_fields["size"]), dtype_name, tuple(chunks))
 
 
-def _plain_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments whose values JSON can represent, with classes replaced by their names.
+def _plain_values(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the arguments that JSON can represent, with classes replaced by their names.
 
-    Arguments with other values, such as functions, are skipped: none of them describes the model.
+    Arguments with other values, such as functions, are skipped, since they do not describe the model.
     """
-    for name, value in values.items():
+    for name, value in arguments.items():
         if isinstance(value, type) and issubclass(value, Inert):
             yield name, value.name
         elif value is None or isinstance(value, bool | int | float | str):
             yield name, value
-        elif isinstance(value, list | tuple) and all(type(item) in _PLAIN_TYPES for item in value):
+        elif isinstance(value, list | tuple) and all(type(element) in _PLAIN_TYPES for element in value):
             yield name, list(value)
 
 
