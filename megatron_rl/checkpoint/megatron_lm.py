@@ -68,7 +68,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     padding = -model.shape.vocab % VOCABULARY_MULTIPLE
     padded_vocabulary = model.shape.vocab + padding
 
-    # Arguments that pretrain_gpt.py needs in addition to those of the model.
+    # Add further arguments that pretrain_gpt.py needs.
     arguments |= {
         "seq_length": positions,
         "max_position_embeddings": positions,

@@ -99,7 +99,7 @@ def save_checkpoint(
     layout: str = ANY,
     in_background: bool = False,
 ) -> PendingCheckpoint:
-    """Write a checkpoint into ``directory``, complete or not at all, and prune older ones.
+    """Write a checkpoint into ``directory``, complete or not at all, and prune older checkpoints.
 
     Files are written into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
     world; the folder is on a file system that all ranks share.
@@ -304,7 +304,7 @@ def load_checkpoint(
             else:
                 load_shards(role_folder, role.model, role.optimizer)
 
-        # Restore the position in the learning-rate schedule; the schedule itself is configured.
+        # Restore only the position in the learning-rate schedule: the configuration determines the schedule.
         if role.optimizer is not None:
             scheduler = role.optimizer.scheduler
             scheduler.num_steps = 0

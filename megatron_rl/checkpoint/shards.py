@@ -40,7 +40,7 @@ from megatron_rl.progress import count_progress
 from megatron_rl.weights.boxes import intersect
 
 _INDEX = "parameters_*.json"
-"""Pattern of the index files; the first rank of each data-parallel group writes one."""
+"""Pattern of the index files, which the first rank of each data-parallel group writes."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Opti
         state, _ = sharded_state(model, None, is_loading=False)
     sharded_parameters = _sharded_parameters(state)
 
-    entries: list[dict[str, Any]] = []
+    box_records: list[dict[str, Any]] = []
     for optimizer_index, sub_optimizer in enumerate(optimizer.sub_optimizers):
         # All ranks of a data-parallel group have equal buffers, so the first rank writes the index.
         is_distributed = hasattr(sub_optimizer, "gbuf_ranges")
@@ -140,13 +140,14 @@ def write_shard_index(folder: Path, model: ParallelModel | None, optimizer: Opti
                 # bucket.
                 begin = start - buffer.buckets[bucket_index].offset
                 for box in _parameter_boxes(sharded_parameters[parameter]):
-                    entry = {"bucket": list(bucket), "begin": begin}
-                    entries.append(entry | asdict(box))
-    if not entries:
+                    box_record = {"bucket": list(bucket), "begin": begin}
+                    box_record.update(asdict(box))
+                    box_records.append(box_record)
+    if not box_records:
         return []
 
     path = folder / _INDEX.replace("*", str(device.rank()))
-    index = {"steps": step_count(optimizer), "parts": entries}
+    index = {"steps": step_count(optimizer), "parts": box_records}
     path.write_text(json.dumps(index), encoding="utf-8")
     return [path]
 
@@ -319,8 +320,8 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
         index = json.loads(path.read_text(encoding="utf-8"))
         steps = max(steps, int(index["steps"]))
 
-        for entry in index["parts"]:
-            stored_box = _parse_stored_box(entry)
+        for box_record in index["parts"]:
+            stored_box = _parse_stored_box(box_record)
             box = stored_box.box
             if box.key not in tensor_names:
                 continue
@@ -334,22 +335,23 @@ def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
     return _Index(stored_boxes, steps)
 
 
-def _parse_stored_box(entry: Mapping[str, Any]) -> _StoredBox:
-    """Parse the box of one entry of an index file; JSON stores its tuples as lists."""
+def _parse_stored_box(box_record: Mapping[str, Any]) -> _StoredBox:
+    """Parse one box in the JSON of an index file, which stores tuples as lists."""
     box = ParameterBox(
-        entry["key"],
-        tuple(entry["start"]),
-        tuple(entry["size"]),
-        entry["first"],
-        tuple(entry["strides"]),
+        box_record["key"],
+        tuple(box_record["start"]),
+        tuple(box_record["size"]),
+        box_record["first"],
+        tuple(box_record["strides"]),
     )
-    return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
+    return _StoredBox(box, Bucket(*box_record["bucket"]), box_record["begin"])
 
 
 def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str) -> UserError:
     """Return the error for optimizer state that the checkpoint's index does not contain.
 
-    Without ``box`` the parameter is one that Megatron copies before sharding, which no index can contain.
+    Without ``box`` the state belongs to a parameter that Megatron copies before sharding, which no index can
+    contain.
     """
     location = "a parameter whose shards Megatron copies"
     if box is not None:

@@ -5,9 +5,10 @@ these functions to models without them.
 
 Megatron's asynchronous save plans a write, copies tensors to the host, and starts another process that writes
 them. A forked process loses the threads of vLLM and gloo. A spawned process creates another context on the
-accelerator and fails without an accelerator, and if it dies, the job waits for it forever. This module writes
-the copies from a thread instead. Writing files and computing digests release Python's global lock, so the
-thread does not block other threads.
+accelerator and fails without an accelerator, and if it dies, the job waits for it forever.
+
+This module writes the copies from a thread instead. Writing files and computing digests release Python's
+global lock, so the thread does not block other threads.
 """
 
 from __future__ import annotations
@@ -111,13 +112,13 @@ class TensorWrite:
             return
 
         # Each bucket becomes a file. It consists of the file's path, the file's name, and two lists of
-        # (plan item, value), for bytes and for tensors.
+        # (write item, value), for bytes and for tensors.
         buckets = self._request.async_fn_args[1]
         if copy_host_tensors:
             for _, _, (_, tensors) in buckets:
-                for index, (item, tensor) in enumerate(tensors):
+                for index, (write_item, tensor) in enumerate(tensors):
                     if tensor.is_cpu:
-                        tensors[index] = (item, tensor.clone())
+                        tensors[index] = (write_item, tensor.clone())
         buckets[:] = self._request.preload_fn()
         self.files += [Path(path) for path, _, _ in buckets]
 
@@ -514,7 +515,7 @@ def restore_steps(optimizer: Optimizer, steps: int) -> None:
 def _make_state_dict_with_step(
     step: int,
     sub_optimizer: Any,
-    original: Callable[[], Any],
+    original_method: Callable[[], Any],
 ) -> Callable[[], Any]:
     """Return a ``state_dict`` method that includes the step count even if this rank has no parameters.
 
@@ -525,7 +526,7 @@ def _make_state_dict_with_step(
     def state_dict() -> Any:
         torch_optimizer = sub_optimizer.optimizer
         if torch_optimizer.state or not hasattr(sub_optimizer, "gbuf_ranges"):
-            return original()
+            return original_method()
 
         groups = []
         for group in torch_optimizer.state_dict()["param_groups"]:
@@ -585,7 +586,7 @@ def _replace_method(
             delattr(sub_optimizer, name)
 
 
-def _make_padded_gather(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_padded_gather(sub_optimizer: Any, original_gather: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's gather of a distributed optimizer's state, and insert the padding between buckets.
 
     Megatron's gather omits this padding, but Megatron's load expects it. After a padded bucket, such as the
@@ -593,7 +594,7 @@ def _make_padded_gather(sub_optimizer: Any, original: Callable[..., Any]) -> Cal
     """
 
     def gather(**arguments: Any) -> Any:
-        state = original(**arguments)
+        state = original_gather(**arguments)
         # Only the first data-parallel rank receives the gathered state.
         if not state:
             return state
@@ -627,7 +628,7 @@ def _make_restore_without_step(sub_optimizer: Any, _: Callable[..., None]) -> Ca
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
         current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
-        names = current_states.keys() - {"step"}
-        set_states(sub_optimizer, parameter, {name: tensors[name] for name in names})
+        state_names = current_states.keys() - {"step"}
+        set_states(sub_optimizer, parameter, {name: tensors[name] for name in state_names})
 
     return restore

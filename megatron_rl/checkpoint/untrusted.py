@@ -62,9 +62,9 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
     if trusted:
         return
 
-    # One file at a time: the index must be harmless before it is unpickled to find the other files.
-    for path, names in _pickled_names(folder):
-        dangerous_names = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
+    # Inspect one file at a time: the index must be harmless before it is unpickled to find the other files.
+    for path, global_names in _pickled_names(folder):
+        dangerous_names = sorted(f"{module}.{name}" for module, name in global_names - HARMLESS)
         if dangerous_names:
             raise UserError(
                 "the checkpoint could run code when it is loaded",
@@ -138,10 +138,10 @@ def _names_in_archive(
 
         # Use torch's reader, like the load itself: of two records with the same name, or two tables of
         # records, other readers may select a different one.
-        reader = torch._C.PyTorchFileReader(io.BytesIO(content))
-        if "constants.pkl" in reader.get_all_records():
+        archive_reader = torch._C.PyTorchFileReader(io.BytesIO(content))
+        if "constants.pkl" in archive_reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
-        return read_global_names(reader.get_record("data.pkl"))
+        return read_global_names(archive_reader.get_record("data.pkl"))
     except Exception as error:  # damaged bytes raise errors of any type
         raise _unreadable_error(path, error) from error
 

@@ -136,7 +136,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
     if _ON_HOST:
         return
     for name, value in variables.items():
-        # The older name of PyTorch's variable takes precedence over the newer one.
+        # The older name of PyTorch's variable takes precedence over the newer name.
         if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
             continue
         os.environ.setdefault(name, value)
@@ -159,7 +159,7 @@ def backends() -> str:
 
 
 def can_split_groups() -> bool:
-    """Return whether the backend can split a process group into smaller ones: NCCL can, gloo cannot."""
+    """Return whether the backend can split a process group into smaller groups: NCCL can, gloo cannot."""
     return not _ON_HOST and not _simulated
 
 
@@ -287,13 +287,13 @@ def read_memory(*, restart: bool = False) -> MemoryReading | None:
         return None
     if restart:
         _restart_peak()
-    free, total = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved() - _unbacked_bytes
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    reserved_bytes = torch.cuda.memory_reserved() - _unbacked_bytes
     return MemoryReading(
         allocated=torch.cuda.memory_allocated() - _unbacked_bytes,
         peak=torch.cuda.max_memory_allocated() - _unbacked_bytes,
-        others=max(0, total - free - reserved),
-        total=total,
+        others=max(0, total_bytes - free_bytes - reserved_bytes),
+        total=total_bytes,
     )
 
 
@@ -374,8 +374,8 @@ def use_deterministic_kernels() -> None:
     """Restrict this process to kernels with the same bits in every run; must precede `initialize`.
 
     Without effect on hosts, whose kernels are deterministic. Variables that the user has set remain. For an
-    operation without such a kernel, PyTorch raises in `megatron_mode` and only warns elsewhere: samplers use
-    operations, such as a cumulative sum, that return the same bits for a batch of the same size.
+    operation without such a kernel, PyTorch raises in `megatron_mode`. Elsewhere it only warns, because
+    samplers use operations, such as a cumulative sum, that return the same bits for batches of equal size.
     """
     global _deterministic
     if _ON_HOST:
@@ -384,7 +384,7 @@ def use_deterministic_kernels() -> None:
         os.environ.setdefault(name, value)
 
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling every new tensor costs a pass over its memory, and no kernel here reads uninitialized memory.
+    # Filling every new tensor costs a pass over its memory, and no kernel in use reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     _deterministic = True
 
@@ -519,7 +519,7 @@ class _HostMode(TorchFunctionMode):
 
 
 def _names_accelerator(value: Any) -> bool:
-    """Return whether a value is a CUDA device or the name of one, such as "cuda:0"."""
+    """Return whether a value is a CUDA device, or the name of a CUDA device such as "cuda:0"."""
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and value.startswith("cuda")

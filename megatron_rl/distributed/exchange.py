@@ -165,35 +165,35 @@ class ReplicaGroup:
         """
         # Receivers compute the size of each field from their own dtype and shape and the source's counts.
         fields = _list_fields(shard)
-        sizes = []
+        field_bytes = []
         for tensor, count_index in fields:
             bytes_per_index = math.prod(tensor.shape[1:]) * tensor.element_size()
-            sizes.append(counts[count_index] * bytes_per_index)
+            field_bytes.append(counts[count_index] * bytes_per_index)
 
         # Pack all fields into one message of bytes.
         if self.rank == source:
             segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor, _ in fields]
             buffer = torch.cat(segments).to(device.device())
         else:
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
-            self._gather_stats.bytes += sum(sizes)
+            buffer = torch.empty(sum(field_bytes), dtype=torch.uint8, device=device.device())
+            self._gather_stats.bytes += sum(field_bytes)
         dist.broadcast(buffer, source, group=self.group)
 
         # Unpack on the host. Copy each slice, since a slice may start at an address that is not aligned.
-        received: list[Tensor] = []
-        for (tensor, count_index), segment in zip(fields, buffer.cpu().split(sizes), strict=True):
+        received_tensors: list[Tensor] = []
+        for (tensor, count_index), segment in zip(fields, buffer.cpu().split(field_bytes), strict=True):
             shape = (counts[count_index], *tensor.shape[1:])
-            received.append(segment.clone().view(tensor.dtype).view(shape))
+            received_tensors.append(segment.clone().view(tensor.dtype).view(shape))
 
         # The order of the tensors is the order of `_list_fields`: rows, lengths, tokens, values, items.
         first_value = 2 + len(shard.tokens)
         first_item = first_value + len(shard.values)
         return RowShard(
-            rows=received[0],
-            lengths=received[1],
-            tokens=dict(zip(shard.tokens, received[2:first_value], strict=True)),
-            values=dict(zip(shard.values, received[first_value:first_item], strict=True)),
-            items=dict(zip(shard.items, received[first_item:], strict=True)),
+            rows=received_tensors[0],
+            lengths=received_tensors[1],
+            tokens=dict(zip(shard.tokens, received_tensors[2:first_value], strict=True)),
+            values=dict(zip(shard.values, received_tensors[first_value:first_item], strict=True)),
+            items=dict(zip(shard.items, received_tensors[first_item:], strict=True)),
         )
 
 
@@ -301,7 +301,7 @@ def run_on_all_ranks_or_raise(
     outcomes = gather_objects((result, failure), group)
     failures = [rank_failure for _, rank_failure in outcomes if rank_failure is not None]
 
-    # Prefer a UserError, which tells the user what to change.
+    # Prefer a UserError, which describes what the user must change.
     for rank_failure in failures:
         if isinstance(rank_failure, UserError):
             raise rank_failure
@@ -325,7 +325,7 @@ def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
 
 
 def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
-    """Broadcast the small picklable ``value`` of the first rank in ``ranks``, and return it on all of them.
+    """Broadcast the small picklable ``value`` of the first rank in ``ranks`` to all ``ranks``; return it.
 
     The communicator of ``ranks`` must exist. Collective over ``ranks``.
     """

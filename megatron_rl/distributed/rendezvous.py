@@ -41,7 +41,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     if not has_agent_store:
         return store
 
-    # torchrun's agent store survives a restart of the ranks: each attempt gets a separate prefix.
+    # torchrun's agent store survives a restart of the ranks: each attempt uses a separate prefix.
     prefix = agree_on_attempt(store, rank, world_size, timeout)
     return dist.PrefixStore(prefix, store)
 

@@ -2,9 +2,11 @@
 
 A rank may wait for other ranks as long as they make progress, even for hours if a rank generates long
 responses. Collectives therefore have practically no timeout. Instead, a thread of each rank reports the
-phase, the work done and the current calls of the rank's main thread to the job's store, and one rank checks
-whether any of them changes. Before a hanging job is aborted, each rank writes its last collectives from
-PyTorch's flight recorder, for ``torchfrtrace FOLDER``.
+rank's progress to the job's store: the phase, the work done and the current calls of the main thread. One
+rank checks whether any report changes.
+
+Before a hanging job is aborted, each rank writes its last collectives from PyTorch's flight recorder, for
+``torchfrtrace FOLDER``.
 
 In a job of one rank, the thread of that rank is the only check. It cannot detect a call into C that never
 releases the interpreter lock, or a process that is stopped.
@@ -190,7 +192,7 @@ class Watch:
         self._beats = 0
         self._stopped = threading.Event()
 
-        # Use a second connection, since the main thread may block the first one while it waits.
+        # Use a second connection, since the main thread may block the first connection while it waits.
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = store.clone()
 
@@ -256,7 +258,7 @@ class Watch:
             self._abort(message)
 
     def _write_flight_record(self) -> None:
-        """Write this rank's last collectives to the folder of flight records, if one is configured."""
+        """Write this rank's last collectives to the folder of flight records, if it is configured."""
         if self._records_folder is None:
             return
 
@@ -268,9 +270,9 @@ class Watch:
     def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
         """Update the detector from the reports of ``ranks`` in the job's store."""
         keys = [f"report {rank}" for rank in ranks]
-        texts = self._store.multi_get(keys)
-        for rank, text in zip(ranks, texts, strict=True):
-            detector.record_report(now, rank, Report.from_text(text.decode()))
+        report_texts = self._store.multi_get(keys)
+        for rank, report_text in zip(ranks, report_texts, strict=True):
+            detector.record_report(now, rank, Report.from_text(report_text.decode()))
 
     def _send_report(self) -> None:
         """Write the phase, the work done and the innermost calls of this rank's main thread to the store."""
@@ -288,9 +290,9 @@ class Watch:
 
         description = self._describe()
         work = progress_text()
-        text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
-        progress = str(hash((description, work, *stack)))
-        report = Report(str(self._beats), progress, is_in_collective, text)
+        report_text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
+        progress_hash = str(hash((description, work, *stack)))
+        report = Report(str(self._beats), progress_hash, is_in_collective, report_text)
         self._store.set(f"report {self._rank}", report.to_text())
 
 

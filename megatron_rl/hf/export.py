@@ -112,8 +112,10 @@ def export_model(
     multi-token prediction and its indexers of sparse attention are copied; quantised tensors among these are
     written in ``dtype``. If ``source`` is multimodal, the export is multimodal, too: it has the config.json
     of ``source``, and all other modules of ``source`` in their dtypes. A model with a scalar head, or without
-    ``source``, is written as a text-only model. ``dtype`` is by default the dtype of the parameters. Biases
-    that balance the load of experts are always float32.
+    ``source``, is written as a text-only model.
+
+    ``dtype`` is by default the dtype of the parameters. Biases that balance the load of experts are always
+    float32.
 
     Ranks write different files in parallel, in slices of at most ``slice_bytes`` (or one row), so that a rank
     has only a few slices in memory. ``path`` must be new or empty, on a file system that all ranks share.
@@ -198,7 +200,7 @@ def export_adapters(
 
 @dataclass(frozen=True)
 class _CheckpointContent:
-    """Tensors of a checkpoint to write, with the boxes of them that this rank has."""
+    """Tensors of a checkpoint to write, and their boxes on this rank."""
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
@@ -552,7 +554,7 @@ def _write_other_files(
         total_bytes += copy_tensors(source, folder / FURTHER_FILE, names_to_copy, dtype)
         files[FURTHER_FILE] = names_to_copy
 
-    # More than one file needs an index.
+    # Several files need an index.
     if len(files) > 1:
         write_index(folder, files, total_bytes)
     if source is not None:

@@ -68,7 +68,7 @@ def unpack_numbers(packed: Tensor) -> Tensor:
 
     The first of two adjacent numbers is in the lower half of the byte, as in MXFP4 and NVFP4.
     """
-    # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
+    # The sign is the highest of the four bits, so negative numbers follow positive numbers.
     negative_values = [-value for value in _E2M1]
     values = torch.tensor([*_E2M1, *negative_values])
     low_half = packed & 0xF

@@ -1,6 +1,6 @@
 """Import of Hugging Face checkpoints into Megatron models: boxes of their tensors, and loading.
 
-For each parameter, one of the ranks with the same shard reads it and broadcasts it to the others. A
+Each parameter is read by one of the ranks with the same shard, and broadcast to the other ranks. A
 data-parallel group therefore reads each byte once.
 """
 

@@ -204,12 +204,12 @@ class ServedWeights:
 
         while True:
             # Only the leader queries the servers and reads the clock, so that all ranks take the same branch.
-            states, timed_out = self._call_on_leader(
+            server_states, timed_out = self._call_on_leader(
                 lambda: (self._query_states(), time.monotonic() > deadline)
             )
             unavailable_reasons: dict[Server, str] = {}
             foreign_servers: list[Server] = []
-            for server, state in zip(self._servers, states, strict=True):
+            for server, state in zip(self._servers, server_states, strict=True):
                 if state.name == UNREACHABLE:
                     unavailable_reasons[server] = state.reason
                 if state.name in (FOREIGN, UNREACHABLE):
@@ -288,7 +288,7 @@ class ServedWeights:
             return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
         if weights_name == self._weights_name:
             return _ServerState(CURRENT)
-        # Without a link, a server with weights of this job needs a new process group, like a foreign one.
+        # Without a link, a server with weights of this job needs a new process group, like a foreign server.
         if weights_name.startswith(f"{self._job_name} ") and server in self._links:
             return _ServerState(OUTDATED)
         return _ServerState(FOREIGN)
@@ -388,12 +388,12 @@ class ServedWeights:
         }
         timeout = self._config.update_timeout
         num_actor_ranks = len(self._actor)
-        call = None
+        server_call = None
         if self._is_leader:
             arguments = rendezvous | settings | {"trainers": num_actor_ranks}
-            call = start_in_thread(server.join_transfer, arguments, timeout)
+            server_call = start_in_thread(server.join_transfer, arguments, timeout)
 
-        with _wait_for_server_call(call):
+        with _wait_for_server_call(server_call):
             group = join_span(
                 rendezvous["address"],
                 rendezvous["port"],
@@ -417,10 +417,10 @@ class ServedWeights:
         """Move the weights, and resume the server with them; return the metrics of the sync."""
         # The server's call runs in a thread, since its workers receive while the actor's ranks send.
         timeout = self._config.update_timeout
-        call = None
+        server_call = None
         if self._is_leader:
-            call = start_in_thread(server.receive_weights, self._served_version, timeout)
-        with _wait_for_server_call(call):
+            server_call = start_in_thread(server.receive_weights, self._served_version, timeout)
+        with _wait_for_server_call(server_call):
             transfer = self._links[server].transfer
             transfer.version = self._served_version
             metrics = transfer.sync()
@@ -431,14 +431,14 @@ class ServedWeights:
         return metrics
 
     def _leave_group(self, server: Server) -> None:
-        """Leave the process group with a server on this rank, if it has one."""
+        """Leave this rank's process group with a server, if any."""
         link = self._links.pop(server, None)
         if link is not None:
             leave_span(link.group)
 
 
 @contextmanager
-def _wait_for_server_call(call: Future[Any] | None) -> Iterator[None]:
+def _wait_for_server_call(server_call: Future[Any] | None) -> Iterator[None]:
     """Wait at the end of the block for a server call that runs in a thread, if any.
 
     If the block and the call both fail, the call's error is raised, since it has the reason why the process
@@ -449,12 +449,12 @@ def _wait_for_server_call(call: Future[Any] | None) -> Iterator[None]:
     except WeightMismatchError:
         raise
     except RuntimeError:
-        if call is not None:
-            call.result()
+        if server_call is not None:
+            server_call.result()
         raise
 
-    if call is not None:
-        call.result()
+    if server_call is not None:
+        server_call.result()
 
 
 def _find_rendezvous_address(server: Server) -> dict[str, Any]:

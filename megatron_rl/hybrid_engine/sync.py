@@ -1,7 +1,7 @@
 """Weight sync of a generation engine with a Megatron model in the same job.
 
-The idea: the boxes of trainer and engine never change, so one reshard plan, built at the first sync, is used
-for every later sync.
+The idea: the boxes of trainer and engine never change. One reshard plan, built at the first sync, is
+therefore used for every later sync.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def adopt_model(wrapped_chunks: Sequence[Any], hf_config: Any) -> ParallelModel:
     # From here on the spec has the script's own config, since Megatron's layers and wrappers refer to it.
     spec = replace(spec, transformer_config=config)
     if wrapped_chunks[0].ddp_config.overlap_grad_reduce:
-        # Megatron's schedules take a list for interleaved chunks, a function for a single one.
+        # Megatron's schedules expect a list of functions for interleaved chunks, or a single function.
         no_sync_functions: list[Any] = [chunk.no_sync for chunk in wrapped_chunks]
         config.no_sync_func = no_sync_functions[0]
         if len(wrapped_chunks) > 1:

@@ -81,8 +81,8 @@ class PackedDeltaNet(GatedDeltaNet):
         Under sequence parallelism T is the number of this rank's tokens. Collective over the tensor-parallel
         group.
         """
-        assert packed_seq_params is not None, "packed rows are the only input format"
-        packed = packed_seq_params
+        assert packed_seq_params is not None, "packed_rows rows are the only input format"
+        packed_rows = packed_seq_params
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)
 
@@ -95,10 +95,10 @@ class PackedDeltaNet(GatedDeltaNet):
 
         # Compute rows of similar length together. The gate acts on each token separately, so it stays packed.
         outputs = []
-        buckets = zip(packed.fill_buckets(qkv), packed.fill_buckets(rates_and_decays), strict=True)
+        buckets = zip(packed_rows.fill_buckets(qkv), packed_rows.fill_buckets(rates_and_decays), strict=True)
         for bucket_qkv, bucket_rates_and_decays in buckets:
             outputs.append(self._compute_bucket(bucket_qkv, bucket_rates_and_decays).flatten(0, 1))
-        output = packed.join_buckets(outputs)
+        output = packed_rows.join_buckets(outputs)
 
         # The norm of each head comes before its gate.
         gate = gate.view_as(output)
@@ -108,8 +108,9 @@ class PackedDeltaNet(GatedDeltaNet):
     def _compute_bucket(self, qkv: Tensor, rates_and_decays: Tensor) -> Tensor:
         """Compute a bucket's output [rows, longest, value heads, size].
 
-        ``qkv`` [rows, longest, width] are queries, keys and values before the convolution,
-        ``rates_and_decays`` [rows, longest, 2 value heads] the projections of learning rate and decay.
+        ``qkv`` [rows, longest, width] contains queries, keys and values before the convolution.
+        ``rates_and_decays`` [rows, longest, 2 value heads] contains the projections of learning rate and
+        decay.
         """
         # The convolution pads both ends; only its first ``length`` outputs are causal.
         length = qkv.shape[1]
@@ -215,7 +216,7 @@ def chunked_delta_rule(
     decay = log_differences.masked_fill(~causal, -torch.inf).exp()
 
     # A token's update depends on the updates of earlier tokens in its chunk: solve for all updates of a chunk
-    # at once. ``corrections`` multiply the state at the start of the chunk, which only the loop below knows.
+    # at once. ``corrections`` multiply the state at the start of the chunk, which the loop below computes.
     system = rate[..., None] * decay * (key @ key.transpose(-1, -2))
     start_decay = log_decay_sums.exp()[..., None]
     right_side = torch.cat((chunked_value, start_decay * key), dim=-1) * rate[..., None]
@@ -249,10 +250,10 @@ def _split_into_chunks(
 
     The result is [rows, heads, num_chunks, chunk_size, ...].
     """
-    padding = num_chunks * chunk_size - values.shape[1]
-    # `pad` takes (before, after) of the last dimension first; only the tokens, dimension 1, are padded.
-    padded = functional.pad(values.float(), (0, 0) * (values.dim() - 2) + (0, padding))
-    return padded.transpose(1, 2).unflatten(2, (num_chunks, chunk_size))
+    num_padding = num_chunks * chunk_size - values.shape[1]
+    # `pad` expects (before, after) of the last dimension first; only the tokens, dimension 1, are padded.
+    padded_values = functional.pad(values.float(), (0, 0) * (values.dim() - 2) + (0, num_padding))
+    return padded_values.transpose(1, 2).unflatten(2, (num_chunks, chunk_size))
 
 
 def _scale_to_unit_length(heads: Tensor) -> Tensor:

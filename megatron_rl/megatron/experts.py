@@ -61,7 +61,7 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
     """Make the plain experts in ``layers`` add their biases correctly in any layout.
 
     Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
-    collective over one rank. It also marks the bias so that its gradient is summed over tensor-parallel
+    collective over one rank. Megatron also marks the bias so that its gradient is summed over tensor-parallel
     ranks, although the data-parallel sum over all copies of the expert already includes these ranks.
     """
     for module in chain.from_iterable(layer.modules() for layer in layers):
@@ -89,11 +89,11 @@ def _gather_uneven(
 
     # Pad to the longest tensor, so that an even all-gather can be used.
     padded_size = max(output_split_sizes)
-    padded = tensor.new_zeros((padded_size, *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    gathered = padded.new_empty((group.size(), *padded.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), padded.view(-1), group=group)
-    return torch.cat([shard[:size] for shard, size in zip(gathered, output_split_sizes, strict=True)])
+    padded_tensor = tensor.new_zeros((padded_size, *tensor.shape[1:]))
+    padded_tensor[: len(tensor)] = tensor
+    gathered_tensors = padded_tensor.new_empty((group.size(), *padded_tensor.shape))
+    dist.all_gather_into_tensor(gathered_tensors.view(-1), padded_tensor.view(-1), group=group)
+    return torch.cat([shard[:size] for shard, size in zip(gathered_tensors, output_split_sizes, strict=True)])
 
 
 def _reduce_scatter_uneven(
@@ -111,9 +111,9 @@ def _reduce_scatter_uneven(
         return _megatron_exchanges["scatter"](tensor, group, input_split_sizes, use_global_buffer)
 
     # The host's backend, gloo, has no reduce-scatter: all-reduce, then keep this rank's slice.
-    total = tensor.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total.split(list(input_split_sizes))[group.rank()].contiguous()
+    tensor_sum = tensor.contiguous().clone()
+    dist.all_reduce(tensor_sum, group=group)
+    return tensor_sum.split(list(input_split_sizes))[group.rank()].contiguous()
 
 
 def convert_host_counts(
@@ -140,7 +140,7 @@ class TokenRows:
     """
 
     index: Tensor
-    """[T] int64, row of each token; padding is a separate row, after the others."""
+    """[T] int64, row of each token; padding is a separate row, the last one."""
     lengths: Tensor
     """[rows + 1] int64, number of tokens of each row over all ranks; the last entry, for padding, is 1."""
     batch_rows: int
@@ -346,19 +346,19 @@ class Routing:
 
         # The counts include the choices for tokens of the same rows on other ranks. Choices have no gradient,
         # so the all-reduce needs no backward pass.
-        counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
-        counts.index_add_(0, rows.index, routing_map.float())
+        expert_counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
+        expert_counts.index_add_(0, rows.index, routing_map.float())
         for group in self._token_groups:
-            dist.all_reduce(counts, group=group)
+            dist.all_reduce(expert_counts, group=group)
         lengths = rows.lengths.float()
-        expert_weights = counts * (self.experts / self.topk / lengths.square())[:, None]
+        expert_weights = expert_counts * (self.experts / self.topk / lengths.square())[:, None]
 
         weighted_scores = scores.float() * expert_weights[rows.index]
-        total = weighted_scores[: tokens.real_count].sum()
+        loss_sum = weighted_scores[: tokens.real_count].sum()
         # The mean is over rows: each token counts 1 / length of its row.
         row_count = (1 / lengths)[rows.index][: tokens.real_count].sum()
-        self._count_loss("router/seq_aux_loss", total, row_count)
-        loss = total * (coefficient / rows.batch_rows)
+        self._count_loss("router/seq_aux_loss", loss_sum, row_count)
+        loss = loss_sum * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
 
     def _count_loss(
@@ -394,11 +394,11 @@ class Routing:
         routed = experts
         if tokens.replayed is not None:
             replayed = tokens.replayed[: tokens.real_count, layer].to(experts.dtype)
-            recorded = replayed >= 0
+            is_replayed = replayed >= 0
             # The order of a token's k experts does not matter.
             matches = (replayed[:, :, None] == experts[:, None, :]).any(dim=-1)
-            self._agreement += torch.stack([(matches & recorded).sum(), recorded.sum()])
-            routed = torch.where(recorded, replayed, experts)
+            self._agreement += torch.stack([(matches & is_replayed).sum(), is_replayed.sum()])
+            routed = torch.where(is_replayed, replayed, experts)
 
         routed = routed.flatten()
         self._loads[layer].index_add_(0, routed, torch.ones_like(routed))
@@ -428,9 +428,9 @@ class Routing:
             dist.all_reduce(counts, group=group)
 
         metrics = Metrics()
-        matches, recorded = self._agreement.tolist()
-        if recorded:
-            metrics = Metrics.mean("router/agreement", matches, recorded)
+        num_matches, num_replayed = self._agreement.tolist()
+        if num_replayed:
+            metrics = Metrics.mean("router/agreement", num_matches, num_replayed)
 
         if self.has_losses:
             for name, sums in self._losses.items():

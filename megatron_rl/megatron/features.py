@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _scale_embeddings(chunk: Any, spec: ModelSpec) -> None:
-    """Multiply embeddings by the root of their width."""
+    """Multiply embeddings by the square root of their width."""
     scale_embeddings(chunk)
 
 

@@ -90,7 +90,7 @@ def find_earlier_attention_backend() -> dict[str, str]:
     variables of Transformer Engine, and raises for a later model with a different setting. The model of a
     training script has ``auto`` by default.
     """
-    # `auto` is the only choice that sets all three.
+    # Only `auto` sets all three variables.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
         return {"attention_backend": "auto"}
     return {}
@@ -389,7 +389,7 @@ class PackedAttention(nn.Module, RowAttention):
         shards = self.softmax_offset.chunk(self.context_group.size())
         sinks = shards[self.context_group.rank()].to(query.dtype)
         logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
-        # `pad` takes (before, after) of the last dimension first: this adds one position before the first.
+        # `pad` expects (before, after) of the last dimension first: this adds one position before the first.
         query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
         sink = key.new_zeros(key.shape[-1] + 1)
         sink[-1] = 1 / scale
@@ -398,7 +398,7 @@ class PackedAttention(nn.Module, RowAttention):
         # Kernels that store no scores need values of the keys' size.
         value = functional.pad(value, (0, 1, 0, 0, 1, 0))
 
-        # Drop the output of the sink's own query, the first one, and the padding of the values.
+        # Drop the output of the sink's own query, which is the first, and the padding of the values.
         length = query.shape[1]
         output = self._compute_bucket(query, key, value, scale, sink_count=1)
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
@@ -429,8 +429,8 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` is the factor of the scores, by default the layer's. Every token's sliding window also
-        contains the first ``sink_count`` positions.
+        ``scale`` is the factor of the scores, by default the factor of the layer. Every token's sliding
+        window also contains the first ``sink_count`` positions.
         """
         if scale is None:
             scale = self.scale
@@ -488,8 +488,8 @@ def _attend_between_boundaries(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    size = value.shape[-1]
-    padding = key.shape[-1] - size
+    value_size = value.shape[-1]
+    padding = key.shape[-1] - value_size
     if padding:
         value = functional.pad(value, (0, padding))
 
@@ -509,7 +509,7 @@ def _attend_between_boundaries(
         window_size=window_size,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output[..., :size]
+    return output[..., :value_size]
 
 
 def _compute_capped_attention(
@@ -525,9 +525,10 @@ def _compute_capped_attention(
     PyTorch's fused kernels have no cap, so all scores are stored. ``mask`` [longest, longest] is True where a
     query attends to a key; by default a token attends to itself and to all tokens before it.
     """
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-    scores = query @ key.transpose(2, 3) * scale
+    score_factor = query.shape[-1] ** -0.5
+    if scale is not None:
+        score_factor = scale
+    scores = query @ key.transpose(2, 3) * score_factor
     scores = cap * torch.tanh(scores.float() / cap)
 
     if mask is None:
@@ -544,10 +545,10 @@ def _shard_over_heads(group: Any, heads: Tensor) -> Tensor:
     if rank_count == 1:
         return heads
 
-    # Rank r receives the r-th shard of the heads, of every rank's tokens.
-    tokens, head_count, size = heads.shape
-    shards = heads.view(tokens, rank_count, head_count // rank_count, size).transpose(0, 1).contiguous()
-    return all_to_all(group, shards).view(rank_count * tokens, head_count // rank_count, size)
+    # Rank r receives the r-th shard of the heads from every rank.
+    num_tokens, head_count, size = heads.shape
+    shards = heads.view(num_tokens, rank_count, head_count // rank_count, size).transpose(0, 1).contiguous()
+    return all_to_all(group, shards).view(rank_count * num_tokens, head_count // rank_count, size)
 
 
 def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
@@ -559,10 +560,10 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
     if rank_count == 1:
         return heads
 
-    # Rank r receives the r-th shard of the tokens, of every rank's heads.
-    tokens, local_head_count, size = heads.shape
-    shards = all_to_all(group, heads.view(rank_count, tokens // rank_count, local_head_count, size))
-    return shards.transpose(0, 1).reshape(tokens // rank_count, rank_count * local_head_count, size)
+    # Rank r receives the r-th shard of the tokens from every rank.
+    num_tokens, local_head_count, size = heads.shape
+    shards = all_to_all(group, heads.view(rank_count, num_tokens // rank_count, local_head_count, size))
+    return shards.transpose(0, 1).reshape(num_tokens // rank_count, rank_count * local_head_count, size)
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
@@ -607,16 +608,17 @@ def transformer_engine_attention() -> type:
             **arguments: Any,
         ) -> None:
             # Whether key-value heads divide evenly over context-parallel ranks; if not, they are repeated.
-            ranks = pg_collection.cp.size()
-            self.divides_key_heads = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
+            num_ranks = pg_collection.cp.size()
+            local_key_heads = divide(config.num_query_groups, pg_collection.tp.size())
+            self.divides_key_heads = local_key_heads % num_ranks == 0
 
             # Configure Transformer Engine for one context-parallel rank with a shard of the heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
-            rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
+            rank_config.num_attention_heads = divide(config.num_attention_heads, num_ranks)
             rank_config.num_query_groups = rank_config.num_attention_heads
             if self.divides_key_heads:
-                rank_config.num_query_groups = config.num_query_groups // ranks
+                rank_config.num_query_groups = config.num_query_groups // num_ranks
             super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
             self.context_group = pg_collection.cp
 
@@ -776,7 +778,7 @@ def _plain_layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
     if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
-        # Without a compressed query there is no norm of it.
+        # An uncompressed query has no norm.
         attention.q_layernorm = None
     return layer
 
@@ -789,8 +791,9 @@ _attention_group: Any = None
 
 def bind_tensor_group(attention: Any) -> None:
     """Make an attention module project queries, keys and values in its own tensor-parallel group."""
-    original = attention.get_query_key_value_tensors
-    attention.get_query_key_value_tensors = partial(_call_in_group, original, attention.pg_collection.tp)
+    original_function = attention.get_query_key_value_tensors
+    tensor_group = attention.pg_collection.tp
+    attention.get_query_key_value_tensors = partial(_call_in_group, original_function, tensor_group)
 
 
 def _call_in_group(
@@ -836,7 +839,7 @@ def _tensor_parallel_rank() -> int:
 
 
 def scale_embeddings(chunk: Any) -> None:
-    """Multiply the embeddings of a GPTModel chunk by the root of their width (arXiv 2408.00118)."""
+    """Multiply the embeddings of a GPTModel chunk by the square root of their width (arXiv 2408.00118)."""
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(partial(_scale_output, chunk.config.hidden_size**0.5))
 
@@ -949,9 +952,9 @@ def _select_angles(
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Select the rotary angles of one kind of attention, local or full; a forward pre-hook of attention.
+    """Select the rotary angles of local or of full attention; a forward pre-hook of an attention module.
 
-    ``frequency_range`` are the indices of this kind's frequencies in the result of `join_frequencies`.
+    ``frequency_range`` is the range of the module's frequencies in the result of `join_frequencies`.
     """
     # Angles are given as [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
@@ -994,7 +997,7 @@ def fit_latent_spec(layer: Any, group: Any) -> None:
 def _bind_projection(linear: type, group: Any) -> type:
     """Return a subclass of a projection whose default tensor-parallel group is ``group``.
 
-    Megatron passes no group for a query that is not compressed, and would use the process-global one.
+    For an uncompressed query Megatron passes no group, and would use the process-global group.
     """
 
     def __init__(
@@ -1062,7 +1065,7 @@ def _gather_latent(
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
 
-    # Sum the key's gradient over ranks. Under sequence parallelism the gather of its tokens sums it.
+    # Sum the key's gradient over ranks. Under sequence parallelism the gather of the tokens does this.
     if key_size and not sequence_parallel:
         compressed, key = projected.split((latent_size, key_size), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)

@@ -1,8 +1,9 @@
 """Log-probs and entropy directly from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch are never all in memory: one tile at a time is computed, reduced to four numbers
-per token and freed, and computed again in the backward pass. Memory is O(chunk_tokens * V / tensor parallel).
-On an accelerator with Triton every pass reads a tile once (`log_probs_triton`).
+The logits of a micro-batch are never in memory all at once: the forward pass computes one tile at a time,
+reduces it to four numbers per token and frees it. The backward pass computes each tile again. Memory is
+O(chunk_tokens * V / tensor parallel). On an accelerator with Triton every pass reads a tile once
+(`log_probs_triton`).
 
 Logits are float32 in every pass, even for a bfloat16 model. Rounding to bfloat16 would change a logit of 20
 by up to 0.06. If only one of two passes rounded, probabilities computed from the logits of one pass and the
@@ -81,14 +82,14 @@ class Support(NamedTuple):
         ``first_token`` is the token id of the first column.
         """
         sizes = self.sizes[span]
-        first = int(self.offsets[:-1][span][0])
-        last = int(self.offsets[1:][span][-1])
-        tokens = self.tokens[first:last].long() - first_token
+        first_index = int(self.offsets[:-1][span][0])
+        end_index = int(self.offsets[1:][span][-1])
+        tokens = self.tokens[first_index:end_index].long() - first_token
 
         # Pass the output size, and collect tokens of other shards in an extra column: otherwise, as with a
         # boolean index, the number of selected tokens would be read from the device.
         positions = torch.repeat_interleave(
-            torch.arange(len(sizes), device=sizes.device), sizes, output_size=last - first
+            torch.arange(len(sizes), device=sizes.device), sizes, output_size=end_index - first_index
         )
         column = torch.where((tokens >= 0) & (tokens < column_count), tokens, column_count)
 
@@ -107,7 +108,7 @@ class TopTokens(NamedTuple):
     tokens: int
     """Number of most likely tokens to return for each distribution."""
     vocabulary: int
-    """Number of tokens that may be selected: ids from this one on are never among the most likely tokens,
+    """Number of tokens that may be selected: ids from this number on are never among the most likely tokens,
     even if the model has logits for them."""
 
 
@@ -318,7 +319,7 @@ def _row_tiles(
 ) -> Iterator[tuple[VocabularyShard, slice]]:
     """Yield (shard, rows of the weight) for consecutive tiles of the weight's ``row_count`` rows.
 
-    A tile has ``tile_rows`` rows; the last one may have fewer. Each tile is described as a smaller shard, so
+    A tile has ``tile_rows`` rows; the last tile may have fewer. Each tile is described as a smaller shard, so
     that the code for shards can be used for tiles.
     """
     for first_row in range(0, row_count, tile_rows):
@@ -331,7 +332,7 @@ def _choose_tile_size(
     chunk_tokens: int,
     frozen: bool,
 ) -> tuple[int, int]:
-    """Choose the tokens and weight rows of a tile with about ``chunk_tokens`` * V / tp logits.
+    """Choose the numbers of tokens and weight rows in a tile of about ``chunk_tokens`` * V / tp logits.
 
     In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
     rows. Square tiles move the fewest bytes, and need no float32 sum for the whole weight.
@@ -340,8 +341,9 @@ def _choose_tile_size(
     if frozen or hidden.dtype.itemsize >= 4:
         return chunk_tokens, len(weight)
 
-    tokens = min(len(hidden), TILE_TOKENS)
-    return tokens, min(len(weight), max(1, chunk_tokens * len(weight) // tokens))
+    num_tokens = min(len(hidden), TILE_TOKENS)
+    num_rows = max(1, chunk_tokens * len(weight) // num_tokens)
+    return num_tokens, min(len(weight), num_rows)
 
 
 def _make_sum_buffer(gradient: Tensor) -> Tensor:
@@ -413,7 +415,7 @@ def softmax_statistics(
 
 
 class GradientInputs(NamedTuple):
-    """Inputs of the backward pass over one tile, besides its logits [n, rows]."""
+    """Inputs of the backward pass over one tile, in addition to the tile's logits [n, rows]."""
 
     targets: Tensor
     """[n] column of each target in the tile; any other number if the target is in another tile."""
@@ -505,8 +507,8 @@ def _bucket_statistics(
     """Compute a tile's statistics without the columns ``bucket_ids`` [n, k], and these columns' logits.
 
     Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. The columns are masked before
-    the sum, not subtracted from it afterwards: if the model is confident, the other tokens together may have
-    less probability than the rounding error of 1, and a difference would have no correct digit.
+    the sum, not subtracted afterwards. If the model is confident, all other tokens together may have less
+    probability than the rounding error of 1, and a difference would have no correct digit.
     """
     bucket_logits, _, in_tile = _take_columns(logits, bucket_ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
@@ -891,10 +893,10 @@ def vocab_parallel_log_probs(
         # An empty result that depends on both inputs keeps the graph connected, so that the pipeline's
         # backward pass runs on empty micro-batches too. It is added to the results of other context-parallel
         # ranks, so it must have their dtype.
-        zero = (hidden.sum() + weight.sum() * 0)[None][:0].to(result_dtype)
+        empty_result = (hidden.sum() + weight.sum() * 0)[None][:0].to(result_dtype)
         if bucket_ids is None:
-            return zero, zero
-        return zero, zero, zero[:, None].expand(0, bucket_ids.shape[1] + 1)
+            return empty_result, empty_result
+        return empty_result, empty_result, empty_result[:, None].expand(0, bucket_ids.shape[1] + 1)
 
     temperature = temperature.to(result_dtype)
     return _VocabParallelLogProbs.apply(

@@ -116,15 +116,15 @@ class RepeatedNgrams:
         ``logits`` [n, columns] belong to n of the row's selected tokens, and ``selection`` is the range of
         these tokens among the row's selected tokens. ``first_token_id`` is the token id of the first column.
         """
-        first, last = self.offsets[[selection.start, selection.stop]].tolist()
-        if first == last:
+        first, end = self.offsets[[selection.start, selection.stop]].tolist()
+        if first == end:
             return
 
-        # Columns of other shards get 0, as in `_add_bias`.
-        columns = self.tokens[first:last] - first_token_id
+        # Add 0 for columns of other shards, as in `_add_bias`.
+        columns = self.tokens[first:end] - first_token_id
         in_shard = (columns >= 0) & (columns < logits.shape[1])
         bias = torch.where(in_shard, BANNED, 0.0).to(logits.dtype)
-        rows = self.selected_index[first:last] - selection.start
+        rows = self.selected_index[first:end] - selection.start
         logits.index_put_((rows, columns.clamp(0, logits.shape[1] - 1)), bias, accumulate=True)
 
 
@@ -157,12 +157,12 @@ def find_repeated_ngrams(tokens: Tensor, selected_positions: Tensor, ngram_size:
     selected_windows = positions - (ngram_size - 1)
     has_window = selected_windows >= 0
     selected_indices = sorted_index[selected_windows[has_window]]
-    counts = numpy.zeros(len(positions), numpy.int64)
-    counts[has_window] = num_earlier[selected_indices]
-    offsets = numpy.concatenate(([0], counts.cumsum()))
+    num_pairs = numpy.zeros(len(positions), numpy.int64)
+    num_pairs[has_window] = num_earlier[selected_indices]
+    offsets = numpy.concatenate(([0], num_pairs.cumsum()))
 
     # For each pair, compute the index of the selected token and the start of the earlier window.
-    pair_selected_index = numpy.repeat(numpy.arange(len(positions)), counts)
+    pair_selected_index = numpy.repeat(numpy.arange(len(positions)), num_pairs)
     first_pair_indices = numpy.zeros(len(positions), numpy.int64)
     first_pair_indices[has_window] = selected_indices - num_earlier[selected_indices]
     index_in_pairs = numpy.arange(offsets[-1]) - offsets[pair_selected_index]
@@ -184,7 +184,7 @@ class RowRules:
     count: int
     """Number of the row's selected tokens."""
     no_stop_count: int
-    """Number of selected tokens, from the row's first one on, that must not be a stop token."""
+    """Number of the row's first selected tokens that must not be a stop token."""
     bias_ids: Tensor
     """[k] int64 token ids with a bias."""
     bias: Tensor
@@ -211,7 +211,7 @@ def build_row_rules(
     if not any(rule is not None and rule.sampling.has_rules for rule in rules):
         return None
 
-    # Index of each row's first selected token, and of the first one after the row.
+    # Index of each row's first selected token, and of the first selected token after the row.
     ends = lengths.cumsum(0)
     starts = ends - lengths
     first_selected, end_selected = torch.searchsorted(selected, torch.stack((starts, ends)))
@@ -316,7 +316,7 @@ def apply_rules(
     multiplied by the derivative of the changed logits with respect to the original logits.
     """
     for row_rules in rules:
-        # The logits of the row's selected tokens are those from ``first`` up to ``end``.
+        # ``logits[first:end]`` belong to the row's selected tokens.
         first = max(row_rules.first - first_index, 0)
         end = min(row_rules.first + row_rules.count - first_index, len(logits))
         if first >= end:
@@ -325,8 +325,8 @@ def apply_rules(
 
         no_stop_end = min(row_rules.first + row_rules.no_stop_count - first_index, end)
         if no_stop_end > first:
-            banned = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
-            _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, banned)
+            ban_bias = torch.full_like(row_rules.stop_ids, BANNED, dtype=torch.float32)
+            _add_bias(logits[first:no_stop_end], row_rules.stop_ids - first_token_id, ban_bias)
 
         # The same range, counted from the row's first selected token.
         selection = slice(first + first_index - row_rules.first, end + first_index - row_rules.first)

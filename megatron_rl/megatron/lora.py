@@ -328,16 +328,17 @@ def attach_adapters(
             linear.adapter = make_adapter(name, linear.weight)
         else:
             # Transformer Engine's grouped linear layer has the weights of all local experts.
-            weights = [getattr(linear, f"weight{number}") for number in range(expert_count)]
-            linear.adapter = nn.ModuleList(
-                make_adapter(f"{name}.{number}", weight) for number, weight in enumerate(weights)
-            )
+            expert_adapters = []
+            for expert_index in range(expert_count):
+                weight = getattr(linear, f"weight{expert_index}")
+                expert_adapters.append(make_adapter(f"{name}.{expert_index}", weight))
+            linear.adapter = nn.ModuleList(expert_adapters)
         # Run before the layer's other hooks: Gemma's norm after the layer, for instance, applies to the sum.
         linear.register_forward_hook(add_adapter_output, prepend=True)
 
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
-        # Under recompute a layer has gradients only if an input requires one. A frozen embedding's output
-        # does not, and all gradients would be zero, without an error.
+        # With recompute, a layer has gradients only if one of its inputs requires a gradient. The output of a
+        # frozen embedding does not, and all gradients would be zero, without an error.
         model.chunks[0].embedding.register_forward_hook(_require_gradient)
     initialise_adapters(model, seed, initial)
 
@@ -394,7 +395,7 @@ def initialise_adapters(
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
         else:
-            # Every rank draws the complete tensor and takes its slice, so values do not depend on the layout.
+            # Every rank draws the complete tensor and copies a slice, so values do not depend on the layout.
             complete_tensor = _draw_initial_values(box.name, shapes[box.name], seed)
             ranges = zip(box.start, box.size, strict=True)
             view.copy_(complete_tensor[tuple(slice(start, start + size) for start, size in ranges)])
@@ -416,7 +417,7 @@ def _draw_initial_values(
 
     The values depend only on ``seed`` and on the tensor's ``name`` and ``shape``.
     """
-    # Not Python's hash(), which differs from process to process.
+    # Use a checksum, because Python's hash() differs from process to process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
@@ -455,9 +456,9 @@ def _iterate_adaptable_modules(layer: Any) -> Iterator[tuple[str, Any, tuple[str
         yield "mlp.experts", experts, MLP
         return
 
-    # Megatron's plain experts have one module each.
-    for number, expert in enumerate(local_experts):
-        yield f"mlp.experts.local_experts.{number}", expert, MLP
+    # Each of Megatron's plain experts is a separate module.
+    for expert_index, expert in enumerate(local_experts):
+        yield f"mlp.experts.local_experts.{expert_index}", expert, MLP
 
 
 def _missing_layer_error(
@@ -566,11 +567,11 @@ def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
         return
 
     # Use one collective for all gradients, because they are small.
-    total = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]), group)
-    begin = 0
+    flat_sum = sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]), group)
+    offset = 0
     for gradient in gradients:
-        gradient.copy_(total[begin : begin + gradient.numel()].view_as(gradient))
-        begin += gradient.numel()
+        gradient.copy_(flat_sum[offset : offset + gradient.numel()].view_as(gradient))
+        offset += gradient.numel()
 
 
 def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
@@ -615,7 +616,7 @@ def engine_adapters(model: ChunkedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merge_adapters(model: ParallelModel, seed: int) -> None:
-    """Merge a model's adapters into its base weights, in place, and initialise new ones from ``seed``."""
+    """Merge a model's adapters into its base weights, in place, and initialise new adapters from ``seed``."""
     weights = live_parameters(model)
     for name, adapter in _iterate_adapters(model):
         weight = weights[_adapted_weight_name(name)]

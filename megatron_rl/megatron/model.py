@@ -72,10 +72,12 @@ def live_parameters(model: ChunkedModel) -> dict[str, Tensor]:
     """
     weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
-        parameters = chunk.named_parameters()
-        weights |= {f"{index}.{name}": value.data for name, value in parameters if f".{ADAPTER}." not in name}
-        buffers = chunk.named_buffers()
-        weights |= {f"{index}.{name}": buffer for name, buffer in buffers if is_buffer(name)}
+        for name, parameter in chunk.named_parameters():
+            if f".{ADAPTER}." not in name:
+                weights[f"{index}.{name}"] = parameter.data
+        for name, buffer in chunk.named_buffers():
+            if is_buffer(name):
+                weights[f"{index}.{name}"] = buffer
     return weights
 
 
@@ -86,7 +88,7 @@ def is_expert_parameter(name: str) -> bool:
 
 @dataclass
 class ParallelModel:
-    """This rank's chunks of a model, one per virtual pipeline stage.
+    """Model on one rank: a chunk of layers for each virtual pipeline stage.
 
     The constructor raises UserError for context parallelism with a provider's own attention, which needs
     complete rows.
@@ -289,20 +291,20 @@ class ParallelModel:
         also returns their ids. With ``squared_probs`` it returns the sum of the squared probabilities [n]
         after the entropy. Collective over the tensor-parallel group.
         """
-        states = hidden[0]
+        token_states = hidden[0]
         shape = self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
             # The vocabulary is sharded over the ranks, so each rank computes a partial gradient of the hidden
             # states, and these are summed. A scalar head is not sharded: its gradients are equal on all
             # ranks, and a sum would count them tp times.
-            states = gather_from_sequence_parallel_region(
-                states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
+            token_states = gather_from_sequence_parallel_region(
+                token_states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
             )
 
         if shape.scalar_head:
             head: Any = chunk.output_layer
-            return (states[index].float() @ head.weight[0].float(),)
+            return (token_states[index].float() @ head.weight[0].float(),)
 
         weight: Any = chunk.output_layer.weight
         if shape.tied:
@@ -315,16 +317,16 @@ class ParallelModel:
         )
         # Fewer tokens at a time would make the products too small for the device.
         tile_tokens = max(64, LOGITS_ELEMENTS // len(weight))
-        states = states[index]
+        token_states = token_states[index]
 
         if isinstance(buckets, TopTokens):
             bucket_ids = vocab_parallel_top_tokens(
-                states, weight, shard, buckets, tile_tokens, support, rules
+                token_states, weight, shard, buckets, tile_tokens, support, rules
             )
         else:
             bucket_ids = buckets
         outputs = vocab_parallel_log_probs(
-            states,
+            token_states,
             weight,
             targets,
             temperature,
@@ -339,7 +341,7 @@ class ParallelModel:
             # At half the temperature, the probabilities q are the normalised squares of the probabilities p
             # at the full temperature: log q = 2 log p - log sum p^2.
             sharp_log_probs, _ = vocab_parallel_log_probs(
-                states,
+                token_states,
                 weight,
                 targets,
                 temperature / 2,
@@ -379,7 +381,7 @@ def build_model(
     ranks of ``groups``.
 
     The defaults on an accelerator depend on ``replays_routing`` (whether recorded choices of experts may be
-    replayed) and on ``adapted`` (whether the model gets low-rank adapters).
+    replayed) and on ``adapted`` (whether the model will have low-rank adapters).
     """
     layout = groups.layout
     if head == "value":
@@ -421,7 +423,7 @@ def build_model(
         fused,
     )
     if device.on_host():
-        # The kernel needs a GPU: ignore an override.
+        # The fused kernel needs a GPU: ignore the user's setting.
         spec.transformer_config.gradient_accumulation_fusion = False
     if fused:
         require_transformer_engine()

@@ -157,7 +157,7 @@ def model_spec(
     settings.update(_check_overrides(overrides or {}))
     config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():
-        # Megatron warns about defaults that are set on purpose here.
+        # Megatron warns about defaults that are set on purpose.
         warnings.simplefilter("ignore")
         try:
             transformer_config = config_class(**settings)
@@ -175,8 +175,8 @@ def model_spec(
     local_count = 0
     local_rotary_factor = rotary_factor
     if "full_attention" in hf_config.rope_parameters:
-        local, local_rotary_factor = _rope_frequencies(hf_config, model, "sliding_attention")
-        local_count = len(local)
+        local_frequencies, local_rotary_factor = _rope_frequencies(hf_config, model, "sliding_attention")
+        local_count = len(local_frequencies)
 
     gpt_kwargs = {
         "vocab_size": shape.padded_vocab(layout.tensor),
@@ -208,9 +208,9 @@ def rotary_frequencies(hf_config: Any) -> tuple[Tensor, float]:
     if "full_attention" not in hf_config.rope_parameters:
         return _rope_frequencies(hf_config, model, None)
 
-    local, _ = _rope_frequencies(hf_config, model, "sliding_attention")
-    full, factor = _rope_frequencies(hf_config, model, "full_attention")
-    return join_frequencies(local, full), factor
+    local_frequencies, _ = _rope_frequencies(hf_config, model, "sliding_attention")
+    full_frequencies, factor = _rope_frequencies(hf_config, model, "full_attention")
+    return join_frequencies(local_frequencies, full_frequencies), factor
 
 
 def _rope_frequencies(

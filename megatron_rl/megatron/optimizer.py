@@ -82,7 +82,7 @@ def wrap_in_ddp(
     if ddp_config.overlap_grad_reduce:
         # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
         no_sync_functions: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
-        # Megatron's schedules take a list for interleaved chunks, a function for a single one.
+        # Megatron's schedules expect a list of functions for interleaved chunks, or a single function.
         model.transformer_config.no_sync_func = no_sync_functions[0]
         if len(no_sync_functions) > 1:
             model.transformer_config.no_sync_func = no_sync_functions
@@ -176,7 +176,7 @@ class Optimizer:
 
     @property
     def sub_optimizers(self) -> list[Any]:
-        """Return Megatron's optimizers, one or several in a chain, except for empty optimizers."""
+        """Return Megatron's single optimizer, or the optimizers of a chain, without empty optimizers."""
         optimizers = getattr(self.megatron, "chained_optimizers", [self.megatron])
         return [optimizer for optimizer in optimizers if getattr(optimizer, "optimizer", None) is not None]
 
@@ -200,7 +200,7 @@ class Optimizer:
         finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's
         ranks.
         """
-        # Read the rate of this step before the scheduler sets the next one.
+        # Read the rate of this step before the scheduler sets the next rate.
         learning_rate = self.learning_rate
         with self.model.scope():
             step_result: Any = self.megatron.step()
@@ -260,7 +260,7 @@ def _use_role_group(group: Any) -> Iterator[None]:
 
 
 def _no_initial_state(*_: Any) -> None:
-    """Do nothing: the function that initialises the optimizer state of SGD, which has no state."""
+    """Replace the initialisation of optimizer states for SGD, which has no states: do nothing."""
 
 
 def _wrapped_chunks(model: ParallelModel) -> Any:

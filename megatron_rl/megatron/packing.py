@@ -32,7 +32,7 @@ def balance_work(work: Sequence[float], bins: int) -> list[list[int]]:
     largest sum is at most 4/3 of the optimum. The result is deterministic; items keep their order inside a
     bin.
     """
-    # Ties are broken by the index of bin and item, so that every rank gets the same result.
+    # Ties are broken by the index of bin and item, so that every rank computes the same result.
     loads = [(0.0, index) for index in range(bins)]
     heapq.heapify(loads)
 
@@ -193,7 +193,7 @@ def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
 
     The bound is the maximum over sizes k of at most half a bin. For each k, large items (over ``budget - k``)
     need one bin each, and leave no room for items of k or more. Medium items (over half a bin) need one bin
-    each, too. Small items (from k to half a bin) need further bins if they do not fit beside medium items.
+    each, too. Small items (from k to half a bin) need further bins if they do not fit into these bins.
     """
     # The simplest bound is the sum of all items.
     sizes = sorted(min(length, budget) for length in lengths)
@@ -279,7 +279,7 @@ class PackedRows(PackedSeqParams):
     def fill_buckets(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Gather ``tokens`` [T, ...] into buckets [rows, longest, ...].
 
-        The gradients of padding must be zero.
+        The backward pass ignores gradients of padding, which must be zero.
         """
         return _FillBuckets.apply(tokens, self)
 
@@ -311,8 +311,8 @@ class _FillBuckets(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        flat = _concatenate([gradient.flatten(0, 1) for gradient in gradients])
-        return flat.index_select(0, ctx.restore), None
+        bucket_gradients = _concatenate([gradient.flatten(0, 1) for gradient in gradients])
+        return bucket_gradients.index_select(0, ctx.restore), None
 
 
 class _JoinBuckets(torch.autograd.Function):
@@ -333,10 +333,10 @@ class _JoinBuckets(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
-        packed = ctx.packed
-        flat = gradient.new_zeros(packed.bucket_tokens, *gradient.shape[1:])
-        flat.index_copy_(0, packed.restore, gradient)
-        return None, *flat.split([index.numel() for index in packed.buckets])
+        packed_rows = ctx.packed
+        bucket_gradients = gradient.new_zeros(packed_rows.bucket_tokens, *gradient.shape[1:])
+        bucket_gradients.index_copy_(0, packed_rows.restore, gradient)
+        return None, *bucket_gradients.split([index.numel() for index in packed_rows.buckets])
 
 
 def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
@@ -395,7 +395,8 @@ def make_bucketed_rows(
 def _bucket_size(length: int) -> int:
     """Return the maximum row length of the bucket that rows of ``length`` tokens belong to.
 
-    The maxima are 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, …: four per power of two.
+    The maxima are 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, …, with four steps from each power of two to the
+    next.
     """
     next_power_of_two = 1 << (length - 1).bit_length()
     step = max(2, next_power_of_two // 8)

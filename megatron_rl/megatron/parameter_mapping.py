@@ -81,10 +81,11 @@ class _SourceRows:
 
     def copy_to(self, target: Tensor, first_row: int) -> None:
         """Fill ``target`` with consecutive rows of the source, from the source's row ``first_row`` on."""
-        position = 0
-        for row, rows in self.source.row_ranges(first_row, len(target)):
-            target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
-            position += rows
+        target_row = 0
+        for tensor_row, num_rows in self.source.row_ranges(first_row, len(target)):
+            tensor_rows = self.tensor.narrow(0, tensor_row, num_rows)
+            target.narrow(0, target_row, num_rows).copy_(tensor_rows)
+            target_row += num_rows
 
 
 CopyRule = Callable[[Tensor, Sequence[_SourceRows], _ParameterShard], None]
@@ -138,11 +139,11 @@ def _copy_sections(
 
     Example: the gate and up projections, which Megatron fuses into one parameter.
     """
-    position = 0
+    target_row = 0
     for source in sources:
-        rows = source.row_count // shard.count
-        source.copy_to(target.narrow(0, position, rows), shard.index * rows)
-        position += rows
+        num_rows = source.row_count // shard.count
+        source.copy_to(target.narrow(0, target_row, num_rows), shard.index * num_rows)
+        target_row += num_rows
 
 
 def _copy_query_key_value(
@@ -167,11 +168,11 @@ def _copy_query_key_value(
     for group in range(num_groups):
         for source, num_rows in zip(sources, rows_per_group, strict=True):
             # Overlap of these rows with the shard.
-            low = max(position, shard_begin)
-            high = min(position + num_rows, shard_begin + shard_rows)
-            if low < high:
-                target_rows = target.narrow(0, low - shard_begin, high - low)
-                source.copy_to(target_rows, group * num_rows + low - position)
+            overlap_begin = max(position, shard_begin)
+            overlap_end = min(position + num_rows, shard_begin + shard_rows)
+            if overlap_begin < overlap_end:
+                target_rows = target.narrow(0, overlap_begin - shard_begin, overlap_end - overlap_begin)
+                source.copy_to(target_rows, group * num_rows + overlap_begin - position)
             position += num_rows
 
 
@@ -364,8 +365,10 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
 
 def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
     """Return a layer's weights by their names in Megatron's layers and in Transformer Engine's layers."""
-    by_fused_name = {weight.fused: weight for weight in weights if weight.fused}
-    return by_fused_name | {weight.name: weight for weight in weights}
+    weight_by_name = {weight.fused: weight for weight in weights if weight.fused}
+    for weight in weights:
+        weight_by_name[weight.name] = weight
+    return weight_by_name
 
 
 def shard_of(model: ChunkedModel) -> Shard:

@@ -1,4 +1,4 @@
-"""Guard of a role's passes over micro-batches: measures their memory, and repeats a pass that runs out of it.
+"""Guard of a role's passes over micro-batches: measure memory, and repeat a pass that runs out of memory.
 
 The idea: ranks can only repeat a pass together, so no rank may be inside a collective when another rank
 fails. In layouts whose ranks exchange nothing until gradients are reduced, all ranks exchange whether they
@@ -76,7 +76,7 @@ class _OtherRankFailed(RuntimeError):
 
 
 class PassGuard:
-    """Guard of one role's passes on this rank: measures their memory, and repeats a pass that ran out of it.
+    """Guard that measures the memory of one role's passes, and repeats a pass that runs out of memory.
 
     ``role``: configuration path of the role, for reports.
     ``measures``: whether the memory of passes is measured for `batch.memory_target`.
@@ -117,22 +117,26 @@ class PassGuard:
             result, _ = self._try_pass(compute, budget)
             return result
 
-        generators = device.generator_states()
-        result, failed = self._try_pass(compute, budget)
-        if not failed:
+        generator_states = device.generator_states()
+        result, has_failed = self._try_pass(compute, budget)
+        if not has_failed:
             return result
 
-        # The votes are reduced over all ranks of the role: halve the largest micro-batch of all ranks, which
-        # is 0 if ranks failed before their first micro-batch.
-        microbatch_tokens = min(budget, int(self._vote[1]) or budget)
+        # The vote is equal on all ranks of the role: halve the largest micro-batch of all ranks. It has 0
+        # tokens if all ranks failed before their first micro-batch.
+        microbatch_tokens = budget
+        largest_microbatch = int(self._vote[1])
+        if largest_microbatch:
+            microbatch_tokens = min(budget, largest_microbatch)
         smaller_budget = max(unit_tokens, microbatch_tokens // 2)
         if microbatch_tokens <= unit_tokens:
             self._raise_on_all_ranks("each micro-batch is one row already")
 
+        # Repeat the pass from the same random state.
         self._discard_pass(clear)
-        device.set_generator_states(generators)
-        result, failed = self._try_pass(compute, smaller_budget)
-        if failed:
+        device.set_generator_states(generator_states)
+        result, has_failed = self._try_pass(compute, smaller_budget)
+        if has_failed:
             self._raise_on_all_ranks(
                 f"it was repeated once already, after micro-batches of up to {microbatch_tokens:,} tokens"
             )
@@ -209,7 +213,7 @@ class PassGuard:
         self._record_maximum(BYTES_PER_TOKEN, added_bytes / self._microbatch_tokens)
 
     def _record_maximum(self, name: str, value: float) -> None:
-        """Record a value of the metric ``name``; `metrics` reports the maximum since its last call."""
+        """Update the maximum of the metric ``name``, which `metrics` reports and resets."""
         self._maxima[name] = max(self._maxima.get(name, 0.0), float(value))
 
     def _exchange_votes(self, *, failed: bool) -> None:
@@ -266,17 +270,14 @@ def find_repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
         return "a simulation has no memory"
 
     layout = model.groups.layout
-    sizes = [f"{name} {getattr(layout, name)}" for name in _MODEL_SIZES if getattr(layout, name) > 1]
-    if sizes:
-        return f"its ranks exchange tensors inside a pass ({', '.join(sizes)})"
+    group_sizes = [f"{name} {getattr(layout, name)}" for name in _MODEL_SIZES if getattr(layout, name) > 1]
+    if group_sizes:
+        return f"its ranks exchange tensors inside a pass ({', '.join(group_sizes)})"
 
-    overlaps = any(
-        bucket_group.ddp_config.overlap_grad_reduce
-        for chunk in model.wrapped
-        for bucket_group in _bucket_groups(chunk)
-    )
-    if trains and layout.data > 1 and overlaps:
-        return "gradients are reduced during the backward pass (`ddp.overlap_grad_reduce`)"
+    if trains and layout.data > 1:
+        for chunk in model.wrapped:
+            if any(group.ddp_config.overlap_grad_reduce for group in _bucket_groups(chunk)):
+                return "gradients are reduced during the backward pass (`ddp.overlap_grad_reduce`)"
     return None
 
 
@@ -327,8 +328,8 @@ def _named_tensors(model: ParallelModel | None) -> Iterator[tuple[str, Tensor]]:
         return
     for chunk in model.chunks:
         yield from chunk.named_parameters()
-    wrapped: list[Any] = [chunk for chunk in model.wrapped if isinstance(chunk, DistributedDataParallel)]
-    for chunk in wrapped:
+    ddp_chunks: list[Any] = [chunk for chunk in model.wrapped if isinstance(chunk, DistributedDataParallel)]
+    for chunk in ddp_chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             if buffer.param_data is not None:
                 yield f"all weights [{buffer.param_data.numel()}]", buffer.param_data

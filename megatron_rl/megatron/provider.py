@@ -219,21 +219,21 @@ def check_chunk(
             fix="return the GPTModel itself",
         )
 
-    # The embedding is in the first chunk of the pipeline, the output layer in the last one.
-    for argument, module, is_expected in (
+    # The embedding is in the first chunk of the pipeline, the output layer in the last chunk.
+    for argument, module_name, is_expected in (
         ("pre_process", "embedding", pre_process),
         ("post_process", "output_layer", post_process),
     ):
-        if hasattr(chunk, module) != is_expected:
+        if hasattr(chunk, module_name) != is_expected:
             article = "no"
-            got = f"chunk.{module}"
+            got = f"chunk.{module_name}"
             if is_expected:
                 article = "a"
                 got = "none"
             raise UserError(
                 f"the model provider does not follow {argument}",
                 where=subject,
-                expected=f"{article} chunk.{module} where {argument} is {is_expected}",
+                expected=f"{article} chunk.{module_name} where {argument} is {is_expected}",
                 got=got,
                 fix=f"pass {argument} on to GPTModel",
             )

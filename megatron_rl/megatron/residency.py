@@ -120,7 +120,7 @@ class Residency:
         """Return the storages of the weights that are not shared with the base."""
         base_weights: set[int] = set()
         if self.base is not None:
-            base_weights = {_storage_address(value) for value in _iterate_weights(self.base.model)}
+            base_weights = {_storage_address(weight) for weight in _iterate_weights(self.base.model)}
         storages = _device_storages(_iterate_weights(self.model))
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
@@ -129,7 +129,7 @@ class Residency:
 
         Float32 main weights may be views of the model's weights, whose storages are left out.
         """
-        weights = {_storage_address(value) for value in _iterate_weights(self.model)}
+        weights = {_storage_address(weight) for weight in _iterate_weights(self.model)}
         storages = _device_storages(_iterate_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
 
@@ -236,7 +236,7 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 def _device_storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the storages of tensors on the device by `_storage_address`, without empty ones and scalars."""
+    """Return the storages of tensors on the device by `_storage_address`; skip scalars and empty storages."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -250,9 +250,9 @@ def _pack_microbatch(
     context_rank = model.groups.coordinates.context
     shards = torch.nn.functional.pad(tokens, (0, padding)).chunk(layout.context)
     inputs = shards[context_rank]
-    begin = context_rank * len(shards[0])
+    shard_start = context_rank * len(shards[0])
     state_positions = selected - shift
-    selected = selected[(state_positions >= begin) & (state_positions < begin + len(inputs))]
+    selected = selected[(state_positions >= shard_start) & (state_positions < shard_start + len(inputs))]
 
     loss_batch = None
     if has_loss and model.groups.is_last_stage:
@@ -273,7 +273,7 @@ def _pack_microbatch(
         rows=tuple(rows),
         inputs=inputs[None],
         packing=model.pack(packed_lengths),
-        index=selected - shift - begin,
+        index=selected - shift - shard_start,
         selected=selected,
         targets=tokens[selected],
         temperature=temperature[selected],
@@ -303,15 +303,15 @@ def _select_routed_tokens(
         return None
 
     # Tokens of this rank under context and sequence parallelism.
-    local = model.local_tokens(len(positions) + padding)
-    real_count = max(0, min(len(positions), local.stop) - local.start)
+    local_range = model.local_tokens(len(positions) + padding)
+    real_count = max(0, min(len(positions), local_range.stop) - local_range.start)
     token_rows = None
     if model.routing.has_losses:
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
-        index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+        row_of_token = torch.repeat_interleave(torch.arange(len(rows)), lengths)
         token_rows = TokenRows(
             # Padding is at the end, and counts as a separate row.
-            torch.nn.functional.pad(index, (0, padding), value=len(rows))[local],
+            torch.nn.functional.pad(row_of_token, (0, padding), value=len(rows))[local_range],
             torch.nn.functional.pad(lengths, (0, 1), value=1),
             len(batch.lengths),
             int(batch.lengths.sum()),
@@ -321,8 +321,8 @@ def _select_routed_tokens(
         return RoutedTokens(None, real_count, token_rows)
 
     # At -1 the router selects the experts, as it does for padding.
-    replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
-    replayed[:real_count] = experts[positions[local]]
+    replayed = torch.full((local_range.stop - local_range.start, *experts.shape[1:]), -1, dtype=experts.dtype)
+    replayed[:real_count] = experts[positions[local_range]]
     return RoutedTokens(replayed, real_count, token_rows)
 
 
@@ -434,11 +434,11 @@ def _gather_recorded_experts(model: ParallelModel, microbatches: Sequence[MicroB
     for microbatch in microbatches:
         assert microbatch.routed is not None
         num_tokens = microbatch.inputs.shape[1] * groups.layout.context
-        local = model.local_tokens(num_tokens)
+        local_range = model.local_tokens(num_tokens)
         shape = (num_tokens, routing.layers, routing.topk)
         experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
         for layer, choices in microbatch.routed.choices.items():
-            experts[local, layer] = choices.to(torch.int32)
+            experts[local_range, layer] = choices.to(torch.int32)
 
         for group in sum_groups:
             sum_over_ranks(experts, group)

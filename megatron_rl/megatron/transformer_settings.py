@@ -122,7 +122,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 
     if layout.virtual_pipeline > 1:
         settings["virtual_pipeline_model_parallel_size"] = layout.virtual_pipeline
-        # Megatron's default communication gives silently wrong results for PP2 x VPP2.
+        # With Megatron's default communication, results for PP2 x VPP2 are silently wrong.
         settings["overlap_p2p_comm"] = True
         settings["batch_p2p_comm"] = False
     return settings

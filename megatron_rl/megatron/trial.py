@@ -99,7 +99,7 @@ def _import_config_classes(complete_import: bool) -> tuple[Any, Any, Any]:
     if not complete_import:
         _skip_package_imports()
 
-    # Megatron's modules have circular imports, which work if this one is imported first.
+    # Megatron's modules have circular imports, which work if this module is imported first.
     import megatron.core.parallel_state  # noqa: F401
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig

@@ -412,7 +412,7 @@ def _effective_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         values.pop("kv_channels", None)
     values.pop("group_query_attention", None)
 
-    # Biases in all linear layers include those of the query, key and value projections.
+    # Biases in all linear layers include biases in the query, key and value projections.
     if values.get("add_bias_linear"):
         values["add_qkv_bias"] = True
 

@@ -1,8 +1,8 @@
 """Description of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
-Megatron-LM stores arguments and the directory of tensors as pickles. Reading them replaces all functions and
-classes by inert values (`pickles`), so that no checkpoint can run code, and needs no torch, so that `check`
-can verify a checkpoint anywhere.
+Megatron-LM stores arguments and the directory of tensors as pickles. They are read without running code: the
+reader replaces all functions and classes by inert values (`pickles`). The reader needs no torch, so that
+`check` can verify a checkpoint anywhere.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class MegatronCheckpoint:
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
         # Flat buffers also need the master weights, which determine the sizes of the buckets.
-        required_states = set(MOMENTS)
+        required_states: set[str] = set(MOMENTS)
         available_states = set(self.states)
         if not self.states:
             required_states.add(MASTERS[0])
@@ -466,7 +466,7 @@ def _contains_parameter(
 
 
 def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
-    """Return the possible locations of a layer's parameter: first in stacked tensors, then in separate ones.
+    """Return the possible locations of a layer's parameter, first in stacked, then in separate tensors.
 
     Megatron stacks all layers in one tensor if they are equal. Names differ between Transformer Engine's
     layers and Megatron's plain layers.

@@ -153,10 +153,10 @@ class Inert:
     """Attributes that the pickle sets."""
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
-        value = super().__new__(cls)
-        value.args = args
-        value.state = AttributeContainer()
-        return value
+        instance = super().__new__(cls)
+        instance.args = args
+        instance.state = AttributeContainer()
+        return instance
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
