@@ -52,7 +52,13 @@ _FIELDS = """
     max_seqlen_kv num_tokens_q num_tokens_kv
 """
 """Attributes of NVTEFusedAttnConfig in their order (fused_attn.h of 2.20.2), as far as they are set here."""
-_BYTES = {"is_training", "deterministic", "cuda_graph", "return_max_logit", "bottom_right_diagonal"}
+_BYTES = {
+    "is_training",
+    "deterministic",
+    "cuda_graph",
+    "return_max_logit",
+    "bottom_right_diagonal",
+}
 _LONGS = {"window_size_left", "window_size_right"}
 _FLOATS = {"dropout", "attn_scale"}
 _ENUMS = {
@@ -60,7 +66,13 @@ _ENUMS = {
     "dqkv_dtype", "qkv_layout", "o_format", "do_format", "dqkv_layout", "qkv_scale_inv_format",
     "do_scale_inv_format",
 }  # fmt: skip
-_PADDING_CAUSAL, _BFLOAT16, _ROWS_LAYOUT, _ROWS_FORMAT, _NO_FORMAT = 3, 6, 14, 2, 8
+_PADDING_CAUSAL, _BFLOAT16, _ROWS_LAYOUT, _ROWS_FORMAT, _NO_FORMAT = (
+    3,
+    6,
+    14,
+    2,
+    8,
+)
 _ANY_LENGTH_BACKEND = 1
 """Numbers of NVTE_PADDING_CAUSAL_MASK, kNVTEBFloat16, NVTE_THD_THD_THD, NVTE_THD, no format, and of
 NVTE_F16_arbitrary_seqlen, the fused kernel for half precision."""
@@ -84,7 +96,10 @@ def questions() -> dict[str, tuple[Question, Any, Any]]:
     for file in sorted((ROOT / "configs").glob("**/*.yaml")):
         os.chdir(ROOT)
         report = check_config(
-            load(str(file)), without_files=True, shipped_models=ROOT / "configs/models", patience=0
+            load(str(file)),
+            without_files=True,
+            shipped_models=ROOT / "configs/models",
+            patience=0,
         )
         for role, layout in (report.layouts or {}).items():
             shape = report.shapes.get(role, report.shape)
@@ -110,7 +125,12 @@ def questions() -> dict[str, tuple[Question, Any, Any]]:
 
 
 def verdict(
-    library: ctypes.CDLL, question: Question, *, training: bool, deterministic: bool, rows: int
+    library: ctypes.CDLL,
+    question: Question,
+    *,
+    training: bool,
+    deterministic: bool,
+    rows: int,
 ) -> str:
     """Return "" if the library has a fused kernel for the question, else its reason."""
     fields = _FIELDS.split()
@@ -142,7 +162,10 @@ def verdict(
         ctypes.c_void_p,
         ctypes.c_size_t,
     ]
-    library.nvte_get_fused_attn_backend_v2.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_char_p)]
+    library.nvte_get_fused_attn_backend_v2.argtypes = [
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_char_p),
+    ]
     config = library.nvte_create_fused_attn_config()
     for index, name in enumerate(fields):
         value = _c_value(name, values[name])
@@ -178,9 +201,19 @@ def answer(folder: Path, asked: list[Question]) -> None:
             reasons = []
             for training in (True, False):
                 # A few long rows, and many short ones.
-                for rows in (max(1, question.tokens // question.longest_row), 40, 300):
+                for rows in (
+                    max(1, question.tokens // question.longest_row),
+                    40,
+                    300,
+                ):
                     reasons.append(
-                        verdict(library, question, training=training, deterministic=deterministic, rows=rows)
+                        verdict(
+                            library,
+                            question,
+                            training=training,
+                            deterministic=deterministic,
+                            rows=rows,
+                        )
                     )
             answers[question.name].append(next(filter(None, reasons), ""))
     print(json.dumps(answers))
@@ -213,9 +246,20 @@ def prepare(folder: Path) -> dict[str, str]:
     )
     stub = "\n".join(f"int {name}() {{ return 0; }}" for name in names)
     (folder / "driver.c").write_text(stub, encoding="utf-8")
-    shared = ["gcc", "-shared", "-fPIC", "-w", "-I", str(folder / "nvidia/cu13/include")]
+    shared = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-w",
+        "-I",
+        str(folder / "nvidia/cu13/include"),
+    ]
     subprocess.run([*shared, "driver.c", "-o", "driver.so"], cwd=folder, check=True)
-    subprocess.run([*shared, str(HERE / "interpose.c"), "-o", "interpose.so", "-ldl"], cwd=folder, check=True)
+    subprocess.run(
+        [*shared, str(HERE / "interpose.c"), "-o", "interpose.so", "-ldl"],
+        cwd=folder,
+        check=True,
+    )
     return {
         **os.environ,
         "LD_LIBRARY_PATH": ":".join(str(folder / path) for path in FOLDERS),
@@ -228,7 +272,10 @@ def main() -> int:
     """Print the table; the exit code is 1 where the project's rule differs from the libraries."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/fused_attention"), help="where wheels are kept"
+        "--folder",
+        type=Path,
+        default=Path("runs/fused_attention"),
+        help="where wheels are kept",
     )
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -242,7 +289,13 @@ def main() -> int:
     request = json.dumps([question for question, _, _ in asked.values()])
     answers: dict[int, dict[str, list[str]]] = {}
     for capability in CAPABILITIES:
-        command = [sys.executable, str(Path(__file__).resolve()), "--answer", "--folder", str(folder)]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--answer",
+            "--folder",
+            str(folder),
+        ]
         output = subprocess.run(
             command,
             env={**environment, "CAPABILITY": str(capability)},
@@ -252,7 +305,10 @@ def main() -> int:
         )
         answers[capability] = json.loads(output.stdout)
 
-    header = ["model of a rank", *(f"{capability / 10:.1f}" for capability in CAPABILITIES)]
+    header = [
+        "model of a rank",
+        *(f"{capability / 10:.1f}" for capability in CAPABILITIES),
+    ]
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
     differences = []
     for name, (question, shape, layout) in asked.items():
@@ -278,7 +334,10 @@ def main() -> int:
             heads += f"/{question.value_size}"
         print(f"| {name}: {heads} | {' | '.join(cells)} |")
     for difference in differences:
-        print(f"the rule of megatron_rl.shapes.accelerator differs: {difference}", file=sys.stderr)
+        print(
+            f"the rule of megatron_rl.shapes.accelerator differs: {difference}",
+            file=sys.stderr,
+        )
     return int(bool(differences))
 
 

@@ -25,10 +25,34 @@ GIB = 2**30
 LIMIT_GIB = 0.5
 """Memory limit of attacks; an attack that holds twice as much has succeeded."""
 SECRETS = (
-    *("OPENAI_KEY", "OPENAI_API_KEY", "ANTHROPIC_KEY", "HF_TOKEN", "WANDB_API_KEY", "STRIPE_SK"),
-    *("GH_PAT", "GITHUB_TOKEN", "NPM_CONFIG__AUTH", "PIP_INDEX_URL", "SENTRY_DSN", "SLACK_WEBHOOK"),
-    *("PGPASSWORD", "DATABASE_URL", "REDIS_URL", "AZURE_STORAGE_CONNECTION_STRING"),
-    *("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "KUBECONFIG", "SSH_AUTH_SOCK"),
+    *(
+        "OPENAI_KEY",
+        "OPENAI_API_KEY",
+        "ANTHROPIC_KEY",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "STRIPE_SK",
+    ),
+    *(
+        "GH_PAT",
+        "GITHUB_TOKEN",
+        "NPM_CONFIG__AUTH",
+        "PIP_INDEX_URL",
+        "SENTRY_DSN",
+        "SLACK_WEBHOOK",
+    ),
+    *(
+        "PGPASSWORD",
+        "DATABASE_URL",
+        "REDIS_URL",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ),
+    *(
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "KUBECONFIG",
+        "SSH_AUTH_SOCK",
+    ),
 )
 """Environment variables that usually contain secrets, or give access to them."""
 
@@ -76,13 +100,33 @@ def _is_refused(number: int, on_arm: int, *arguments: Any) -> bool:
 
 
 def write_settings_of_the_machine(_: Any) -> bool:
-    names = ("kernel/core_pattern", "kernel/modprobe", "kernel/shmmax", "vm/overcommit_memory", "fs/file-max")
-    files = [f"/proc/sys/{name}" for name in names] + ["/proc/sysrq-trigger", "/sys/power/state"]
+    names = (
+        "kernel/core_pattern",
+        "kernel/modprobe",
+        "kernel/shmmax",
+        "vm/overcommit_memory",
+        "fs/file-max",
+    )
+    files = [f"/proc/sys/{name}" for name in names] + [
+        "/proc/sysrq-trigger",
+        "/sys/power/state",
+    ]
     return any(_opens(file, os.O_WRONLY) for file in files)
 
 
 def read_files_of_root(_: Any) -> bool:
-    return any(map(_opens, ("/etc/shadow", "/etc/sudoers", "/proc/kcore", "/dev/kmsg", "/dev/mem")))
+    return any(
+        map(
+            _opens,
+            (
+                "/etc/shadow",
+                "/etc/sudoers",
+                "/proc/kcore",
+                "/dev/kmsg",
+                "/dev/mem",
+            ),
+        )
+    )
 
 
 def read_homes(facts: Mapping[str, Any]) -> bool:
@@ -221,7 +265,10 @@ def hold_system_v_memory(_: Any) -> bool:
 
 def hold_files_in_memory(_: Any) -> bool:
     for folder in ("/dev/shm", tempfile.gettempdir(), os.path.expanduser("~")):
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=folder) as file,
+        ):
             file.truncate(0)
             for _ in range(int(2 * LIMIT_GIB * GIB) // 2**20):
                 file.write(bytes(2**20))
@@ -378,7 +425,12 @@ def set_the_clock(_: Any) -> bool:
 
 
 def raise_limits(_: Any) -> bool:
-    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+    for kind in (
+        resource.RLIMIT_DATA,
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_FSIZE,
+        resource.RLIMIT_NPROC,
+    ):
         _, hard = resource.getrlimit(kind)
         higher = resource.RLIM_INFINITY if hard == resource.RLIM_INFINITY else hard + 1
         with contextlib.suppress(ValueError, OSError):
@@ -388,7 +440,12 @@ def raise_limits(_: Any) -> bool:
 
 
 def leave_the_control_group(_: Any) -> bool:
-    files = ("cgroup.procs", "memory/cgroup.procs", "unified/cgroup.procs", "pids/cgroup.procs")
+    files = (
+        "cgroup.procs",
+        "memory/cgroup.procs",
+        "unified/cgroup.procs",
+        "pids/cgroup.procs",
+    )
     return any(_opens(f"/sys/fs/cgroup/{file}", os.O_WRONLY) for file in files)
 
 

@@ -137,11 +137,14 @@ def small_values(key: Key) -> st.SearchStrategy[Any]:
     if float in types:
         lowest = float(bound) if bound is not None else 0.0
         highest = next(
-            (bound for bound in (setting.at_most, setting.less_than) if bound is not None), lowest + 2
+            (bound for bound in (setting.at_most, setting.less_than) if bound is not None),
+            lowest + 2,
         )
-        return st.floats(lowest, min(highest, lowest + 2), exclude_min=setting.more_than is not None).filter(
-            setting.is_within_bounds
-        )
+        return st.floats(
+            lowest,
+            min(highest, lowest + 2),
+            exclude_min=setting.more_than is not None,
+        ).filter(setting.is_within_bounds)
     if accepts_none(key.hint):
         return st.none()
     return st.nothing()
@@ -160,7 +163,12 @@ def numbers() -> list[Key]:
 def wrong_field() -> st.SearchStrategy[dict[str, Any]]:
     """Set one key to an invalid value."""
     pairs = st.sampled_from(KEYS).flatmap(lambda key: st.tuples(st.just(key), wrong_values(key)))
-    return pairs.map(lambda pair: {"set": [_override(pair[0].path, pair[1])], "names": pair[0].path})
+    return pairs.map(
+        lambda pair: {
+            "set": [_override(pair[0].path, pair[1])],
+            "names": pair[0].path,
+        }
+    )
 
 
 def _typos(path: str) -> st.SearchStrategy[str]:
@@ -216,7 +224,10 @@ def long_names() -> st.SearchStrategy[dict[str, Any]]:
     sizes = st.sampled_from([65, 255, 300, 5000])
 
     def overrides(pattern: str, size: int) -> dict[str, Any]:
-        return {"set": [pattern.format("n" * size)], "names": pattern.partition(".{}")[0]}
+        return {
+            "set": [pattern.format("n" * size)],
+            "names": pattern.partition(".{}")[0],
+        }
 
     return st.builds(overrides, patterns, sizes)
 
@@ -225,7 +236,14 @@ def layouts() -> st.SearchStrategy[dict[str, Any]]:
     """Set random layouts of roles, with a random number of processes."""
     # Mostly degrees that fit, since one that does not hides the errors behind it.
     sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 8, 64, 2**20])
-    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    names = (
+        "tensor",
+        "pipeline",
+        "virtual_pipeline",
+        "context",
+        "expert",
+        "expert_tensor",
+    )
     roles = st.sampled_from(["actor.layout", "reference.layout", "critic.layout"])
     layout_degrees = st.dictionaries(st.tuples(roles, st.sampled_from(names)), sizes, max_size=4)
     ranks = st.lists(st.integers(-1, 9), max_size=5)
@@ -245,10 +263,15 @@ def layouts() -> st.SearchStrategy[dict[str, Any]]:
     worlds = st.sampled_from([None, 1, 2, 3, 4, 8, 0, -3, 2**40])
 
     def overrides(
-        degrees: dict[tuple[str, str], int], rollout_values: dict[str, Any], world: int | None
+        degrees: dict[tuple[str, str], int],
+        rollout_values: dict[str, Any],
+        world: int | None,
     ) -> dict[str, Any]:
         values = {".".join(name): value for name, value in degrees.items()} | rollout_values
-        return {"set": [_override(*pair) for pair in values.items()], "world": world}
+        return {
+            "set": [_override(*pair) for pair in values.items()],
+            "world": world,
+        }
 
     return st.builds(overrides, layout_degrees, rollout, worlds)
 
@@ -284,12 +307,25 @@ def data_files() -> st.SearchStrategy[dict[str, Any]]:
     record = st.builds(lambda field, value: {"field": field, "value": value}, fields, ODD)
     # JSON allows duplicate keys, and Python's parser keeps the last one silently.
     duplicate_key = '{"prompt": "1+1=", "prompt": "2+2=", "ground_truth": "4", "response": "4"}'
-    lines = ["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999, duplicate_key]
+    lines = [
+        "{",
+        "[]",
+        "null",
+        "3",
+        "\u2028",
+        '{"prompt": NaN}',
+        "{}",
+        '"',
+        '{"a":' * 9999,
+        duplicate_key,
+    ]
     line_texts = st.sampled_from(lines)
 
     byte_texts = st.sampled_from(["ff", "00", "efbbbf", "fffe", ""])
     change = st.one_of(
-        record, line_texts.map(lambda line: {"line": line}), byte_texts.map(lambda data: {"bytes": data})
+        record,
+        line_texts.map(lambda line: {"line": line}),
+        byte_texts.map(lambda data: {"bytes": data}),
     )
     return st.builds(
         lambda file, change, row: {
@@ -315,17 +351,25 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
     )  # fmt: skip
     keys = st.one_of(
         st.tuples(st.just("model/config.json"), st.sampled_from(config)),
-        st.tuples(st.just("model/generation_config.json"), st.sampled_from(["eos_token_id", "pad_token_id"])),
+        st.tuples(
+            st.just("model/generation_config.json"),
+            st.sampled_from(["eos_token_id", "pad_token_id"]),
+        ),
         st.tuples(
             st.just("model/tokenizer_config.json"),
             st.sampled_from(["eos_token", "tokenizer_class", "chat_template"]),
         ),
-        st.tuples(st.just("model/tokenizer.json"), st.sampled_from(["model", "added_tokens", "version"])),
+        st.tuples(
+            st.just("model/tokenizer.json"),
+            st.sampled_from(["model", "added_tokens", "version"]),
+        ),
     )
 
     # Values that other models have, or that almost fit.
     plausible_values = st.one_of(
-        ODD, st.integers(0, 130), st.sampled_from(["silu", "qwen3", "yarn", ["full_attention"], 2, 64])
+        ODD,
+        st.integers(0, 130),
+        st.sampled_from(["silu", "qwen3", "yarn", ["full_attention"], 2, 64]),
     )
     values = st.builds(
         lambda key, value: {
@@ -370,13 +414,31 @@ def file_kinds() -> st.SearchStrategy[dict[str, Any]]:
     paths = (
         *("train.jsonl", "eval.jsonl", "sft.jsonl", "model"),
         *(f"model/{name}" for name in files),
-        *("run", "run/checkpoints", "run/rollouts", "run/stages", "run/config.yaml", "run/metrics.jsonl"),
+        *(
+            "run",
+            "run/checkpoints",
+            "run/rollouts",
+            "run/stages",
+            "run/config.yaml",
+            "run/metrics.jsonl",
+        ),
     )
     replacements = st.sampled_from(
-        ["pipe", "folder", "file", "loop", "nowhere", "/dev/zero", "/dev/full", "/proc"]
+        [
+            "pipe",
+            "folder",
+            "file",
+            "loop",
+            "nowhere",
+            "/dev/zero",
+            "/dev/full",
+            "/proc",
+        ]
     )
     return st.builds(
-        lambda file, replacement: {"file": file, "as": replacement}, st.sampled_from(paths), replacements
+        lambda file, replacement: {"file": file, "as": replacement},
+        st.sampled_from(paths),
+        replacements,
     )
 
 
@@ -390,11 +452,21 @@ def command_lines() -> st.SearchStrategy[dict[str, Any]]:
 
     value = st.one_of(
         st.text("abc:-{}[],&*!|>'\"%@#\n\t 019.~", max_size=12),
-        st.sampled_from(["[" * 3000, "{a: " * 900, "&a [*a]", "!!python/object:os.system x", "!!binary x"]),
+        st.sampled_from(
+            [
+                "[" * 3000,
+                "{a: " * 900,
+                "&a [*a]",
+                "!!python/object:os.system x",
+                "!!binary x",
+            ]
+        ),
     )
 
     return st.lists(
-        st.builds(lambda name, value: f"{name}={value}", name, value), min_size=1, max_size=2
+        st.builds(lambda name, value: f"{name}={value}", name, value),
+        min_size=1,
+        max_size=2,
     ).map(
         lambda overrides: {
             "set": [override for override in overrides if not override.startswith("-") and "=" in override]
@@ -414,7 +486,13 @@ def texts() -> st.SearchStrategy[dict[str, Any]]:
         result = {
             "drop": "".join(lines[:line_number] + lines[line_number + 1 :]),
             "double": "".join([*lines[: line_number + 1], *lines[line_number:]]),
-            "tab": "".join([*lines[:line_number], "\t" + lines[line_number], *lines[line_number + 1 :]]),
+            "tab": "".join(
+                [
+                    *lines[:line_number],
+                    "\t" + lines[line_number],
+                    *lines[line_number + 1 :],
+                ]
+            ),
             "cut": BASE[:position],
             "insert": BASE[:position] + inserted + BASE[position:],
         }[edit]

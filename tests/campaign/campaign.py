@@ -31,7 +31,16 @@ KINDS: Mapping[str, int] = {
 """Kind of case -> number of cases without ``--count``, in the order of ``all``."""
 
 HELD = "held"
-OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "failed", "broken")
+OUTCOMES = (
+    HELD,
+    "lost",
+    "unclear",
+    "hang",
+    "left over",
+    "accepted",
+    "failed",
+    "broken",
+)
 """How a case can end.
 
 - ``held``: the guarantee held.
@@ -70,7 +79,9 @@ class Result:
     """Sums for the table: how often something happened in this case, whatever its outcome."""
 
 
-def incomplete_errors(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def incomplete_errors(
+    errors: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:
     """Return the errors, in the form of the check's JSON, that lack one of the four parts."""
     required = ("message", "where", "expected", "got", "fix")
     return [error for error in errors if not all(error[field] for field in required)]
@@ -113,7 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selected_kinds = list(KINDS) if options.kind == "all" else [options.kind]
 
     results = {
-        kind: run(kind, options.count or KINDS[kind], options.seed, options.out.resolve())
+        kind: run(
+            kind,
+            options.count or KINDS[kind],
+            options.seed,
+            options.out.resolve(),
+        )
         for kind in selected_kinds
     }
     for kind, lines in results.items():
@@ -134,7 +150,10 @@ def run(kind: str, count: int, seed: int, out: Path) -> list[dict[str, Any]]:
     for number, case in enumerate(cases, start=1):
         key = json.dumps([seed, asdict(case)], sort_keys=True)
         if key not in recorded_lines:
-            line = try_and_record(module, case, work) | {"seed": seed, "case": asdict(case)}
+            line = try_and_record(module, case, work) | {
+                "seed": seed,
+                "case": asdict(case),
+            }
             with file.open("a") as target:
                 target.write(json.dumps(line) + "\n")
             recorded_lines[key] = line
@@ -187,7 +206,10 @@ def table(kind: str, lines: Sequence[Mapping[str, Any]]) -> str:
     width = max([len(kind), *map(len, outcomes)])
     rows = [f"{kind:<{width}}  " + "  ".join(f"{name:>9}" for name in ("tried", *columns))]
     for group in sorted(outcomes, key=lambda name: (name == "in all", name)):
-        numbers = [outcomes[group].total(), *(outcomes[group][name] for name in columns)]
+        numbers = [
+            outcomes[group].total(),
+            *(outcomes[group][name] for name in columns),
+        ]
         rows.append(f"{group:<{width}}  " + "  ".join(f"{number:>9}" for number in numbers))
 
     rows += [f"  {name}: {number:g}" for name, number in sorted(counts.items())]

@@ -22,7 +22,13 @@ from typing import Any
 
 from tests.campaign import runs
 from tests.campaign.campaign import HELD, Case, Result, incomplete_errors
-from tests.campaign.commands import check, error_summary, errors_of, train, write
+from tests.campaign.commands import (
+    check,
+    error_summary,
+    errors_of,
+    train,
+    write,
+)
 from tests.campaign.features import BASE, FEATURES, STEPS
 from tests.campaign.forked import preload
 from tests.campaign.forms import TEMPLATE, in_form
@@ -48,7 +54,10 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         available = [name for name in FEATURES if name != "mixture" or family in MIXTURES]
         selected = {
             name: source.randrange(len(FEATURES[name]))
-            for name in sorted(source.sample(available, source.randint(3, 8)), key=available.index)
+            for name in sorted(
+                source.sample(available, source.randint(3, 8)),
+                key=available.index,
+            )
         }
 
         # Roles on separate ranks need two ranks, and each role then has half of them.
@@ -70,7 +79,10 @@ def cases(seed: int, count: int) -> Iterator[Case]:
             "features": selected,
             "layout": layout,
             "critic": critic,
-            "onward": {"ranks": second_ranks, "layout": _layout(source, family, second_ranks)},
+            "onward": {
+                "ranks": second_ranks,
+                "layout": _layout(source, family, second_ranks),
+            },
             "interrupted": source.choice(("end", "signal")),
         }
         yield Case(f"{index:04d} {family} x{ranks}", family, settings)
@@ -80,7 +92,12 @@ def _layout(source: random.Random, family: str, ranks: int) -> dict[str, int]:
     """Draw the layout of a model on at most ``ranks`` ranks."""
     layout = {}
     remaining = ranks
-    names = ["tensor", "pipeline", "context", *(["expert"] * (family in MIXTURES))]
+    names = [
+        "tensor",
+        "pipeline",
+        "context",
+        *(["expert"] * (family in MIXTURES)),
+    ]
     for name in source.sample(names, 2):
         size = source.choice((1, 2))
         # The product of the sizes must not exceed the ranks.
@@ -137,11 +154,17 @@ def _try_with_server(case: Case, work: Path, address: str) -> Result:
     config = configuration(settings)
     ranks = settings["ranks"]
 
-    config["model"] = {**config["model"], "path": str(_model(settings["family"], work))}
+    config["model"] = {
+        **config["model"],
+        "path": str(_model(settings["family"], work)),
+    }
     # Servers have their address only now.
     for name in {"http", "judge"} & config["reward"].keys():
         server = config["reward"][name]
-        config = runs.merged(config, {"reward": {name: {"url": server["url"].replace(ANYWHERE, address)}}})
+        config = runs.merged(
+            config,
+            {"reward": {name: {"url": server["url"].replace(ANYWHERE, address)}}},
+        )
 
     # A refusal is as good a result as a run, if its errors are complete.
     whole_config = write(config, folder / "whole", work)
@@ -150,7 +173,11 @@ def _try_with_server(case: Case, work: Path, address: str) -> Result:
         errors = errors_of(output)
         shutil.rmtree(folder)
         is_clear = errors and not incomplete_errors(errors)
-        return Result(HELD if is_clear else "unclear", error_summary(output), {"refused": 1})
+        return Result(
+            HELD if is_clear else "unclear",
+            error_summary(output),
+            {"refused": 1},
+        )
 
     if code != 0:
         return Result("unclear", output[-3000:])
@@ -160,9 +187,20 @@ def _try_with_server(case: Case, work: Path, address: str) -> Result:
     if problem is not None:
         return problem
 
-    onward = settings["onward"]["ranks"], on_all_ranks(config, settings["onward"]["layout"])
+    onward = (
+        settings["onward"]["ranks"],
+        on_all_ranks(config, settings["onward"]["layout"]),
+    )
     reference = runs.recording(whole_config.parent / "run")
-    trial = Trial(folder, work, config, ranks, onward, reference, settings["interrupted"] == "signal")
+    trial = Trial(
+        folder,
+        work,
+        config,
+        ranks,
+        onward,
+        reference,
+        settings["interrupted"] == "signal",
+    )
 
     # Each step either does not apply, passes, or ends the case with its problem.
     counts = {"trained": 1.0}

@@ -37,7 +37,13 @@ def write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
     # Relative paths of outputs belong to the run's folder.
     checkpoint = config["checkpoint"]
     if "megatron" in checkpoint:
-        config = {**config, "checkpoint": {**checkpoint, "megatron": str(folder / checkpoint["megatron"])}}
+        config = {
+            **config,
+            "checkpoint": {
+                **checkpoint,
+                "megatron": str(folder / checkpoint["megatron"]),
+            },
+        }
 
     code_folder = folder.parent  # one folder for all runs of a case, since errors name the file
     (code_folder / "environment.py").write_text(ENVIRONMENT)
@@ -141,7 +147,10 @@ def run_command(arguments: Sequence[str], log: Path) -> tuple[int, str, str]:
         try:
             # File descriptors rather than sys.stdout, to capture output of libraries and children too.
             for descriptor, file in ((1, log), (2, errors)):
-                os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+                os.dup2(
+                    os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+                    descriptor,
+                )
             from megatron_rl.cli.main import main
 
             code = main(list(arguments))

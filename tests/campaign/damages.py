@@ -40,7 +40,15 @@ READ_BACK = {
     "stage": "stages/sft/hf/*",
 }
 """Files other than checkpoints that a restart reads -> their pattern in the run folder."""
-DIGEST_DAMAGES = ("delete", "garbage", "list", "empty", "flip", "other names", "folder")
+DIGEST_DAMAGES = (
+    "delete",
+    "garbage",
+    "list",
+    "empty",
+    "flip",
+    "other names",
+    "folder",
+)
 
 
 def cases(seed: int, count: int) -> Iterator[Case]:
@@ -134,7 +142,12 @@ def damage(target: str, method: str, path: Path, oldest: Path, source: random.Ra
     file = source.choice(files)
     second_file = next(item for item in source.sample(files, len(files)) if item != file)
     name = file.relative_to(path).as_posix()
-    _damage_file(method, file, oldest / name if method == "older" else second_file, source)
+    _damage_file(
+        method,
+        file,
+        oldest / name if method == "older" else second_file,
+        source,
+    )
     return name
 
 
@@ -244,7 +257,10 @@ def _choose(run: Path) -> dict[str, Any]:
     except UserError as error:
         return {"outcome": HELD, "detail": "\n".join([*messages, str(error)])}
     except Exception:
-        return {"outcome": "unclear", "detail": "\n".join([*messages, traceback.format_exc()])}
+        return {
+            "outcome": "unclear",
+            "detail": "\n".join([*messages, traceback.format_exc()]),
+        }
 
 
 def restart(folder: Path, intact: list[str], expected: Any, work: Path) -> Result:
@@ -261,7 +277,8 @@ def restart(folder: Path, intact: list[str], expected: Any, work: Path) -> Resul
 
     differences = list(kills.differing_values(expected, runs.recording(folder / "run")))
     message = text.replace(
-        f"resumed from {folder / 'run/checkpoints'}/{intact[0]} ", f"resumes from {intact[0]} "
+        f"resumed from {folder / 'run/checkpoints'}/{intact[0]} ",
+        f"resumes from {intact[0]} ",
     )
     if differences:
         return Result("lost", "\n".join(differences[:20]))
@@ -271,7 +288,10 @@ def restart(folder: Path, intact: list[str], expected: Any, work: Path) -> Resul
 def _restarted(folder: Path, work: Path) -> tuple[int | None, str]:
     """Start a folder's run again; return its exit code (None: no end in time) and its output."""
     config = runs.write(RUN, folder, work)
-    environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # a port without a listener
+    environment = {
+        "CAMPAIGN_PORT": "9",
+        "CAMPAIGN_LAUNCH": "1",
+    }  # a port without a listener
     launcher = runs.launch(config, 1, restarts=0, env=environment)
     code = kills.wait_for(launcher.pid, kills.PATIENCE)
     return code, (folder / "output").read_text()

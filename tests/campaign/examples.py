@@ -30,7 +30,11 @@ def try_case(case: Case, work: Path) -> Result:
     folder = EXAMPLES / case.name
     with (work / f"{case.name}.log").open("w") as log:
         # Examples may download models, as they do for a user.
-        environment = {**os.environ, **record.environment(), "HF_HUB_OFFLINE": "0"}
+        environment = {
+            **os.environ,
+            **record.environment(),
+            "HF_HUB_OFFLINE": "0",
+        }
 
         command = subprocess.Popen(
             ["bash", str(folder / "run.sh")],
@@ -55,8 +59,15 @@ def try_case(case: Case, work: Path) -> Result:
         config = load_config(file)
         lines = read_metrics(RunFolder(record.ROOT / config.run_dir).metrics)
         if not lines or lines[-1]["step"] != config.steps:
-            return Result("lost", f"{config.run_dir} does not end with step {config.steps}")
+            return Result(
+                "lost",
+                f"{config.run_dir} does not end with step {config.steps}",
+            )
         metric = "eval/held_out/accuracy"
         accuracy = [line[metric] for line in lines if metric in line]
-        return Result(HELD, f"held-out accuracy {accuracy[0]:.3f} → {accuracy[-1]:.3f}", {"runs": 1})
+        return Result(
+            HELD,
+            f"held-out accuracy {accuracy[0]:.3f} → {accuracy[-1]:.3f}",
+            {"runs": 1},
+        )
     return Result(HELD)

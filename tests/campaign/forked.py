@@ -17,7 +17,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    subprocess_handler,
+)
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from tests import rank_server
@@ -60,7 +62,11 @@ class Forked(subprocess.Popen):
         os._exit(code)
 
 
-def _begin_anew(command: list[str], environment: Mapping[str, str], streams: Mapping[int, int]) -> int:
+def _begin_anew(
+    command: list[str],
+    environment: Mapping[str, str],
+    streams: Mapping[int, int],
+) -> int:
     """Reset this forked process to the state of a new one, run the command, and return its exit code."""
     os.setsid()
     for number, descriptor in streams.items():
@@ -70,7 +76,13 @@ def _begin_anew(command: list[str], environment: Mapping[str, str], streams: Map
     # A new process would not inherit descriptors, signal handlers or the environment.
     os.closerange(3, 2**16)
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

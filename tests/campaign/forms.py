@@ -23,7 +23,10 @@ TOOL = {
     "function": {
         "name": "add",
         "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+        },
     },
 }
 Record = dict[str, Any]
@@ -71,7 +74,10 @@ def tools(record: Record, number: int) -> Record:
 
 def nested(record: Record, number: int) -> Record:
     """Return a record with nested fields."""
-    problem = {"text": record.pop("prompt"), "truth": record.pop("ground_truth", None)}
+    problem = {
+        "text": record.pop("prompt"),
+        "truth": record.pop("ground_truth", None),
+    }
     return {
         **record,
         "problem": problem,
@@ -84,7 +90,10 @@ def programs(record: Record, number: int) -> Record:
     # The prompt ends with "=", which is not part of the expression.
     sum_of = {"call": record["prompt"][:-1], "returns": "none"}
     tests = [{"call": "1+1", "returns": 2}, sum_of, "assert 1 + 1 == 2"]
-    return {**record, "ground_truth": json.dumps(tests) if number % 2 else json.dumps(tests[::2])}
+    return {
+        **record,
+        "ground_truth": json.dumps(tests) if number % 2 else json.dumps(tests[::2]),
+    }
 
 
 FORMS: Mapping[str, tuple[Callable[[Record, int], Record], str]] = {

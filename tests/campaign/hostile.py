@@ -46,7 +46,12 @@ def abandoned(act: Callable[[], Any]) -> float:
     """Act in an orphaned process with a session of its own that ignores signals."""
     if os.fork() == 0:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGXCPU):
+        for number in (
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGINT,
+            signal.SIGXCPU,
+        ):
             signal.signal(number, signal.SIG_IGN)
         if os.fork() == 0:
             act()
@@ -278,7 +283,10 @@ ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "segmentation": lambda _: ctypes.string_at(0),
     "kill self": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop self": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill parent": lambda _: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(1))[1],
+    "kill parent": lambda _: (
+        os.kill(os.getppid(), signal.SIGKILL),
+        time.sleep(1),
+    )[1],
     "kill everyone": kill_everyone,
     "kill group": kill_group,
     "sleep": lambda _: time.sleep(1000),
@@ -318,5 +326,8 @@ ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "remount": remount,
     "sleeper": sleeper,
     "broken json": lambda _: setattr(json, "dumps", lambda *_, **__: "{"),
-    "broken exit": lambda _: (setattr(sys, "exit", None), setattr(os, "write", None))[0],
+    "broken exit": lambda _: (
+        setattr(sys, "exit", None),
+        setattr(os, "write", None),
+    )[0],
 }

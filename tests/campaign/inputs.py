@@ -83,12 +83,16 @@ def try_case(case: Case, work: Path) -> Result:
         # Output for people and for machines must agree on the verdict.
         repeated = _run_command(arguments)
         if repeated[0] != code:
-            return Result("unclear", f"exit code {code} with --json, {repeated[0]} without")
+            return Result(
+                "unclear",
+                f"exit code {code} with --json, {repeated[0]} without",
+            )
         if generated["process"]:
             process = _run_process(*arguments)
             if process.returncode != code or "Traceback" in process.stderr:
                 return Result(
-                    "unclear", f"exit code {process.returncode} as a process\n{process.stderr[-2000:]}"
+                    "unclear",
+                    f"exit code {process.returncode} as a process\n{process.stderr[-2000:]}",
                 )
 
         is_ready = code == 0
@@ -117,7 +121,10 @@ def _run_command(arguments: list[str]) -> tuple[int | str, str, float]:
     signal.alarm(HANGS)
 
     try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        with (
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
             code: int | str = main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 2
@@ -149,7 +156,8 @@ def _problem_of(code: int, output: str, generated: Any) -> Result | None:
     errors = json.loads(output)["errors"]
     if incomplete_errors(errors) or not errors:
         return Result(
-            "unclear", f"an error without all its parts: {json.dumps(incomplete_errors(errors))[:2000]}"
+            "unclear",
+            f"an error without all its parts: {json.dumps(incomplete_errors(errors))[:2000]}",
         )
 
     name = generated.get("names")
@@ -215,7 +223,14 @@ def _damage(file: Path, generated: Any) -> None:
     if "as" in generated:
         _replace(file, generated["as"])
     elif "key" in generated:
-        file.write_text(json.dumps({**json.loads(file.read_text()), generated["key"]: generated["value"]}))
+        file.write_text(
+            json.dumps(
+                {
+                    **json.loads(file.read_text()),
+                    generated["key"]: generated["value"],
+                }
+            )
+        )
     elif "at" in generated:
         data = file.read_bytes()
         offset = generated["at"] % len(data)

@@ -11,7 +11,14 @@ from typing import Any
 
 from tests.campaign import kills, runs
 from tests.campaign.campaign import Result, incomplete_errors
-from tests.campaign.commands import check, error_summary, errors_of, run_command, train, write
+from tests.campaign.commands import (
+    check,
+    error_summary,
+    errors_of,
+    run_command,
+    train,
+    write,
+)
 from tests.campaign.features import HALF, STEPS
 from tests.golden import record
 
@@ -25,7 +32,14 @@ REQUEST_METRICS = tuple(
     for count in ("requests", "retries", "rate_limited", "cache_hits")
 )
 """Metrics of a server's requests, which may be busy another time; each process has its own cache."""
-UNCOMPARED = (*record.MEASURED, "reshard/", "rows/", "idle/", "offload/", "padding/")
+UNCOMPARED = (
+    *record.MEASURED,
+    "reshard/",
+    "rows/",
+    "idle/",
+    "offload/",
+    "padding/",
+)
 """Prefixes of metrics that depend on the machine or the layout."""
 
 
@@ -66,9 +80,11 @@ class Trial:
         is the sign of a rounding error, unless the old log-probs come from the same forward pass.
         """
         actor = self.config["actor"]
-        random_settings = {"attention_dropout", "hidden_dropout", "moe_input_jitter_eps"} & {
-            *actor.get("megatron", {})
-        }
+        random_settings = {
+            "attention_dropout",
+            "hidden_dropout",
+            "moe_input_jitter_eps",
+        } & {*actor.get("megatron", {})}
         dropout = random_settings or actor.get("lora", {}).get("dropout")
         repeated_updates = {"optimizer_steps", "epochs"} & {*self.config["batch"]}
         is_discontinuous = repeated_updates and "kl_cov" in str(self.config.get("algorithm"))
@@ -104,7 +120,13 @@ def resume(trial: Trial) -> Result | bool:
     if not trial.repeatable:
         return False
 
-    differences = list(_differences(trial.reference, runs.recording(second_config.parent / "run"), config))
+    differences = list(
+        _differences(
+            trial.reference,
+            runs.recording(second_config.parent / "run"),
+            config,
+        )
+    )
     if differences:
         ending = "stopped" if trial.stopped else "ended"
         return Result("lost", f"{ending} and resumed:\n" + "\n".join(differences[:40]))
@@ -150,10 +172,16 @@ def read(trial: Trial) -> Result | bool:
     for name, arguments in commands.items():
         code, output, errors = run_command(arguments, out / f"{name}.log")
         if code:
-            return Result("accepted", f"{name} ended with {code}: {output[-2000:]}{errors[-2000:]}")
+            return Result(
+                "accepted",
+                f"{name} ended with {code}: {output[-2000:]}{errors[-2000:]}",
+            )
 
     if is_complete and record.tensor_digests(out / "hf") != record.tensor_digests(trial.run / "hf"):
-        return Result("lost", "the export of the newest checkpoint differs from the run's own in hf")
+        return Result(
+            "lost",
+            "the export of the newest checkpoint differs from the run's own in hf",
+        )
     return True
 
 
@@ -178,7 +206,10 @@ def evaluate(trial: Trial) -> Result | bool:
     for name in greedy if trial.exact else ():
         if run_metrics.get(name) is None:
             continue
-        line = next((line.split() for line in output.splitlines() if line.split()[:1] == [name]), None)
+        line = next(
+            (line.split() for line in output.splitlines() if line.split()[:1] == [name]),
+            None,
+        )
         value = float.fromhex(run_metrics[name])
         if line is None or not math.isclose(float(line[1]), value, rel_tol=1e-2, abs_tol=1e-3):
             return Result("lost", f"eval printed {line}, the run measured {value}")
@@ -214,7 +245,10 @@ def stage_alone(trial: Trial) -> Result | bool:
 
 def newest_checkpoint(run: Path) -> Path:
     """Return the newest checkpoint of a run."""
-    return max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    return max(
+        (run / "checkpoints").glob("step_*"),
+        key=lambda path: int(path.name.split("_")[1]),
+    )
 
 
 def move(trial: Trial) -> Result | bool:
@@ -245,7 +279,12 @@ def _continue(trial: Trial, name: str, ranks: int, config: dict[str, Any]) -> Re
         return problem
 
     differences = list(
-        _different_steps(trial.reference, runs.recording(folder / "run"), str(HALF + 1), LATER_TOLERANCE)
+        _different_steps(
+            trial.reference,
+            runs.recording(folder / "run"),
+            str(HALF + 1),
+            LATER_TOLERANCE,
+        )
     )
     if differences and trial.repeatable and trial.exact:
         return Result("lost", f"{name}:\n" + "\n".join(differences[:20]))
@@ -257,7 +296,11 @@ def compare(trial: Trial) -> Result | bool:
     if trial.ranks == 1 or not (trial.repeatable and trial.exact and _is_layout_invariant(trial.config)):
         return False
 
-    single_config = write(_on_one_rank({**trial.config, "steps": 1}), trial.folder / "alone", trial.work)
+    single_config = write(
+        _on_one_rank({**trial.config, "steps": 1}),
+        trial.folder / "alone",
+        trial.work,
+    )
     problem = train(single_config, 1)
     if problem is not None:
         return problem
@@ -294,13 +337,24 @@ def start_others(trial: Trial) -> Result | bool:
         problem = _exported_adapters(run, adapter)
         if problem is not None:
             return problem
-        starts["adapted"] = {"model": {"path": hf}, "actor": {"lora": {"path": str(adapter)}}}
+        starts["adapted"] = {
+            "model": {"path": hf},
+            "actor": {"lora": {"path": str(adapter)}},
+        }
 
     # A reward model of the first run is a fixed one of the next, and initialises its critic.
     judge = run / "reward_models/judge"
     if judge.exists():
-        model = {"path": str(judge), "training": None, "layout": {}, "weight": 0.5}
-        starts["judged"] = {"model": {"path": hf}, "reward": {"models": {"judge": model}}}
+        model = {
+            "path": str(judge),
+            "training": None,
+            "layout": {},
+            "weight": 0.5,
+        }
+        starts["judged"] = {
+            "model": {"path": hf},
+            "reward": {"models": {"judge": model}},
+        }
         if "critic" in config:
             starts["judged"]["critic"] = {"path": str(judge)}
 
@@ -325,7 +379,14 @@ def start_others(trial: Trial) -> Result | bool:
 
 def _exported_adapters(run: Path, target: Path) -> Result | None:
     """Export the newest checkpoint's adapters in PEFT's format; return None on success, or the problem."""
-    arguments = ["export", str(newest_checkpoint(run)), "--format", "peft", "--out", str(target)]
+    arguments = [
+        "export",
+        str(newest_checkpoint(run)),
+        "--format",
+        "peft",
+        "--out",
+        str(target),
+    ]
     code, _, errors = run_command(arguments, target.with_suffix(".log"))
     if code:
         return Result("accepted", errors[-2000:])
@@ -347,7 +408,12 @@ def _differences(
     If timing determines which rows are computed together, the rollout's log-probs differ in the last digits.
     """
     rollout = config["rollout"]
-    timing_settings = {"environment", "max_in_flight", "max_num_seqs", "max_num_batched_tokens"}
+    timing_settings = {
+        "environment",
+        "max_in_flight",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    }
     is_timed = {*rollout, *rollout.get("vllm", {})} & timing_settings
 
     pieces = str(config.get("algorithm"))
@@ -409,7 +475,10 @@ def _different_steps(
     # Compare metrics by value: both recordings contain exact hexadecimal numbers.
     steps = [run["metrics"]["metrics.jsonl"][step] for run in (first, second)]
     for name in sorted(steps[0].keys() & steps[1].keys()):
-        if name.startswith((*UNCOMPARED, *REQUEST_METRICS)) or None in (steps[0][name], steps[1][name]):
+        if name.startswith((*UNCOMPARED, *REQUEST_METRICS)) or None in (
+            steps[0][name],
+            steps[1][name],
+        ):
             continue
         values = [float.fromhex(step[name]) for step in steps]
         if not math.isclose(*values, rel_tol=tolerance, abs_tol=tolerance / 10):

@@ -37,9 +37,15 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(request)
         if "messages" in body:
             answer = judgement(body["messages"][-1]["content"])
-            self._send_json(200, {"choices": [{"message": {"role": "assistant", "content": answer}}]})
+            self._send_json(
+                200,
+                {"choices": [{"message": {"role": "assistant", "content": answer}}]},
+            )
         else:
-            self._send_json(200, {"rewards": [reward(sample, self.path) for sample in body["samples"]]})
+            self._send_json(
+                200,
+                {"rewards": [reward(sample, self.path) for sample in body["samples"]]},
+            )
 
     def do_HEAD(self) -> None:
         self._send_json(404, {})

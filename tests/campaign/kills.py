@@ -36,7 +36,16 @@ Megatron-Core imports wandb if it is installed, and wandb creates folders at its
 """
 REPLACEMENT = "replacement"
 """Name of the moment between two renames, which `rank.py` announces as a phase."""
-STEP_PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "checkpoint", "")
+STEP_PHASES = (
+    "generate",
+    "reward",
+    "score",
+    "estimate",
+    "learn",
+    "evaluate",
+    "checkpoint",
+    "",
+)
 SIGNALS = {
     "rank": (["SIGKILL", "SIGUSR1"], [9, 1]),
     "torchrun": (["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"], [6, 2, 1, 1]),
@@ -143,7 +152,10 @@ class Chain:
         self.launches = self.launches + 1
         self.restarts = 0
         port = self.listener.getsockname()[1]
-        environment = {"CAMPAIGN_PORT": str(port), "CAMPAIGN_LAUNCH": str(self.launches)}
+        environment = {
+            "CAMPAIGN_PORT": str(port),
+            "CAMPAIGN_LAUNCH": str(self.launches),
+        }
         self.launcher = runs.launch(self.config, self.ranks, forked=self.forked, env=environment)
         self.launchers.append(self.launcher.pid)
 
@@ -195,7 +207,11 @@ def try_case(case: Case, work: Path) -> Result:
             code = wait_for_end(chain)
         except (Hang, Lost) as error:
             outcome = "hang" if isinstance(error, Hang) else "lost"
-            return Result(outcome, f"{tail(folder)}\n{chain.sent}\n{error}", _counts(chain))
+            return Result(
+                outcome,
+                f"{tail(folder)}\n{chain.sent}\n{error}",
+                _counts(chain),
+            )
         finally:
             remaining = end_run(chain)
 

@@ -40,7 +40,12 @@ def _cases(settings: Mapping[str, Any], count: int, families: Iterable[str]) -> 
         layout_count = len(list(islice(_layouts(family, settings), max(count, 0))))
         count -= layout_count
         if layout_count:
-            yield Case(family, family, {**settings, "layouts": layout_count}, weight=layout_count)
+            yield Case(
+                family,
+                family,
+                {**settings, "layouts": layout_count},
+                weight=layout_count,
+            )
 
 
 def _layouts(family: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

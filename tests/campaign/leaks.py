@@ -29,7 +29,10 @@ Any run may grow by three times as much, since allocators reach their final size
 SMALL = {
     "sft": None,
     "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
-    "evaluation": {"every": 50, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 4}}},
+    "evaluation": {
+        "every": 50,
+        "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 4}},
+    },
     "checkpoint": {"every": 50, "keep": 1, "export": False},
 }
 
@@ -120,7 +123,9 @@ def memory_growth(samples: list[Mapping[str, int]]) -> float:
     return gain / (1 - SETTLED - WINDOW)
 
 
-def windows(samples: list[Mapping[str, int]]) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
+def windows(
+    samples: list[Mapping[str, int]],
+) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
     """Return the samples just after the start-up, and those at the end."""
     start = int(len(samples) * SETTLED)
     width = max(1, int(len(samples) * WINDOW))

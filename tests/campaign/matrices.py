@@ -26,14 +26,24 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         if count <= 0:
             return
         count -= tests
-        yield Case(name, Path(name.partition("::")[0]).stem, {"tests": tests}, weight=tests)
+        yield Case(
+            name,
+            Path(name.partition("::")[0]).stem,
+            {"tests": tests},
+            weight=tests,
+        )
 
 
 def test_counts(paths: Sequence[str] = ()) -> dict[str, int]:
     """Return the number of tests with the marker by function, in ``paths`` or everywhere."""
     command = [sys.executable, *SELECT, "--collect-only", *paths]
     collected = subprocess.run(
-        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env=launch_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     if collected.returncode:

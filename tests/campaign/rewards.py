@@ -21,7 +21,13 @@ from typing import Any
 import psutil
 
 from tests.campaign import kills, runs
-from tests.campaign.attackers import NOBODY, attack, run_as_user, unannounced, without_namespaces
+from tests.campaign.attackers import (
+    NOBODY,
+    attack,
+    run_as_user,
+    unannounced,
+    without_namespaces,
+)
 from tests.campaign.attacks import ATTACKS
 from tests.campaign.campaign import HELD, Case, Result
 from tests.campaign.hostile import ACTS, HARMLESS, VEHICLES
@@ -85,7 +91,10 @@ def try_case(case: Case, work: Path) -> Result:
     if child == 0:
         try:
             os.setsid()
-            for stream in (1, 2):  # the functions' output would reach the terminal
+            for stream in (
+                1,
+                2,
+            ):  # the functions' output would reach the terminal
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             # Orphans of the function become children of this process, where they are found.
             runs.adopt_orphans()
@@ -125,12 +134,19 @@ def _attack(settings: Mapping[str, Any]) -> Result:
     detail = f"{result['ended'][name]}; not enforced: {result['missing']}"
     if unannounced(result):
         return Result("accepted", detail)
-    return Result(HELD, detail, {"attacks that a notice announces": float(bool(result["through"]))})
+    return Result(
+        HELD,
+        detail,
+        {"attacks that a notice announces": float(bool(result["through"]))},
+    )
 
 
 def _score_around(act: str, vehicle: str, mark: str) -> Result:
     """Compute rewards of two valid samples around a hostile one; report leftovers of the act."""
-    from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
+    from megatron_rl.config.sections.rewards import (
+        RewardConfig,
+        RewardLimitsConfig,
+    )
     from megatron_rl.rewards.function import FunctionReward
 
     # Limits that acts exceed quickly.
@@ -148,7 +164,11 @@ def _score_around(act: str, vehicle: str, mark: str) -> Result:
     ):
         server.bind(("127.0.0.1", 0))
         server.listen()
-        facts = {"mark": mark, "port": server.getsockname()[1], "vehicle": "direct"}
+        facts = {
+            "mark": mark,
+            "port": server.getsockname()[1],
+            "vehicle": "direct",
+        }
         valid = {
             "prompt": "p",
             "response": "fine",
@@ -186,7 +206,8 @@ def _verdict(act: str, vehicle: str, result: Any, is_usable: bool, notices: Any)
         or not is_usable
     ):
         return Result(
-            "lost", f"valid samples became invalid: {invalid_rows}, afterwards {is_usable}; {detail}"
+            "lost",
+            f"valid samples became invalid: {invalid_rows}, afterwards {is_usable}; {detail}",
         )
 
     invalid = [failure for failure in result.failures if failure.row == 1]

@@ -24,7 +24,14 @@ from tests.golden import record
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank.py")
-LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_NAMES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 INCOMPLETE = (".part", ".partial", ".old", ".removed", ".incomplete")
 """Suffixes of files that an interrupted write leaves."""
 
@@ -47,12 +54,18 @@ _COMMON: dict[str, Any] = {
     "steps": 6,
     "model": {"path": "model", "dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match", "timeout": 120.0},
+    "reward": {
+        "function": "megatron_rl.rewards.arithmetic:exact_match",
+        "timeout": 120.0,
+    },
     "algorithm": {"name": "grpo", "kl": {"name": "loss", "coef": 0.1}},
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
     "actor": {"optimizer": _OPTIMIZER},
     "rollout": {"engine": "torch", "max_response_tokens": 6},
-    "evaluation": {"every": 2, "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 8}}},
+    "evaluation": {
+        "every": 2,
+        "sets": {"held_out": {"data": "eval.jsonl", "max_prompts": 8}},
+    },
     "checkpoint": {"every": 2, "keep": 2},
     "sft": _SFT,
 }
@@ -88,13 +101,19 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "judged": (
         2,
         {
-            "algorithm": {"name": "ppo", "kl": {"name": "reward", "coef": 0.05}},
+            "algorithm": {
+                "name": "ppo",
+                "kl": {"name": "reward", "coef": 0.05},
+            },
             "critic": {"optimizer": _OPTIMIZER, "warmup_steps": 1},
             "reward": {"models": {"judge": {"weight": 0.5, "training": _JUDGE}}},
             "actor": {"layout": {"tensor": 2}},
         },
     ),
-    "vllm": (2, {"actor": {"layout": {"tensor": 2}}, "rollout": {**_VLLM, "tensor": 2}}),
+    "vllm": (
+        2,
+        {"actor": {"layout": {"tensor": 2}}, "rollout": {**_VLLM, "tensor": 2}},
+    ),
     "vllm apart": (
         2,
         {
@@ -103,11 +122,20 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
             "asynchrony": {"steps_ahead": 1},
         },
     ),
-    "four": (4, {"actor": {"layout": {"tensor": 2, "pipeline": 2}}, "rollout": {**_VLLM, "tensor": 2}}),
+    "four": (
+        4,
+        {
+            "actor": {"layout": {"tensor": 2, "pipeline": 2}},
+            "rollout": {**_VLLM, "tensor": 2},
+        },
+    ),
     "four apart": (
         4,
         {
-            "algorithm": {"name": "ppo", "kl": {"name": "reward", "coef": 0.05}},
+            "algorithm": {
+                "name": "ppo",
+                "kl": {"name": "reward", "coef": 0.05},
+            },
             "actor": {"layout": {"ranks": [0, 1], "pipeline": 2}},
             "critic": {"layout": {"ranks": [2]}, "optimizer": _OPTIMIZER},
             "rollout": {"ranks": [2, 3], "tensor": 1, **_PARTIAL},
@@ -143,7 +171,12 @@ def write(name: str, folder: Path, work: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
     file.write_text(
-        yaml.safe_dump({**with_absolute_paths(config, material(work)), "run_dir": str(folder / "run")})
+        yaml.safe_dump(
+            {
+                **with_absolute_paths(config, material(work)),
+                "run_dir": str(folder / "run"),
+            }
+        )
     )
     return file
 
@@ -182,8 +215,22 @@ def launch(
 
     Its output is appended to ``output`` beside the configuration.
     """
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
-    line += ["--nproc-per-node", str(ranks), str(RANK), command, str(config), *arguments]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        str(restarts),
+    ]
+    line += [
+        "--nproc-per-node",
+        str(ranks),
+        str(RANK),
+        command,
+        str(config),
+        *arguments,
+    ]
     temporary = config.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     # Temporary files of a run go to a folder of its own, where leftovers are found.
@@ -251,7 +298,9 @@ def recording(run: Path) -> dict[str, Any]:
 
 def _scalars(run: Path) -> dict[str, Any]:
     """Return a run's TensorBoard curves, without metrics that are measured on the machine."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (
+        EventAccumulator,
+    )
 
     curves = {}
     for folder in sorted(path for path in (run / "tensorboard").iterdir() if path.is_dir()):

@@ -26,7 +26,15 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def try_case(case: Case, work: Path) -> Result:
     """Run `check --simulate` as a user does."""
-    command = [sys.executable, "-m", "megatron_rl", "check", case.name, "--simulate", "--without-files"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_rl",
+        "check",
+        case.name,
+        "--simulate",
+        "--without-files",
+    ]
     process = subprocess.run(
         command,
         cwd=record.ROOT,
@@ -37,7 +45,10 @@ def try_case(case: Case, work: Path) -> Result:
 
     rows = _ROW.findall(process.stdout)
     if process.returncode or not rows:
-        return Result("lost", f"exit code {process.returncode}: {(process.stderr or process.stdout)[-500:]}")
+        return Result(
+            "lost",
+            f"exit code {process.returncode}: {(process.stderr or process.stdout)[-500:]}",
+        )
 
     differing = [
         f"rank {rank}, {phase}: {difference} %"

@@ -14,7 +14,10 @@ from tests.saved_tensors import layer_bytes
 CASES = [
     ("qwen2", ParallelLayout((0, 1), tensor=2, sequence_parallel=True)),
     ("qwen2", ParallelLayout((0, 1), tensor=2)),
-    ("mixtral", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
+    (
+        "mixtral",
+        ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True),
+    ),
     (
         "mixtral",
         ParallelLayout(
@@ -48,9 +51,22 @@ def main() -> None:
             mean = float(total) / layout.size
 
             predicted = saved_activation_bytes(
-                shape, shape.block(0), 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
+                shape,
+                shape.block(0),
+                2,
+                layout.expert_tensor,
+                layout.token_shards,
+                recompute,
+                4,
+                fused=False,
             )
-            assert abs(predicted / mean - 1) < 0.1, (family, layout, recompute, predicted, mean)
+            assert abs(predicted / mean - 1) < 0.1, (
+                family,
+                layout,
+                recompute,
+                predicted,
+                mean,
+            )
 
     if device.rank() == 0:
         print("all cases")

@@ -29,10 +29,20 @@ def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[...
     torchrun and its ranks are forked, which saves the imports; its process ID goes to ``tmp_path/torchrun``.
     """
 
-    def run(*arguments: object, timeout: float = 300.0, env: dict[str, str] | None = None) -> tuple[int, str]:
+    def run(
+        *arguments: object,
+        timeout: float = 300.0,
+        env: dict[str, str] | None = None,
+    ) -> tuple[int, str]:
         options = ("--standalone", "--nproc-per-node", 2, "-m")
         output = fork(
-            TORCHRUN, 1, tmp_path / "torchrun", *options, *arguments, timeout=timeout, env=env
+            TORCHRUN,
+            1,
+            tmp_path / "torchrun",
+            *options,
+            *arguments,
+            timeout=timeout,
+            env=env,
         ).output
         code = re.search(r"exit code of torchrun: (-?\d+)", output)
         assert code, output

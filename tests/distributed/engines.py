@@ -102,7 +102,10 @@ def same_weights(first: VllmEngine, second: VllmEngine) -> None:
 
 def close_to(first: Rollouts, second: Rollouts) -> None:
     """Assert that tokens and finish reasons are equal and log-probs agree to 1e-4."""
-    assert torch.equal(first.lengths, second.lengths), (first.lengths, second.lengths)
+    assert torch.equal(first.lengths, second.lengths), (
+        first.lengths,
+        second.lengths,
+    )
     assert torch.equal(first.tokens, second.tokens)
     assert torch.equal(first.finish_reason, second.finish_reason)
     torch.testing.assert_close(first.rollout_log_probs, second.rollout_log_probs, atol=1e-4, rtol=0)

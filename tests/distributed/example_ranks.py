@@ -21,7 +21,13 @@ SHORT_WARM_UP = (
 )  # fmt: skip
 
 
-def train(folder: Path, name: str, data: Path, *extra_settings: str, warm_up: bool = True) -> None:
+def train(
+    folder: Path,
+    name: str,
+    data: Path,
+    *extra_settings: str,
+    warm_up: bool = True,
+) -> None:
     """Train one step of an example with the model and data in ``data``; raise unless the exit code is 0."""
     # The data of the example, and as few steps as exercise every stage.
     settings = [
@@ -30,7 +36,11 @@ def train(folder: Path, name: str, data: Path, *extra_settings: str, warm_up: bo
     ]  # fmt: skip
 
     if warm_up:
-        settings += [f"sft.data={data / 'sft.jsonl'}", "sft.held_out=null", *SHORT_WARM_UP]
+        settings += [
+            f"sft.data={data / 'sft.jsonl'}",
+            "sft.held_out=null",
+            *SHORT_WARM_UP,
+        ]
 
     code = main(["train", str(EXAMPLES / name / "run.yaml"), *settings, *extra_settings])
     assert code == 0, f"{name}: exit code {code}"
@@ -46,7 +56,13 @@ if __name__ == "__main__":
     runs = Path(sys.argv[2])
     model = f"model.path={prepared / 'quickstart/model'}"
     saved = runs / "saved"
-    train(runs, "own_reward", prepared / "quickstart", model, f"checkpoint.megatron={saved}")
+    train(
+        runs,
+        "own_reward",
+        prepared / "quickstart",
+        model,
+        f"checkpoint.megatron={saved}",
+    )
     train(runs, "own_loss", prepared / "quickstart", model)
     train(runs, "moe", prepared / "quickstart", f"model.path={prepared / 'moe'}")
     train(runs, "own_data", prepared / "own_data", model)

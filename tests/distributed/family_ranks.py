@@ -48,10 +48,22 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
         command("train", config, second, *next_run, "steps=1")
 
     if adapters:
-        command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
+        command(
+            "export",
+            folder / "run/checkpoints/step_3",
+            "--out",
+            folder / "peft",
+            "--format",
+            "peft",
+        )
         # Another run starts from the exported adapters, on the base that they were trained on.
         base = f"model.path={folder / 'run/stages/sft/hf'}"
-        overrides = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
+        overrides = (
+            base,
+            f"actor.lora.path={folder / 'peft'}",
+            f"run_dir={folder / 'next'}",
+            "sft=null",
+        )
         command("train", config, first, *overrides, *separate_sync, "steps=1")
 
 
@@ -60,6 +72,10 @@ if __name__ == "__main__":
     setattr(dist, "destroy_process_group", lambda *_: None)
     for family in sys.argv[2:]:
         adapters = family.endswith("-lora")
-        journey(Path(sys.argv[1]) / family, sparse(family.removesuffix("-lora")), adapters)
+        journey(
+            Path(sys.argv[1]) / family,
+            sparse(family.removesuffix("-lora")),
+            adapters,
+        )
         if device.rank() == 0:
             print("family", family, "ok", flush=True)

@@ -37,7 +37,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "qwen3",
         {"tensor": 2, "pipeline": 2},
-        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3},
+        {
+            "num_layers_in_first_pipeline_stage": 1,
+            "num_layers_in_last_pipeline_stage": 3,
+        },
     ),
     ("mixtral", {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, {}),
     ("qwen3-moe", {"expert": 4}, {}),
@@ -55,9 +58,17 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-5", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
     ("qwen3-5", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     ("qwen3-5-moe", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
-    ("qwen3-next", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
+    (
+        "qwen3-next",
+        {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True},
+        {},
+    ),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
-    ("gpt-oss", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
+    (
+        "gpt-oss",
+        {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True},
+        {},
+    ),
     (
         "glm4-moe",
         {
@@ -71,7 +82,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3-moe", {"context": 2, "expert": 2}, {}),
     ("deepseek-v3", {"context": 2, "pipeline": 2}, {}),
     ("gemma3", {"context": 4}, {}),
-    ("gemma4", {"tensor": 4, "sequence_parallel": True}, {}),  # ranks share key-value heads of both kinds
+    (
+        "gemma4",
+        {"tensor": 4, "sequence_parallel": True},
+        {},
+    ),  # ranks share key-value heads of both kinds
     ("deepseek-v2", {"pipeline": 4}, {}),
     ("moonlight", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
     (
@@ -217,7 +232,11 @@ def check_padding(model: Any) -> None:
 def check_refusals(root: Path) -> None:
     """Check that every rank fails if the export's folder exists or one rank cannot read its file."""
     config = make_model("qwen2").config
-    model = build_model(config, ParallelGroups(ParallelLayout((0, 1, 2, 3), tensor=2)), dtype=torch.float32)
+    model = build_model(
+        config,
+        ParallelGroups(ParallelLayout((0, 1, 2, 3), tensor=2)),
+        dtype=torch.float32,
+    )
     try:
         load_weights(model, root / ("qwen2" if device.rank() != 3 else "nowhere"))
     except UserError as error:
@@ -246,7 +265,12 @@ def main(root: Path) -> None:
 
         layout = ParallelLayout(tuple(range(4)), **sizes)
         config = make_model(family).config
-        model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)
+        model = build_model(
+            config,
+            ParallelGroups(layout),
+            dtype=torch.float32,
+            overrides=overrides,
+        )
         check_loading(model, root / family)
         check_padding(model)
 

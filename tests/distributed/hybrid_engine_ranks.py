@@ -27,7 +27,10 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.planning.reshard import engine_boxes
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.rollout.engines.vllm.setup import create_layout_groups
-from megatron_rl.rollout.engines.vllm.weights import LiveWeights, get_model_parameters
+from megatron_rl.rollout.engines.vllm.weights import (
+    LiveWeights,
+    get_model_parameters,
+)
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
@@ -44,7 +47,10 @@ EIGHT = tuple(range(8))
 EXPERTS = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
 # vLLM's attention on CPUs supports this latent shape alone.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
+UNEVEN = {
+    "num_layers_in_first_pipeline_stage": 1,
+    "num_layers_in_last_pipeline_stage": 3,
+}
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,10 @@ def check_against_loaded_engine(
 
     # One engine reads the shared prefix from its cache, which rounds differently.
     torch.testing.assert_close(
-        synced_rollouts.rollout_log_probs, loaded_rollouts.rollout_log_probs, atol=1e-5, rtol=0
+        synced_rollouts.rollout_log_probs,
+        loaded_rollouts.rollout_log_probs,
+        atol=1e-5,
+        rtol=0,
     )
     loaded.close()
 
@@ -258,7 +267,8 @@ def check_against_files(engine: VllmEngine | None, path: Path) -> None:
     parameters = engine.parameters()
     for box in engine.boxes():
         assert torch.equal(
-            view_of(parameters[box.storage], box), files.read(box.name, box.start, box.size)
+            view_of(parameters[box.storage], box),
+            files.read(box.name, box.start, box.size),
         ), box
 
 
@@ -287,7 +297,10 @@ def check_case(case: Case, root: Path) -> None:
     if engine is not None:
         engine.close()
     if device.rank() == 0:
-        print(f"{case.family} on {case.ranks}: {time.perf_counter() - started:.1f} s", flush=True)
+        print(
+            f"{case.family} on {case.ranks}: {time.perf_counter() - started:.1f} s",
+            flush=True,
+        )
     dist.barrier()
 
 
@@ -415,7 +428,13 @@ def check_precision(root: Path) -> None:
     """Check that float32 weights are converted to bfloat16 before they travel."""
     case = CASES[4][0]
     model = build(case, case.actors[0], root)
-    engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False, dtype="bfloat16")
+    engine = engine_on(
+        root / case.folder,
+        case.ranks,
+        case.tensor,
+        load=False,
+        dtype="bfloat16",
+    )
     assert engine is not None
 
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_rl.types import TrainBatch, split_rows
 
@@ -105,10 +111,16 @@ def reference_log_probs(
     supports = torch.ones(len(tokens), vocabulary, dtype=torch.bool)
     if sizes is not None and support is not None:
         supports = (sizes == 0)[:, None].repeat(1, vocabulary)
-        supports[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
+        supports[
+            torch.repeat_interleave(torch.arange(len(tokens)), sizes),
+            support.long(),
+        ] = True
 
     for row, heat, allowed in zip(
-        split_rows(tokens, lengths), temperature.tolist(), split_rows(supports, lengths), strict=True
+        split_rows(tokens, lengths),
+        temperature.tolist(),
+        split_rows(supports, lengths),
+        strict=True,
     ):
         logits = model(row[None]).logits[0, :-1].float() / heat
         log_p = torch.log_softmax(logits.masked_fill(~allowed[1:], -torch.inf), -1)

@@ -45,7 +45,10 @@ def another_order() -> None:
     rank = dist.get_rank()
     peer = 1 - dist.get_rank()
     if rank < 2:
-        works = [dist.isend(torch.ones(4), peer), dist.irecv(torch.ones(4), peer)]
+        works = [
+            dist.isend(torch.ones(4), peer),
+            dist.irecv(torch.ones(4), peer),
+        ]
         for work in works:
             assert work is not None
             work.wait()

@@ -153,13 +153,18 @@ def check_updates_in_flight(path: Path) -> None:
                 outputs += engine.step()
 
         for output in outputs:
-            prefix = [*rows[output.number - 7], *partial_tokens[output.number - 7]]
+            prefix = [
+                *rows[output.number - 7],
+                *partial_tokens[output.number - 7],
+            ]
             tokens = list(output.tokens)
             assert len(tokens) == 15
             # Both references must differ, or the comparison could not tell the two behaviours apart.
             recomputed = log_probs(new, [*prefix, *tokens])[-15:]
             with_old_cache = log_probs(
-                new, [prefix[-1], *tokens], old(torch.tensor([prefix[:-1]])).past_key_values
+                new,
+                [prefix[-1], *tokens],
+                old(torch.tensor([prefix[:-1]])).past_key_values,
             )
             assert float((recomputed - with_old_cache).abs().max()) > 1e-3
             expected = with_old_cache if on_update == KEEP else recomputed

@@ -83,8 +83,14 @@ def check_adapters(path: Path, tensor: int) -> None:
                 name: adapters[name] @ adapters[name.replace("_B", "_A")] for name in adapters if "_B" in name
             }
             weights = {name.replace("lora_B.", ""): difference for name, difference in differences.items()}
-            write_boxes(engine.adapters, {PEFT_PREFIX + name: adapters[name] for name in adapters})
-            write_boxes(reference, base | {name: base[name] + weights[name] for name in weights})
+            write_boxes(
+                engine.adapters,
+                {PEFT_PREFIX + name: adapters[name] for name in adapters},
+            )
+            write_boxes(
+                reference,
+                base | {name: base[name] + weights[name] for name in weights},
+            )
 
         engine.finish_update(version)
         reference.finish_update(version)
@@ -107,15 +113,26 @@ def check_sampling(path: Path) -> None:
     assert torch.equal(generator_state, torch.get_rng_state())
 
     transformers_agree(reference, full)
-    assert torch.equal(full.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=5).tokens)
-    assert not torch.equal(full.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=6).tokens)
+    assert torch.equal(
+        full.tokens,
+        generate(engine, make_prompts(rows, SAMPLED), seed=5).tokens,
+    )
+    assert not torch.equal(
+        full.tokens,
+        generate(engine, make_prompts(rows, SAMPLED), seed=6).tokens,
+    )
 
     # A row's seed follows from its position in the global batch, not in the engine's own.
     partial = generate(engine, make_prompts([rows[6], rows[1]], SAMPLED), seed=5, rows=[6, 1])
     assert torch.equal(partial.tokens, full.rows([6, 1]).tokens)
 
     # Rows of one batch have different sampling parameters.
-    settings = [GREEDY, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(top_k=1)] * 2
+    settings = [
+        GREEDY,
+        SAMPLED._replace(top_k=3),
+        SAMPLED._replace(top_p=0.5),
+        SAMPLED._replace(top_k=1),
+    ] * 2
     result = generate(engine, make_prompts(rows, *settings), seed=5)
     assert result.temperature.tolist()[:2] == [1.0, torch.tensor(0.8).item()]
 
@@ -135,7 +152,12 @@ def check_sampling(path: Path) -> None:
     transformers_agree(reference, truncated)
     assert torch.equal(truncated.rows([0, 4]).tokens, full.rows([0, 4]).tokens)
 
-    first = in_parts(engine, started(make_prompts(rows, *settings), 1, seed=5, version=0), (6, 20), (0, 0))
+    first = in_parts(
+        engine,
+        started(make_prompts(rows, *settings), 1, seed=5, version=0),
+        (6, 20),
+        (0, 0),
+    )
     transformers_agree(reference, first)
     assert truncated.support_sizes is not None
 
@@ -145,7 +167,11 @@ def check_sampling(path: Path) -> None:
 
     # A stop token ends the response and belongs to it.
     stop = int(split_rows(full.tokens, full.lengths)[0][len(rows[0]) + 3])
-    stopped = generate(engine, make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
+    stopped = generate(
+        engine,
+        make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))),
+        seed=5,
+    )
     assert stopped.finish_reason.tolist() == [FINISH_STOP]
 
     response = stopped.tokens[len(rows[0]) :].tolist()
@@ -153,7 +179,11 @@ def check_sampling(path: Path) -> None:
     assert response == full.tokens[len(rows[0]) : len(stopped.tokens)].tolist()
 
     # Rows that are too long, empty or out of vocabulary fail without an effect on valid ones.
-    failed = generate(engine, make_prompts([rows[0], [1] * MAX_LEN, [], [1, 301]], SAMPLED), seed=5)
+    failed = generate(
+        engine,
+        make_prompts([rows[0], [1] * MAX_LEN, [], [1, 301]], SAMPLED),
+        seed=5,
+    )
     assert failed.finish_reason.tolist()[1:] == [FINISH_FAILED] * 3
     assert failed.lengths.tolist()[1:] == [MAX_LEN, 0, 2]
     assert torch.equal(failed.rows([0]).tokens, full.rows([0]).tokens)
@@ -171,14 +201,23 @@ def check_schedules(path: Path) -> None:
     rows = random_rows(5, seed=8)
 
     # An engine that filters nothing, and one that replays supports.
-    cases = ({"temperature": schedule}, (cooled, SAMPLED)), ({"top_p": schedule}, (narrowed, widened))
+    cases = (
+        ({"temperature": schedule}, (cooled, SAMPLED)),
+        ({"top_p": schedule}, (narrowed, widened)),
+    )
     for rollout, changing in cases:
         engine = build(path, 2, load=True, **rollout)
         prompts = make_prompts(rows, *changing, GREEDY, *changing)
         whole = generate(engine, prompts, seed=5)
         transformers_agree(reference, whole)
         transformers_agree(
-            reference, in_parts(engine, started(prompts, 1, seed=5, version=0), (1, 6, 20), (0, 0, 0))
+            reference,
+            in_parts(
+                engine,
+                started(prompts, 1, seed=5, version=0),
+                (1, 6, 20),
+                (0, 0, 0),
+            ),
         )
         greedy = generate(reference, make_prompts(rows, GREEDY), seed=5)
         close_to(whole.rows([2]), greedy.rows([2]))
@@ -223,12 +262,20 @@ def check_updates(path: Path) -> None:
     third = generate(engine, long, seed=1)
 
     # An evaluation set may truncate the distribution although training does not.
-    filtered = generate(engine, make_prompts([torch.arange(300).tolist()], SAMPLED._replace(top_k=1)), seed=1)
+    filtered = generate(
+        engine,
+        make_prompts([torch.arange(300).tolist()], SAMPLED._replace(top_k=1)),
+        seed=1,
+    )
     assert torch.equal(filtered.tokens, third.tokens) and not filtered.support_sizes.any()
     assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
     assert torch.equal(first.tokens, third.tokens)
     assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)
-    assert [r.policy_version.tolist() for r in (first, second, third)] == [[1], [2], [3]]
+    assert [r.policy_version.tolist() for r in (first, second, third)] == [
+        [1],
+        [2],
+        [3],
+    ]
 
     # A sleep on the host keeps the weights. Closing twice is allowed.
     engine.sleep()
@@ -259,7 +306,13 @@ def check_parts(path: Path) -> None:
         engine.finish_update(2)
 
     # Under newer weights they keep their first tokens and continue differently.
-    mixed_versions = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 20), (1, 2), update_weights)
+    mixed_versions = in_parts(
+        engine,
+        started(prompts, 1, seed=1, version=1),
+        (7, 20),
+        (1, 2),
+        update_weights,
+    )
     second = generate(engine, prompts, seed=1)
     assert mixed_versions.token_versions is not None
 
@@ -310,9 +363,19 @@ def check_sharing() -> None:
     # 1,016 bytes of pickle fit the first message, whose length is fixed; longer values need a second one.
     dist.broadcast = counting
     try:
-        for value in (None, SchedulerOutput(), "x" * 990, "x" * 1016, "x" * 1024, list(range(5000))):
+        for value in (
+            None,
+            SchedulerOutput(),
+            "x" * 990,
+            "x" * 1016,
+            "x" * 1024,
+            list(range(5000)),
+        ):
             assert exchange.broadcast_object(value if is_first else "other", (0, 1)) == value
-            assert len(messages) == 1 + (len(pickle.dumps(value)) > 1016), (value, messages)
+            assert len(messages) == 1 + (len(pickle.dumps(value)) > 1016), (
+                value,
+                messages,
+            )
             messages.clear()
     finally:
         dist.broadcast = broadcast
@@ -341,7 +404,10 @@ def check_replicas(path: Path) -> None:
     if rank in layout.ranks:
         engine = build(path, 2, ranks=layout.ranks, load=True)
         prompts = make_prompts(random_rows(4, seed=7), GREEDY)
-        close_to(generate(engine, prompts, seed=1), generate(reference, prompts, seed=1))
+        close_to(
+            generate(engine, prompts, seed=1),
+            generate(reference, prompts, seed=1),
+        )
         engine.close()
     dist.barrier()
 

@@ -73,7 +73,13 @@ def recorded(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
     for micro_batches in gather_objects(local):
         for micro_batch in micro_batches:
             lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
-            experts |= dict(zip(micro_batch.rows, micro_batch.experts.split(lengths), strict=True))
+            experts |= dict(
+                zip(
+                    micro_batch.rows,
+                    micro_batch.experts.split(lengths),
+                    strict=True,
+                )
+            )
     return torch.cat([experts[row] for row in range(len(batch))])
 
 
@@ -121,7 +127,8 @@ def check(path: Path) -> None:
         recorded_experts = recorded(model, without_replay)
         replayed_experts = recorded(model, with_replay)
         assert torch.equal(
-            replayed_experts[has_experts].sort(dim=-1).values, engine_experts[has_experts].sort(dim=-1).values
+            replayed_experts[has_experts].sort(dim=-1).values,
+            engine_experts[has_experts].sort(dim=-1).values,
         )
 
         log_probs = [
@@ -138,14 +145,23 @@ def check(path: Path) -> None:
         assert {f"router/load_max/layer_{layer}" for layer in range(RECORDS[0])} <= result.keys()
         assert result["policy/kl"] < 1e-5, result
 
-        results.append((result["router/agreement"], {name: after[name] - before[name] for name in before}))
+        results.append(
+            (
+                result["router/agreement"],
+                {name: after[name] - before[name] for name in before},
+            )
+        )
         barrier()
 
     (agreement, steps), *other_results = results
     assert steps["model.layers.0.mlp.gate.weight"].abs().max() > 0  # gradients reach the router
     # Layouts round differently, which decides exact ties between experts.
     for case, (other_agreement, other_steps) in zip(LAYOUTS[1:], other_results, strict=True):
-        assert abs(other_agreement - agreement) < 0.02, (case, other_agreement, agreement)
+        assert abs(other_agreement - agreement) < 0.02, (
+            case,
+            other_agreement,
+            agreement,
+        )
         for name, step in steps.items():
             if "frozen" in case and ".mlp.gate." in name:
                 assert not other_steps[name].any()

@@ -47,7 +47,14 @@ from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 from tests.conftest import free_port
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 PATIENCE = 400.0
 """Seconds to wait for any event of the run."""
 BUSY_REQUESTS = 6
@@ -60,12 +67,20 @@ class Servers:
     def __init__(self, config: RunConfig) -> None:
         *lines, _, host = server_command_lines(config)
         command = " ".join(line.removesuffix("\\") for line in lines)
-        self._command = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
+        self._command = [
+            *shlex.split(f"{command} {host}")[4:],
+            "--kv-cache-memory-bytes",
+            str(2**26),
+        ]
         self._command += ["--host", "127.0.0.1"]
         self._pipe, child_end = Pipe()
         if not os.fork():
             self._pipe.close()
-            serve_commands(child_end, list(config.rollout.server.urls), Path(config.run_dir))
+            serve_commands(
+                child_end,
+                list(config.rollout.server.urls),
+                Path(config.run_dir),
+            )
 
     def start(self, url: str, workers: int = 1) -> int:
         """Start a server at ``url`` with ``workers`` tensor-parallel workers; return its process ID.
@@ -73,7 +88,12 @@ class Servers:
         The server leads a session of its own, so that it can be killed with its workers.
         """
         executor = "uni" if workers == 1 else "mp"
-        worker_options = ["--tensor-parallel-size", str(workers), "--distributed-executor-backend", executor]
+        worker_options = [
+            "--tensor-parallel-size",
+            str(workers),
+            "--distributed-executor-backend",
+            executor,
+        ]
         self._pipe.send([*self._command, *worker_options, "--port", str(urlsplit(url).port)])
         return self._pipe.recv()
 
@@ -121,7 +141,11 @@ def fork_engines() -> None:
     A spawned process would import vLLM again, and workers keep a processor busy for a second after a request.
     """
     for module in (engine_processes, multiproc_executor):
-        setattr(module, "get_mp_context", lambda: multiprocessing.get_context("fork"))
+        setattr(
+            module,
+            "get_mp_context",
+            lambda: multiprocessing.get_context("fork"),
+        )
     condition = shm_broadcast.SpinCondition
     setattr(shm_broadcast, "SpinCondition", partial(condition, busy_loop_s=0.0))
     # A notification that arrives before its reader waits is lost: readers look for themselves.
@@ -180,10 +204,16 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
             assert children, "a server without an engine process"
             wait_for(lambda: is_busy(urls[1]), "request")
             os.kill(processes[1], signal.SIGKILL)
-            wait_for(lambda children=children: not any(map(is_running, children)), f"end of {children}")
+            wait_for(
+                lambda children=children: not any(map(is_running, children)),
+                f"end of {children}",
+            )
             wait_for(lambda: servers_of_last_step() == 1, "step with one server")
             processes[1] = servers.start(urls[1])
-            wait_for(lambda: servers_of_last_step() == 2, "step with the restarted server")
+            wait_for(
+                lambda: servers_of_last_step() == 2,
+                "step with the restarted server",
+            )
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -211,7 +241,10 @@ def run(path: str) -> None:
 
     processes = [servers.start(url, workers) for url, workers in zip(urls, (2, 1), strict=True)]
     for url in urls:
-        wait_for(lambda url=url: read_url(f"{url}/health") is not None, f"server at {url}")
+        wait_for(
+            lambda url=url: read_url(f"{url}/health") is not None,
+            f"server at {url}",
+        )
 
     train_before(path, f"{config.run_dir}_before")
     values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")

@@ -27,7 +27,10 @@ from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
-from megatron_rl.planning.simulation.ranks import RankSimulation, plan_simulation
+from megatron_rl.planning.simulation.ranks import (
+    RankSimulation,
+    plan_simulation,
+)
 from megatron_rl.planning.simulation.step import simulate_step
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -51,7 +54,12 @@ def phases(simulated: bool) -> dict[str, Any]:
     groups = ParallelGroups(ParallelLayout((0,)))
     with simulation.measure():
         with simulation.phase("build"):
-            model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.float32, attention="torch")
+            model = build_model(
+                config_of("qwen2", **SIZES),
+                groups,
+                dtype=torch.float32,
+                attention="torch",
+            )
             wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
             optimizer = Optimizer(model, OptimizerConfig(minimum_learning_rate=0.0), 10)
             optimizer.step()
@@ -86,7 +94,11 @@ def waits() -> dict[str, Any]:
     device.become_simulated_rank()
     device.initialize()
     plain = get_algorithm("grpo")
-    correction = Correction(level="sequence", rejection={"token_k2": 1.0, "seq_max_k3": 9.0}, bypass=True)
+    correction = Correction(
+        level="sequence",
+        rejection={"token_k2": 1.0, "seq_max_k3": 9.0},
+        bypass=True,
+    )
     algorithms = {
         "ppo": plain,
         "opsm": replace(plain, policy_loss=replace(plain.policy_loss, opsm_delta=0.1)),
@@ -97,11 +109,20 @@ def waits() -> dict[str, Any]:
     }
     rows = batch(rows=4, length=256)
     sizes = torch.full((len(rows.tokens),), 3, dtype=torch.int32)
-    rows = replace(rows, support_sizes=sizes, support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)))
+    rows = replace(
+        rows,
+        support_sizes=sizes,
+        support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)),
+    )
     simulation = Simulation()
     with simulation.measure():
         groups = ParallelGroups(ParallelLayout((0,)))
-        model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.bfloat16, attention="torch")
+        model = build_model(
+            config_of("qwen2", **SIZES),
+            groups,
+            dtype=torch.bfloat16,
+            attention="torch",
+        )
         wrap_in_ddp(model, True, {"overlap_grad_reduce": False})
         for name, algorithm in algorithms.items():
             with simulation.phase(name):

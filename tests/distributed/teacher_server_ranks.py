@@ -12,7 +12,10 @@ import signal
 import sys
 from urllib.parse import urlsplit
 
-os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+os.environ |= {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 from server_ranks import RANK_VARIABLES, read_url, train, wait_for
 from vllm.entrypoints.launchers.api_server.entry import main as serve
@@ -56,7 +59,10 @@ def main(path: str, model: str) -> None:
     address = urlsplit(config.teacher_server.url)
     server = start(model, address.port or 0)
     try:
-        wait_for(lambda: read_url(f"http://{address.netloc}/health") is not None, "server")
+        wait_for(
+            lambda: read_url(f"http://{address.netloc}/health") is not None,
+            "server",
+        )
         assert train_apart(path) == 0, "the run with a server has failed"
     finally:
         os.killpg(server, signal.SIGKILL)

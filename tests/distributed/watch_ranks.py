@@ -45,7 +45,11 @@ if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     state = {"phase": "build"}
     records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
-    watch.join_job(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'", records_folder=records)
+    watch.join_job(
+        LIMIT,
+        lambda: f"rank {rank} (none) in phase '{state['phase']}'",
+        records_folder=records,
+    )
     # All ranks have to be connected before one of them is late.
     dist.all_reduce(torch.ones(1))
     state["phase"] = "generate"

@@ -113,7 +113,10 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Compare two recordings of a run."""
     comparison = Comparison()
     # Stages come first, as in the run: a difference there explains the later ones.
-    for file in sorted({*a["metrics"], *b["metrics"]}, key=lambda name: (name == "metrics.jsonl", name)):
+    for file in sorted(
+        {*a["metrics"], *b["metrics"]},
+        key=lambda name: (name == "metrics.jsonl", name),
+    ):
         first, second = (side["metrics"].get(file, {}) for side in (a, b))
         comparison.names += one_sided_names(file, first, second)
         comparison.metrics += [f"{file} {line}" for line in differing_metrics(first, second)]

@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Record the runs of the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="launch/golden.sh record", description=__doc__)
     parser.add_argument(
-        "directory", type=Path, help="folder to write to; recordings of the same runs are replaced"
+        "directory",
+        type=Path,
+        help="folder to write to; recordings of the same runs are replaced",
     )
     parser.add_argument(
         "--only",
@@ -103,7 +105,10 @@ def record(name: str, directory: Path) -> bool:
 
     text = json.dumps(recording(work / name), indent=1) + "\n"
     (directory / f"{name}.json").write_text(text)
-    print(f"golden: {name} recorded in {time.monotonic() - started:.0f} s", flush=True)
+    print(
+        f"golden: {name} recorded in {time.monotonic() - started:.0f} s",
+        flush=True,
+    )
     return True
 
 
@@ -195,9 +200,21 @@ def train(name: str, work: Path) -> None:
     shutil.rmtree(work / name, ignore_errors=True)
     for config in run.configs:
         log = work / f"{Path(config).stem}.log"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+        ]
         # The command line of the README, so that a recording covers it too.
-        command += ["--nproc-per-node", str(run.ranks), "-m", "megatron_rl", "train", str(HERE / config)]
+        command += [
+            "--nproc-per-node",
+            str(run.ranks),
+            "-m",
+            "megatron_rl",
+            "train",
+            str(HERE / config),
+        ]
         # The log contains the output of all ranks; the console only gets its path.
         with log.open("wb") as output:
             launcher = subprocess.Popen(

@@ -13,8 +13,14 @@ from pathlib import Path
 
 NAMES = {
     "pytorch/module/linear.py": ("Linear.__init__", "Linear.forward"),
-    "pytorch/module/layernorm_linear.py": ("LayerNormLinear.__init__", "LayerNormLinear.forward"),
-    "pytorch/module/grouped_linear.py": ("GroupedLinear.__init__", "GroupedLinear.forward"),
+    "pytorch/module/layernorm_linear.py": (
+        "LayerNormLinear.__init__",
+        "LayerNormLinear.forward",
+    ),
+    "pytorch/module/grouped_linear.py": (
+        "GroupedLinear.__init__",
+        "GroupedLinear.forward",
+    ),
     "pytorch/module/layernorm.py": ("LayerNorm.__init__",),
     "pytorch/module/rmsnorm.py": ("RMSNorm.__init__",),
     "pytorch/attention/dot_product_attention/dot_product_attention.py": (
@@ -29,9 +35,15 @@ NAMES = {
         "TransformerEngineBaseModule.set_extra_state",
         "TransformerEngineBaseModule.backward_dw",
     ),
-    "pytorch/optimizers/fused_adam.py": ("FusedAdam.__init__", "FusedAdam.step"),
+    "pytorch/optimizers/fused_adam.py": (
+        "FusedAdam.__init__",
+        "FusedAdam.step",
+    ),
     "pytorch/optimizers/fused_sgd.py": ("FusedSGD.__init__",),
-    "pytorch/optimizers/multi_tensor_apply.py": ("MultiTensorApply.__init__", "MultiTensorApply.__call__"),
+    "pytorch/optimizers/multi_tensor_apply.py": (
+        "MultiTensorApply.__init__",
+        "MultiTensorApply.__call__",
+    ),
 }
 """File of the package -> functions whose signatures are compared."""
 
@@ -50,7 +62,11 @@ def signatures(folder: Path) -> dict[str, str]:
                 )
             (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == method)
             arguments = function.args
-            listed = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            listed = [
+                *arguments.posonlyargs,
+                *arguments.args,
+                *arguments.kwonlyargs,
+            ]
             for argument in (*listed, arguments.vararg, arguments.kwarg):
                 if argument is not None:
                     argument.annotation = None

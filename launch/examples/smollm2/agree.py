@@ -23,7 +23,11 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
 from megatron_rl.trainer.job import open_job
-from megatron_rl.trainer.sample import PendingRound, gather_complete_round, make_complete_round
+from megatron_rl.trainer.sample import (
+    PendingRound,
+    gather_complete_round,
+    make_complete_round,
+)
 from megatron_rl.types import Rollouts, split_rows
 
 PROMPTS = 16
@@ -46,7 +50,13 @@ def main(path: str, overrides: list[str]) -> None:
     config = check_config(load(path, overrides), 1).valid()
     with open_job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
-        source = load_prompts(config, "data.train", config.data.train or "", tokenizer, current.token_files)
+        source = load_prompts(
+            config,
+            "data.train",
+            config.data.train or "",
+            tokenizer,
+            current.token_files,
+        )
         prompts = source.next_batch(PROMPTS)
 
         # The ranks meet once the data is known to be readable.

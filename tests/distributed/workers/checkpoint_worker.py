@@ -18,8 +18,16 @@ from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import write_tensors
-from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
-from megatron_rl.checkpoint.roles import TrainedRole, load_actor_weights, load_checkpoint, save_checkpoint
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    load_optimizer,
+)
+from megatron_rl.checkpoint.roles import (
+    TrainedRole,
+    load_actor_weights,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron_rl.checkpoint.tensors import sharded_state
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
@@ -42,7 +50,12 @@ STATE = {
 
 def draws() -> list[float]:
     """Return the next number of every random generator of this rank."""
-    return [random.random(), float(np.random.rand()), *torch.rand(2).tolist(), *tracker()]
+    return [
+        random.random(),
+        float(np.random.rand()),
+        *torch.rand(2).tolist(),
+        *tracker(),
+    ]
 
 
 def tracker() -> list[float]:
@@ -68,7 +81,10 @@ def continued(model: Any, optimizer: Any, batch: Any, case: dict[str, Any]) -> d
 
 def choices(case: dict[str, Any]) -> dict[str, bool]:
     """Return how a case's optimizer state is stored: sharded over ranks, offloaded."""
-    return {"distributed": case["distributed"], "offload": case.get("offload", False)}
+    return {
+        "distributed": case["distributed"],
+        "offload": case.get("offload", False),
+    }
 
 
 def moments(optimizer: Any) -> list[Any]:
@@ -96,7 +112,11 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     if case.get("untrained"):
         weights_before = training.gathered_weights(model)
-        save_checkpoint(folder / case["to"], {"actor": TrainedRole(model, optimizer)}, {**STATE, "step": 0})
+        save_checkpoint(
+            folder / case["to"],
+            {"actor": TrainedRole(model, optimizer)},
+            {**STATE, "step": 0},
+        )
         weights_after = training.gathered_weights(model)
         for name, weight in weights_before.items():
             assert torch.equal(weight, weights_after[name]), f"a save changed {name}"
@@ -112,13 +132,26 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             with shards_peak:
                 # Saving in the background continues while the steps below change the weights.
                 background_save = save_checkpoint(
-                    folder / case["shards"], roles, STATE, layout=SAME, in_background=True
+                    folder / case["shards"],
+                    roles,
+                    STATE,
+                    layout=SAME,
+                    in_background=True,
                 )
 
-    torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
+    torch.save(
+        moments(optimizer),
+        folder / f"{case['name']}-moments-{dist.get_rank()}.pt",
+    )
     for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
         if name in case:
-            save_for_megatron(folder / case["model"], folder / case[name], model, optimizer, layout)
+            save_for_megatron(
+                folder / case["model"],
+                folder / case[name],
+                model,
+                optimizer,
+                layout,
+            )
 
     result = continued(model, optimizer, batch, case)
     if background_save is not None:
@@ -267,7 +300,10 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     for step in (4, 5):
         save_checkpoint(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
-    return {**result, "state": load_checkpoint(target, {"actor": TrainedRole(model, None)})}
+    return {
+        **result,
+        "state": load_checkpoint(target, {"actor": TrainedRole(model, None)}),
+    }
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,12 @@ def serve(requests: Connection) -> NoReturn:
     while True:
         command, environment, file = requests.recv()
         with open(file, "ab") as output:
-            process = Forked(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            process = Forked(
+                command,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         requests.send(process.wait())
 
 
@@ -41,7 +46,11 @@ def forked_run(server: Connection) -> Any:
     """Return what stands for `subprocess.run` in a proof."""
 
     def run(
-        command: Sequence[str], *, stdout: IO[bytes], stderr: int, env: Mapping[str, str]
+        command: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        stderr: int,
+        env: Mapping[str, str],
     ) -> subprocess.CompletedProcess[bytes]:
         assert stderr == subprocess.STDOUT
         server.send(([*command], dict(env), stdout.name))

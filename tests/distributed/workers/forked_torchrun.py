@@ -21,6 +21,9 @@ if __name__ == "__main__":
         PContext.close.__defaults__ = (None, int(seconds))
     # torchrun's ranks must not inherit the variables of this rank.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
-    torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
+    torchrun = Forked(
+        [sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]],
+        env=environment,
+    )
     Path(sys.argv[1]).write_text(str(torchrun.pid))
     print("exit code of torchrun:", torchrun.wait(), flush=True)

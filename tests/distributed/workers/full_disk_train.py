@@ -23,7 +23,11 @@ def own_mounts() -> None:
     group = os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
         raise OSError(ctypes.get_errno(), "this kernel has no user namespaces")
-    for name, value in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    for name, value in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
         Path("/proc/self", name).write_text(value)
 
 

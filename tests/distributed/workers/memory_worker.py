@@ -80,7 +80,11 @@ def evaluate(role: ModelRole, batch: Any) -> list[torch.Tensor]:
 
 
 def check_repeated(
-    role: ModelRole, batch: Any, run: Callable[..., list[torch.Tensor]], where: str, rank: int
+    role: ModelRole,
+    batch: Any,
+    run: Callable[..., list[torch.Tensor]],
+    where: str,
+    rank: int,
 ) -> None:
     """Compare a pass that fails on one rank with one whose micro-batches are as small from the start."""
     assert role.model is not None

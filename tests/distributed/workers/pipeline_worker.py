@@ -23,7 +23,12 @@ from tests.hf_models import config_of
 LAYOUTS = (
     {"pipeline": 4},
     {"pipeline": 4, "virtual_pipeline": 2},
-    {"pipeline": 2, "virtual_pipeline": 4, "tensor": 2, "sequence_parallel": True},
+    {
+        "pipeline": 2,
+        "virtual_pipeline": 4,
+        "tensor": 2,
+        "sequence_parallel": True,
+    },
 )
 ROWS = (1, 16)
 """One row leaves stages idle; 16 rows fill the pipeline."""
@@ -79,7 +84,11 @@ def main() -> None:
             batch = batch_of(rows)
             schedule.forward_only(model, batch, 48, batch.response_mask)
             schedule.forward_backward(
-                model, batch, 48, batch.response_mask, lambda _, log_probs, __: (log_probs.sum(), Metrics())
+                model,
+                batch,
+                48,
+                batch.response_mask,
+                lambda _, log_probs, __: (log_probs.sum(), Metrics()),
             )
 
     # Every rank has to have compared shapes, or the check would be empty on it.

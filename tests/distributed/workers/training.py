@@ -18,7 +18,11 @@ from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.peft import add_adapters
 from megatron_rl.hf.weights import load_weights, source_boxes
-from megatron_rl.megatron.lora import adapter_boxes, adapter_parameters, policy_weights
+from megatron_rl.megatron.lora import (
+    adapter_boxes,
+    adapter_parameters,
+    policy_weights,
+)
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap_in_ddp
 from megatron_rl.megatron.provider import Provider, load_provider
@@ -32,7 +36,11 @@ ALGORITHM = get_algorithm(
     "grpo",
     {
         "kl": {"name": "loss", "coef": 0.05},
-        "policy_loss": {"entropy_coef": 0.01, "clip_low": 0.1, "clip_high": 0.1},
+        "policy_loss": {
+            "entropy_coef": 0.01,
+            "clip_low": 0.1,
+            "clip_high": 0.1,
+        },
     },
 )
 # Adam's first step with a small epsilon is the gradient's sign, which is rounding noise near zero.
@@ -52,7 +60,11 @@ def provider_of(path: str | Path, case: dict[str, Any]) -> Provider | None:
     if "provider" not in case:
         return None
     module = "tests.model_providers:"
-    return load_provider(module + case["provider"], module + "NAMES", checkpoint_arguments(path)[0])
+    return load_provider(
+        module + case["provider"],
+        module + "NAMES",
+        checkpoint_arguments(path)[0],
+    )
 
 
 def build(
@@ -108,7 +120,9 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     for micro_batch in (micro_batch for outputs in gathered for micro_batch in outputs):
         lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
         for row, row_log_probs, row_entropy in zip(
-            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs[:2]), strict=True
+            micro_batch.rows,
+            *(output.split(lengths) for output in micro_batch.outputs[:2]),
+            strict=True,
         ):
             log_probs[starts[row] : starts[row + 1]] = row_log_probs
             entropy[starts[row] : starts[row + 1]] = row_entropy
@@ -143,7 +157,8 @@ def train_step(
     optimizer_values = optimizer.step().values()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
-        gathered, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics()
+        gathered,
+        metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics(),
     )
     total = merge_metrics(gathered)
     # Padding depends on the layout, and layouts are compared.

@@ -38,7 +38,11 @@ class LetterServer:
             raise ServerError(f"{self.url}/{path}: {error}") from error
 
     async def generate(
-        self, session: aiohttp.ClientSession, request: GenerationRequest, weights_name: str, timeout: float
+        self,
+        session: aiohttp.ClientSession,
+        request: GenerationRequest,
+        weights_name: str,
+        timeout: float,
     ) -> Completion:
         # The protocol is this engine's own; only the method names are prescribed.
         letter = {
@@ -60,7 +64,12 @@ class LetterServer:
         # A server that was restarted may have lost its weights since the last check.
         if answer["weights"] != weights_name:
             raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights_name}")
-        return Completion(request.number, answer["tokens"], answer["log_probs"], answer["finish_reason"])
+        return Completion(
+            request.number,
+            answer["tokens"],
+            answer["log_probs"],
+            answer["finish_reason"],
+        )
 
     def require_fit(self, config: RunConfig) -> int:
         return self._write("most_requests", {})

@@ -15,8 +15,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.rollout.sampling import derive_continuation_seed, is_greedy, resolve_log_prob_temperature
-from megatron_rl.rollout.types import Completion, GenerationRequest, make_failed_completion
+from megatron_rl.rollout.sampling import (
+    derive_continuation_seed,
+    is_greedy,
+    resolve_log_prob_temperature,
+)
+from megatron_rl.rollout.types import (
+    Completion,
+    GenerationRequest,
+    make_failed_completion,
+)
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, TensorBox
 
@@ -118,7 +126,13 @@ class PrefixEngine:
 
         return [
             TensorBox(
-                name, (0,) * value.dim(), tuple(value.shape), self._rank, name, 0, tuple(value.stride())
+                name,
+                (0,) * value.dim(),
+                tuple(value.shape),
+                self._rank,
+                name,
+                0,
+                tuple(value.stride()),
             )
             for name, value in self.parameters().items()
         ]

@@ -2,7 +2,13 @@
 
 from transformer_engine.pytorch import distributed, fp8, ops, optimizers, router
 from transformer_engine.pytorch.attention import DotProductAttention
-from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from transformer_engine.pytorch.module import (
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    RMSNorm,
+)
 
 __all__ = [
     "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm",

@@ -40,7 +40,12 @@ def _same(tensor, group):
     return tensor
 
 
-_BACKWARD = {gathered: scattered, scattered: gathered, summed: _same, _same: summed}
+_BACKWARD = {
+    gathered: scattered,
+    scattered: gathered,
+    summed: _same,
+    _same: summed,
+}
 
 
 class _Exchange(torch.autograd.Function):

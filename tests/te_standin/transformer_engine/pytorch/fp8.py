@@ -12,7 +12,13 @@ class FP8GlobalStateManager:
         return False
 
 
-def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
+def fp8_autocast(
+    enabled=True,
+    calibrating=False,
+    fp8_recipe=None,
+    fp8_group=None,
+    _graph=False,
+):
     """Return a context without 8-bit formats, the only kind on the host."""
     if enabled or calibrating:
         raise NotImplementedError("the stand-in of Transformer Engine computes in no 8-bit format")

@@ -8,7 +8,12 @@ def apply_rotary_pos_emb(
     cu_seqlens=None, cp_size=1, cp_rank=0,
 ):  # fmt: skip
     """Return ``t`` [s, b, h, d] with its first d2 numbers rotated by ``freqs`` [s, 1, 1, d2]."""
-    if (tensor_format, start_positions, cu_seqlens, cp_size) != ("sbhd", None, None, 1):
+    if (tensor_format, start_positions, cu_seqlens, cp_size) != (
+        "sbhd",
+        None,
+        None,
+        1,
+    ):
         raise NotImplementedError("the stand-in of Transformer Engine turns places whose angles are given")
     assert fused, "Megatron-Core has its own where it is not"
     assert t.dim() == 4 and freqs.shape == (len(t), 1, 1, freqs.shape[-1])

@@ -70,7 +70,11 @@ def constant(value):
 
 def cut(parameter, dim):
     """Mark the dimension along which a parameter is sharded, as Megatron-Core's optimizer expects."""
-    for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
+    for name, value in (
+        ("tensor_model_parallel", True),
+        ("partition_dim", dim),
+        ("partition_stride", 1),
+    ):
         setattr(parameter, name, value)
 
 
@@ -86,15 +90,31 @@ class Norm(TransformerEngineBaseModule):
     """Common part of `LayerNorm` and `RMSNorm`, whose signatures are compared with the real ones by file."""
 
     def _prepare(
-        self, normalized_shape, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, more
+        self,
+        normalized_shape,
+        hidden_size,
+        eps,
+        sequence_parallel,
+        params_dtype,
+        zero_centered_gamma,
+        more,
     ):
         assert (normalized_shape is None) != (hidden_size is None)
         size = hidden_size if normalized_shape is None else normalized_shape
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        dtype, device = more.pop("dtype", params_dtype), more.pop("device", "cuda")
+        dtype, device = (
+            more.pop("dtype", params_dtype),
+            more.pop("device", "cuda"),
+        )
         if more:
             raise TypeError(f"unexpected arguments {sorted(more)}")
-        self.add("weight", (size,), constant(float(not zero_centered_gamma)), dtype, device)
+        self.add(
+            "weight",
+            (size,),
+            constant(float(not zero_centered_gamma)),
+            dtype,
+            device,
+        )
         if self.kind == "LayerNorm":
             self.add("bias", (size,), constant(0.0), dtype, device)
         else:
@@ -105,4 +125,11 @@ class Norm(TransformerEngineBaseModule):
 
     def forward(self, hidden):
         """Return the normalised ``hidden``, in its dtype."""
-        return normalise(hidden, self.weight, self.bias, self.eps, self.kind, self.zero_centered_gamma)
+        return normalise(
+            hidden,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.kind,
+            self.zero_centered_gamma,
+        )

@@ -48,7 +48,11 @@ class GroupedLinear(TransformerEngineBaseModule):
             ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, use_grouped_tensor=use_grouped_tensor,
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
         )  # fmt: skip
-        self.num_gemms, self.ub_name, self.save_original_input = num_gemms, ub_name, save_original_input
+        self.num_gemms, self.ub_name, self.save_original_input = (
+            num_gemms,
+            ub_name,
+            save_original_input,
+        )
         self.rng_tracker_name = rng_tracker_name
         self.join(tp_group, tp_size)
         if self.tp_size > 1 and bias:
@@ -56,16 +60,40 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.parallel_mode = parallel_mode
         self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
-        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.use_bias, self.return_bias, self.apply_bias = (
+            bias,
+            return_bias,
+            bias and not return_bias,
+        )
         for index in range(num_gemms):
             shape = (self.out_features, self.in_features)
             init = init_method or default_init
-            self.add(f"weight{index}", shape, init, params_dtype, device, get_rng_state_tracker)
-            cut(getattr(self, f"weight{index}"), 1 if parallel_mode == "row" else 0)
+            self.add(
+                f"weight{index}",
+                shape,
+                init,
+                params_dtype,
+                device,
+                get_rng_state_tracker,
+            )
+            cut(
+                getattr(self, f"weight{index}"),
+                1 if parallel_mode == "row" else 0,
+            )
             if bias:
-                self.add(f"bias{index}", (self.out_features,), constant(0.0), params_dtype, device)
+                self.add(
+                    f"bias{index}",
+                    (self.out_features,),
+                    constant(0.0),
+                    params_dtype,
+                    device,
+                )
             else:
-                setattr(self, f"bias{index}", torch.empty(0, dtype=params_dtype, device=device))
+                setattr(
+                    self,
+                    f"bias{index}",
+                    torch.empty(0, dtype=params_dtype, device=device),
+                )
 
     def forward(self, inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None):
         """Return [rows, out_features]; ``m_splits`` contains each expert's number of rows."""
@@ -76,7 +104,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
         parts = [
             functional.linear(
-                rows, getattr(self, f"weight{index}"), biases[index] if self.apply_bias else None
+                rows,
+                getattr(self, f"weight{index}"),
+                biases[index] if self.apply_bias else None,
             )
             for index, rows in enumerate(inp.split(splits))
         ]

@@ -20,5 +20,11 @@ class LayerNorm(Norm):
     ):
         super().__init__()
         self._prepare(
-            normalized_shape, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, kwargs
+            normalized_shape,
+            hidden_size,
+            eps,
+            sequence_parallel,
+            params_dtype,
+            zero_centered_gamma,
+            kwargs,
         )

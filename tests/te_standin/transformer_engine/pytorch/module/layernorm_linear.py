@@ -47,15 +47,32 @@ class LayerNormLinear(CutLinear):
             return_layernorm_output=return_layernorm_output,
         )  # fmt: skip
         assert normalization in ("LayerNorm", "RMSNorm") and parallel_mode != "row"
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.eps, self.normalization, self.zero_centered_gamma = (
+            eps,
+            normalization,
+            zero_centered_gamma,
+        )
         self.ub_name = ub_name
         self.join(tp_group, tp_size)
-        self._prepare(in_features, out_features, bias, return_bias, parallel_mode, sequence_parallel)
+        self._prepare(
+            in_features,
+            out_features,
+            bias,
+            return_bias,
+            parallel_mode,
+            sequence_parallel,
+        )
         ones = constant(float(not zero_centered_gamma))
         self.add("layer_norm_weight", (in_features,), ones, params_dtype, device)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
         if normalization == "LayerNorm":
-            self.add("layer_norm_bias", (in_features,), constant(0.0), params_dtype, device)
+            self.add(
+                "layer_norm_bias",
+                (in_features,),
+                constant(0.0),
+                params_dtype,
+                device,
+            )
             self.layer_norm_bias.sequence_parallel = self.sequence_parallel
         else:
             self.layer_norm_bias = None

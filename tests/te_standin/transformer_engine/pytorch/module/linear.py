@@ -16,7 +16,15 @@ from transformer_engine.pytorch.module.base import (
 class CutLinear(TransformerEngineBaseModule):
     """Common part of `Linear` and `LayerNormLinear`: weight, bias and product."""
 
-    def _prepare(self, in_features, out_features, bias, return_bias, mode, sequence_parallel):
+    def _prepare(
+        self,
+        in_features,
+        out_features,
+        bias,
+        return_bias,
+        mode,
+        sequence_parallel,
+    ):
         self.parallel_mode = mode
         self.in_features = in_features // self.tp_size if mode == "row" else in_features
         self.out_features = out_features // self.tp_size if mode == "column" else out_features
@@ -93,7 +101,14 @@ class Linear(CutLinear):
         self.ub_name, self.save_original_input = ub_name, save_original_input
         self.rng_tracker_name = rng_tracker_name
         self.join(tp_group, tp_size)
-        self._prepare(in_features, out_features, bias, return_bias, parallel_mode, sequence_parallel)
+        self._prepare(
+            in_features,
+            out_features,
+            bias,
+            return_bias,
+            parallel_mode,
+            sequence_parallel,
+        )
         self._weights(init_method, params_dtype, device, get_rng_state_tracker)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):

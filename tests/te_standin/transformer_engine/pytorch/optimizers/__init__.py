@@ -4,7 +4,10 @@ import torch
 
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 from transformer_engine.pytorch.optimizers.fused_sgd import FusedSGD
-from transformer_engine.pytorch.optimizers.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from transformer_engine.pytorch.optimizers.multi_tensor_apply import (
+    MultiTensorApply,
+    multi_tensor_applier,
+)
 
 __all__ = [
     "FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_applier", "multi_tensor_l2norm",

@@ -33,7 +33,12 @@ class FusedAdam(torch.optim.Optimizer):
             use_decoupled_grad=use_decoupled_grad, store_param_remainders=store_param_remainders,
             state_dtype={exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32},
         )  # fmt: skip
-        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+        }
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.adam_w_mode = adam_w_mode
 

@@ -5,7 +5,10 @@ from itertools import pairwise
 
 import torch
 
-from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, refuse
+from transformer_engine.pytorch.module.base import (
+    TransformerEngineBaseModule,
+    refuse,
+)
 
 _attention_backends = {}
 """Backend that the real module chose last; the host has no kernels to choose from."""
@@ -53,7 +56,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         )  # fmt: skip
         self.join(tp_group, tp_size)
         sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
-        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = sizes
+        (
+            self.hidden_size_per_attention_head_k,
+            self.hidden_size_per_attention_head_v,
+        ) = sizes
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.num_gqa_groups_per_partition = self.num_gqa_groups // self.tp_size
         assert num_attention_heads % self.num_gqa_groups == 0
