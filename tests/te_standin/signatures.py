@@ -1,7 +1,9 @@
-"""Extract the signatures that the stand-in shares with Transformer Engine from its sources, unexecuted.
+"""Extract the signatures that the stand-in shares with Transformer Engine from its sources.
 
 pip download --no-deps transformer_engine==2.20.2 && unzip transformer_engine-2.20.2-*.whl -d wheel
 python tests/te_standin/signatures.py wheel > tests/te_standin/signatures.json
+
+The sources are parsed and not imported, since an import of the real package needs a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+# Megatron-Core's layers call these functions, or override them with the same arguments.
 NAMES = {
     "pytorch/module/linear.py": ("Linear.__init__", "Linear.forward"),
     "pytorch/module/layernorm_linear.py": (
@@ -49,29 +52,32 @@ NAMES = {
 
 
 def signatures(folder: Path) -> dict[str, str]:
-    """Return the arguments and defaults, without types, of `NAMES` in a folder with the package."""
-    signatures_by_name = {}
-    for file, functions in NAMES.items():
+    """Return the signature of each function in `NAMES`, without types, from the package in ``folder``."""
+    # The key has the file, since two modules may have a function of one name.
+    signature_by_name = {}
+    for file, names in NAMES.items():
         tree = ast.parse((folder / "transformer_engine" / file).read_text())
-        for name in functions:
-            owner, _, method = name.rpartition(".")
-            body = tree.body
-            if owner:
-                (body,) = (
-                    node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner
-                )
-            (function,) = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == method)
-            arguments = function.args
-            listed = [
-                *arguments.posonlyargs,
-                *arguments.args,
-                *arguments.kwonlyargs,
-            ]
-            for argument in (*listed, arguments.vararg, arguments.kwarg):
-                if argument is not None:
+        for name in names:
+            arguments = _function(tree, name).args
+            # Types differ between versions of Python and do not change how a function is called.
+            for argument in ast.walk(arguments):
+                if isinstance(argument, ast.arg):
                     argument.annotation = None
-            signatures_by_name[f"{file}:{name}"] = ast.unparse(arguments)
-    return signatures_by_name
+            signature_by_name[f"{file}:{name}"] = ast.unparse(arguments)
+    return signature_by_name
+
+
+def _function(tree: ast.Module, name: str) -> ast.FunctionDef:
+    """Return the syntax tree of a function, or of a method named ``Class.method``."""
+    class_name, _, function_name = name.rpartition(".")
+    # A method is a statement of its class, a function one of the module.
+    statements = tree.body
+    if class_name:
+        classes = {node.name: node for node in statements if isinstance(node, ast.ClassDef)}
+        statements = classes[class_name].body
+
+    functions = {node.name: node for node in statements if isinstance(node, ast.FunctionDef)}
+    return functions[function_name]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,15 @@ from transformer_engine.pytorch.module import (
 )
 
 __all__ = [
-    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm",
-    "distributed", "fp8", "ops", "optimizers", "router",
-]  # fmt: skip
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "distributed",
+    "fp8",
+    "ops",
+    "optimizers",
+    "router",
+]

@@ -2,11 +2,11 @@
 
 
 class FusibleOperation:
-    """Operation that the stand-in does not have."""
+    """Operation without an implementation on the host."""
 
     def __init__(self):
         raise NotImplementedError("the stand-in of Transformer Engine has no operation fuser")
 
 
 class Sequential(FusibleOperation):
-    """Operation that the stand-in does not have."""
+    """Sequence of operations without an implementation on the host."""

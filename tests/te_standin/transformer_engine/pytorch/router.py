@@ -1,8 +1,11 @@
-"""The fused router's functions, which Megatron-Core imports, and calls only if a user enables them."""
+"""Functions of the fused router: Megatron-Core imports them, and calls them only if a user enables them."""
 
 
-def _fused(*_, **__):
+def _raise_no_fused_router(*_, **__):
     raise NotImplementedError("the stand-in of Transformer Engine has no fused router")
 
 
-fused_topk_with_score_function = fused_compute_score_for_moe_aux_loss = fused_moe_aux_loss = _fused
+# Megatron-Core checks for the three names while it is imported.
+fused_topk_with_score_function = _raise_no_fused_router
+fused_compute_score_for_moe_aux_loss = _raise_no_fused_router
+fused_moe_aux_loss = _raise_no_fused_router

@@ -1,4 +1,4 @@
-"""Common parts of modules with weights: parameters, the empty 8-bit state, tensor parallelism."""
+"""Common code of modules with weights: parameters, the empty 8-bit state, tensor parallelism."""
 
 import torch
 import torch.nn.functional as functional
@@ -10,33 +10,45 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __init__(self, name=None):
         super().__init__()
         self.name = name
-        self.fp8 = self.fp8_calibration = False
+
+        # Megatron-Core reads these attributes; 8-bit formats are always disabled here.
+        self.fp8 = False
+        self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
-        self.tp_group, self.tp_size = None, 1
+        self.tp_group = None
+        self.tp_size = 1
 
     def set_tensor_parallel_group(self, tp_group):
         """Set the group over which weights are sharded."""
         self.tp_group = tp_group
 
-    def join(self, tp_group, tp_size):
-        """Set the group and its size; without a group the size is ``tp_size``."""
-        self.tp_size = tp_size if tp_group is None else tp_group.size()
+    def set_parallelism(self, tp_group, tp_size):
+        """Set the tensor-parallel group and its size; ``tp_size`` counts only without a group."""
+        if tp_group is not None:
+            tp_size = tp_group.size()
+        self.tp_size = tp_size
         self.set_tensor_parallel_group(tp_group)
 
-    def add(self, name, shape, init, dtype, device, tracker=None):
-        """Register a parameter and fill it with ``init``, under the generator of a given ``tracker``."""
-        value = torch.empty(shape, dtype=dtype, device=device)
-        if tracker is None:
-            init(value)
+    def add_parameter(self, name, shape, init, dtype, device, get_rng_tracker=None):
+        """Register a parameter and fill it with ``init``, in the random state of ``get_rng_tracker()``."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        # Biases and norms start with constants, so they need no tracker.
+        if get_rng_tracker is None:
+            init(tensor)
         else:
-            names = [self.rng_tracker_name] if getattr(self, "rng_tracker_name", None) else []
-            with tracker().fork(*names):
-                init(value)
-        self.register_parameter(name, torch.nn.Parameter(value))
+            # Shards of a weight differ between ranks, so each rank draws from a state of its own.
+            state_names = []
+            if getattr(self, "rng_tracker_name", None):
+                state_names.append(self.rng_tracker_name)
+            with get_rng_tracker().fork(*state_names):
+                init(tensor)
+
+        self.register_parameter(name, torch.nn.Parameter(tensor))
 
     def init_fp8_metadata(self, num_gemms=1):
         """Do nothing: there is no 8-bit format."""
 
+    # Megatron-Core saves the extra state of every module, and refuses a checkpoint without its key.
     def get_extra_state(self):
         """Return the state of 8-bit scaling, which is empty."""
         return torch.empty(0, dtype=torch.uint8)
@@ -51,11 +63,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         raise NotImplementedError("the stand-in of Transformer Engine delays no weight gradients")
 
 
-def refuse(**settings):
-    """Raise NotImplementedError if any setting requests a feature that the stand-in lacks."""
-    asked = sorted(name for name, value in settings.items() if value)
-    if asked:
-        raise NotImplementedError(f"the stand-in of Transformer Engine has no {', '.join(asked)}")
+def refuse(**is_requested):
+    """Raise NotImplementedError if any feature is requested that the stand-in lacks."""
+    features = sorted(name for name, value in is_requested.items() if value)
+    if features:
+        raise NotImplementedError(f"the stand-in of Transformer Engine has no {', '.join(features)}")
 
 
 def default_init(weight):
@@ -65,31 +77,36 @@ def default_init(weight):
 
 def constant(value):
     """Return a function that fills a tensor with ``value``."""
+    # Detached, since a leaf that requires a gradient cannot be changed in place.
     return lambda tensor: tensor.detach().fill_(value)
 
 
-def cut(parameter, dim):
+def mark_sharded(parameter, dim):
     """Mark the dimension along which a parameter is sharded, as Megatron-Core's optimizer expects."""
-    for name, value in (
-        ("tensor_model_parallel", True),
-        ("partition_dim", dim),
-        ("partition_stride", 1),
-    ):
-        setattr(parameter, name, value)
+    # setattr, because torch.Tensor does not declare these attributes.
+    setattr(parameter, "tensor_model_parallel", True)
+    setattr(parameter, "partition_dim", dim)
+    setattr(parameter, "partition_stride", 1)
 
 
-def normalise(hidden, weight, bias, eps, kind, zero_centered):
+def normalise(hidden, weight, bias, eps, normalization, zero_centered_gamma):
     """Return the LayerNorm or RMSNorm of ``hidden``, computed in float32, in its dtype."""
-    scale = weight.float() + 1.0 if zero_centered else weight.float()
-    if kind == "RMSNorm":
-        return functional.rms_norm(hidden.float(), scale.shape, scale, eps).to(hidden.dtype)
-    return functional.layer_norm(hidden.float(), scale.shape, scale, bias.float(), eps).to(hidden.dtype)
+    scale = weight.float()
+    # A zero-centered weight is stored as its difference from one.
+    if zero_centered_gamma:
+        scale = scale + 1.0
+
+    if normalization == "RMSNorm":
+        normalised = functional.rms_norm(hidden.float(), scale.shape, scale, eps)
+    else:
+        normalised = functional.layer_norm(hidden.float(), scale.shape, scale, bias.float(), eps)
+    return normalised.to(hidden.dtype)
 
 
 class Norm(TransformerEngineBaseModule):
-    """Common part of `LayerNorm` and `RMSNorm`, whose signatures are compared with the real ones by file."""
+    """Common code of `LayerNorm` and `RMSNorm`, which have a file each as in the real package."""
 
-    def _prepare(
+    def _add_parameters(
         self,
         normalized_shape,
         hidden_size,
@@ -97,28 +114,29 @@ class Norm(TransformerEngineBaseModule):
         sequence_parallel,
         params_dtype,
         zero_centered_gamma,
-        more,
+        legacy_arguments,
     ):
+        """Create weight and bias from the arguments of the constructor."""
+        # The size has two names, a current one and the one of old versions.
         assert (normalized_shape is None) != (hidden_size is None)
-        size = hidden_size if normalized_shape is None else normalized_shape
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        dtype, device = (
-            more.pop("dtype", params_dtype),
-            more.pop("device", "cuda"),
-        )
-        if more:
-            raise TypeError(f"unexpected arguments {sorted(more)}")
-        self.add(
-            "weight",
-            (size,),
-            constant(float(not zero_centered_gamma)),
-            dtype,
-            device,
-        )
+        if normalized_shape is None:
+            normalized_shape = hidden_size
+
+        dtype = legacy_arguments.pop("dtype", params_dtype)
+        device = legacy_arguments.pop("device", "cuda")
+        if legacy_arguments:
+            raise TypeError(f"unexpected arguments {sorted(legacy_arguments)}")
+
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        init = constant(float(not zero_centered_gamma))
+        self.add_parameter("weight", (normalized_shape,), init, dtype, device)
         if self.kind == "LayerNorm":
-            self.add("bias", (size,), constant(0.0), dtype, device)
+            self.add_parameter("bias", (normalized_shape,), constant(0.0), dtype, device)
         else:
             self.bias = None
+
+        # Megatron-Core sums the gradients of marked parameters over the tensor-parallel group.
         if sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = sequence_parallel

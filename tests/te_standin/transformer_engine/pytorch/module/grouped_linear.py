@@ -6,8 +6,8 @@ import torch.nn.functional as functional
 from transformer_engine.pytorch.module.base import (
     TransformerEngineBaseModule,
     constant,
-    cut,
     default_init,
+    mark_sharded,
     refuse,
 )
 
@@ -44,71 +44,75 @@ class GroupedLinear(TransformerEngineBaseModule):
     ):
         super().__init__(name)
         refuse(
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
-            ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, use_grouped_tensor=use_grouped_tensor,
-            single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
-        )  # fmt: skip
-        self.num_gemms, self.ub_name, self.save_original_input = (
-            num_gemms,
-            ub_name,
-            save_original_input,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_ag=ub_overlap_ag,
+            use_grouped_tensor=use_grouped_tensor,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
         )
-        self.rng_tracker_name = rng_tracker_name
-        self.join(tp_group, tp_size)
+        self.set_parallelism(tp_group, tp_size)
+        # The error of the real class, which a configuration with such a layer would get on a GPU.
         if self.tp_size > 1 and bias:
             raise ValueError("GroupedLinear doesn't support bias when TP > 1.")
+
+        # The size of this rank's shard of each expert.
+        if parallel_mode == "row":
+            in_features //= self.tp_size
+        elif parallel_mode == "column":
+            out_features //= self.tp_size
         self.parallel_mode = parallel_mode
-        self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
-        self.use_bias, self.return_bias, self.apply_bias = (
-            bias,
-            return_bias,
-            bias and not return_bias,
-        )
-        for index in range(num_gemms):
-            shape = (self.out_features, self.in_features)
-            init = init_method or default_init
-            self.add(
-                f"weight{index}",
-                shape,
-                init,
-                params_dtype,
-                device,
-                get_rng_state_tracker,
-            )
-            cut(
-                getattr(self, f"weight{index}"),
-                1 if parallel_mode == "row" else 0,
-            )
+        self.in_features = in_features
+        self.out_features = out_features
+
+        # Megatron-Core's subclass reads these attributes.
+        self.num_gemms = num_gemms
+        self.ub_name = ub_name
+        self.save_original_input = save_original_input
+        self.rng_tracker_name = rng_tracker_name
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+
+        # One weight and one bias per expert, with the names of the real class.
+        init = init_method or default_init
+        sharded_dim = int(parallel_mode == "row")
+        for expert in range(num_gemms):
+            weight_name = f"weight{expert}"
+            weight_shape = (out_features, in_features)
+            self.add_parameter(weight_name, weight_shape, init, params_dtype, device, get_rng_state_tracker)
+            mark_sharded(getattr(self, weight_name), sharded_dim)
+
+            bias_name = f"bias{expert}"
             if bias:
-                self.add(
-                    f"bias{index}",
-                    (self.out_features,),
-                    constant(0.0),
-                    params_dtype,
-                    device,
-                )
+                self.add_parameter(bias_name, (out_features,), constant(0.0), params_dtype, device)
             else:
-                setattr(
-                    self,
-                    f"bias{index}",
-                    torch.empty(0, dtype=params_dtype, device=device),
-                )
+                setattr(self, bias_name, torch.empty(0, dtype=params_dtype, device=device))
 
     def forward(self, inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None):
-        """Return [rows, out_features]; ``m_splits`` contains each expert's number of rows."""
+        """Return [tokens, out_features]; ``m_splits`` contains each expert's number of tokens."""
         refuse(out=out is not None, dgrad_out=dgrad_out is not None)
-        splits = [int(size) for size in m_splits]
-        assert len(splits) == self.num_gemms
-        assert inp.dim() == 2 and len(inp) == sum(splits) and inp.shape[-1] == self.in_features
-        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
-        parts = [
-            functional.linear(
-                rows,
-                getattr(self, f"weight{index}"),
-                biases[index] if self.apply_bias else None,
-            )
-            for index, rows in enumerate(inp.split(splits))
-        ]
-        joined = torch.cat(parts)
-        return (joined, biases) if self.return_bias else joined
+        # Tokens are sorted by expert.
+        num_tokens_by_expert = [int(size) for size in m_splits]
+        assert len(num_tokens_by_expert) == self.num_gemms
+        assert inp.dim() == 2
+        assert len(inp) == sum(num_tokens_by_expert)
+        assert inp.shape[-1] == self.in_features
+
+        biases = []
+        outputs = []
+        for expert, tokens in enumerate(inp.split(num_tokens_by_expert)):
+            weight = getattr(self, f"weight{expert}")
+            bias = getattr(self, f"bias{expert}")
+            biases.append(bias)
+            # A returned bias is added by the caller, weighted with the router's probabilities.
+            if self.apply_bias:
+                outputs.append(functional.linear(tokens, weight, bias))
+            else:
+                outputs.append(functional.linear(tokens, weight))
+
+        output = torch.cat(outputs)
+        if self.return_bias:
+            return output, biases
+        return output

@@ -6,6 +6,7 @@ from transformer_engine.pytorch.module.base import Norm
 class LayerNorm(Norm):
     """LayerNorm over the last dimension."""
 
+    # Keyword arguments of old versions (``dtype``, ``device``) are accepted as in the real class.
     kind = "LayerNorm"
 
     def __init__(
@@ -19,7 +20,7 @@ class LayerNorm(Norm):
         **kwargs,
     ):
         super().__init__()
-        self._prepare(
+        self._add_parameters(
             normalized_shape,
             hidden_size,
             eps,

@@ -6,6 +6,7 @@ from transformer_engine.pytorch.module.base import Norm
 class RMSNorm(Norm):
     """RMSNorm over the last dimension."""
 
+    # Keyword arguments of old versions (``dtype``, ``device``) are accepted as in the real class.
     kind = "RMSNorm"
 
     def __init__(
@@ -19,7 +20,7 @@ class RMSNorm(Norm):
         **kwargs,
     ):
         super().__init__()
-        self._prepare(
+        self._add_parameters(
             normalized_shape,
             hidden_size,
             eps,

@@ -29,23 +29,31 @@ class FusedAdam(torch.optim.Optimizer):
         set_grad_none=None,
     ):
         refuse(
-            amsgrad=amsgrad, capturable=capturable, master_weights=master_weights,
-            use_decoupled_grad=use_decoupled_grad, store_param_remainders=store_param_remainders,
+            amsgrad=amsgrad,
+            capturable=capturable,
+            master_weights=master_weights,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders,
             state_dtype={exp_avg_dtype, exp_avg_sq_dtype} != {torch.float32},
-        )  # fmt: skip
-        defaults = {
+        )
+        # Megatron-Core saves these keys of a parameter group in checkpoints.
+        group_defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
             "betas": betas,
             "eps": eps,
+            "weight_decay": weight_decay,
         }
-        super().__init__(params, {**defaults, "weight_decay": weight_decay})
+        super().__init__(params, group_defaults)
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
         """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            loss = closure()
+
         for group in self.param_groups:
             # The count also advances for a group that is empty on this rank: other ranks share its state.
             group["step"] = group.get("step", 0) + 1
@@ -55,18 +63,30 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _update(self, group, parameter):
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        """Apply one step of Adam to a parameter, computed in float32."""
+        state = self.state[parameter]
         if not state:
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=torch.float32)
-        gradient, weight = parameter.grad.float(), parameter.float()
+
+        gradient = parameter.grad.float()
+        weight = parameter.float()
+        # Adam adds the weight decay to the gradient, AdamW to the update below.
         if not self.adam_w_mode:
             gradient = gradient + group["weight_decay"] * weight
+
+        beta1, beta2 = group["betas"]
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        corrected = group["step"] if group["bias_correction"] else torch.inf
-        mean = state["exp_avg"] / (1 - beta1**corrected)
-        update = mean / ((state["exp_avg_sq"] / (1 - beta2**corrected)).sqrt() + group["eps"])
+
+        # After infinitely many steps the bias correction is 1, so this disables it.
+        num_steps = torch.inf
+        if group["bias_correction"]:
+            num_steps = group["step"]
+        mean = state["exp_avg"] / (1 - beta1**num_steps)
+        variance = state["exp_avg_sq"] / (1 - beta2**num_steps)
+
+        update = mean / (variance.sqrt() + group["eps"])
         if self.adam_w_mode:
             update = update + group["weight_decay"] * weight
         parameter.copy_(weight - group["lr"] * update)

@@ -1,7 +1,8 @@
-"""Tensors of 8-bit formats, by name only."""
+"""Tensors of 8-bit formats. They exist for imports only."""
 
 import torch
 
 
+# Megatron-Core checks with isinstance whether a parameter has an 8-bit format.
 class QuantizedTensor(torch.Tensor):
-    """Type of no tensor."""
+    """Base class of 8-bit tensors, without any instance on the host."""
