@@ -1,13 +1,12 @@
-"""Ask the real Transformer Engine and cuDNN, without a GPU, which shipped configurations get fused attention.
+"""Query the real Transformer Engine and cuDNN, without a GPU, for the attention kernels of shipped models.
 
-A job of its own, not part of the tests: it downloads about 800 MB of wheels into --folder once, in the
-versions of the lock for GPUs, and compiles two small libraries with gcc. Then
+The tests do not run this script: it downloads about 800 MB of wheels into --folder once, in the versions of
+the lock file for GPUs, and compiles two small libraries with gcc. Then
 
     python launch/fused_attention/ask.py
 
-prints a table in Markdown: model and heads of a rank by compute capability. It fails where the project's own
-rule (`megatron_rl.shapes.accelerator`) takes a kernel that the libraries do not have, or leaves one that they
-have.
+prints a table in Markdown: the attention heads of each rank by compute capability. The exit code is 1 if the
+project's own rule (`megatron_rl.shapes.accelerator`) differs from the libraries.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ WHEELS = (
 """Packages with the libraries, and the headers that the interposer is compiled with."""
 LIBRARY = "transformer_engine/wheel_lib/libtransformer_engine.so"
 FOLDERS = ("nvidia/cu13/lib", "nvidia/cudnn/lib", "nvidia/nccl/lib")
-"""Folders of the libraries that Transformer Engine's needs."""
+"""Folders of the libraries that `LIBRARY` is linked with."""
 
 CAPABILITIES = (80, 90, 100, 103, 120)
 """Compute capabilities x 10: A100, H100, B200, B300, and workstations of Blackwell."""
@@ -66,19 +67,19 @@ _ENUMS = {
     "dqkv_dtype", "qkv_layout", "o_format", "do_format", "dqkv_layout", "qkv_scale_inv_format",
     "do_scale_inv_format",
 }  # fmt: skip
-_PADDING_CAUSAL, _BFLOAT16, _ROWS_LAYOUT, _ROWS_FORMAT, _NO_FORMAT = (
-    3,
-    6,
-    14,
-    2,
-    8,
-)
-_ANY_LENGTH_BACKEND = 1
-"""Numbers of NVTE_PADDING_CAUSAL_MASK, kNVTEBFloat16, NVTE_THD_THD_THD, NVTE_THD, no format, and of
-NVTE_F16_arbitrary_seqlen, the fused kernel for half precision."""
+# Values of C enumerations in transformer_engine/fused_attn.h of 2.20.2.
+_PADDING_CAUSAL = 3  # NVTE_PADDING_CAUSAL_MASK
+_BFLOAT16 = 6  # kNVTEBFloat16
+_THD_LAYOUT = 14  # NVTE_THD_THD_THD
+_THD_FORMAT = 2  # NVTE_THD
+_NO_FORMAT = 8
+_FUSED_BACKEND = 1  # NVTE_F16_arbitrary_seqlen, the fused kernel for half precision
+
+_NUM_SHORT_ROWS = (40, 300)
+"""Numbers of rows in a micro-batch of short rows."""
 
 
-class Question(NamedTuple):
+class Attention(NamedTuple):
     """Attention of one rank: its heads and the packed rows of a micro-batch."""
 
     name: str
@@ -90,11 +91,20 @@ class Question(NamedTuple):
     longest_row: int
 
 
-def questions() -> dict[str, tuple[Question, Any, Any]]:
-    """Return a question, the shape and the layout of each model in the shipped configurations."""
-    asked: dict[str, tuple[Question, Any, Any]] = {}
+class ShippedModel(NamedTuple):
+    """Model of a shipped configuration: the attention of a rank, the model's shape and its layout."""
+
+    attention: Attention
+    shape: Any
+    layout: Any
+
+
+def shipped_models() -> dict[str, ShippedModel]:
+    """Return the trained models of the shipped configurations by name and layout, each once."""
+    # Configurations have paths relative to the root.
+    os.chdir(ROOT)
+    model_by_name: dict[str, ShippedModel] = {}
     for file in sorted((ROOT / "configs").glob("**/*.yaml")):
-        os.chdir(ROOT)
         report = check_config(
             load(str(file)),
             without_files=True,
@@ -105,56 +115,79 @@ def questions() -> dict[str, tuple[Question, Any, Any]]:
             shape = report.shapes.get(role, report.shape)
             if role == "rollout" or shape is None or report.batch is None:
                 continue
-            # These models have attention of this package, or of PyTorch.
+            # Attention with sinks comes from PyTorch, and plain layers have their own.
             if shape.plain_layers or shape.sinks:
                 continue
-            ranks = layout.tensor * layout.context
-            # Each shipped model has one kind of attention, some beside delta nets, which have no keys.
-            (attention,) = (mixer for mixer in shape.mixers if mixer.key_value_heads(shape))
-            question = Question(
-                f"{shape.name}, TP{layout.tensor}" + (f" CP{layout.context}" if layout.context > 1 else ""),
-                shape.heads // ranks,
-                max(1, attention.key_value_heads(shape) // ranks),
-                attention.key_size(shape),
-                attention.value_size(shape),
-                report.batch.tokens_per_microbatch,
-                min(report.batch.longest_row, report.batch.tokens_per_microbatch),
-            )
-            asked.setdefault(question.name, (question, shape, layout))
-    return asked
+
+            attention = rank_attention(shape, layout, report.batch)
+            model_by_name.setdefault(attention.name, ShippedModel(attention, shape, layout))
+    return model_by_name
 
 
-def verdict(
+def rank_attention(shape: Any, layout: Any, batch: Any) -> Attention:
+    """Return the attention of a rank, whose heads are split over tensor and context parallelism."""
+    name = f"{shape.name}, TP{layout.tensor}"
+    if layout.context > 1:
+        name += f" CP{layout.context}"
+
+    # Each shipped model has one kind of attention. Layers without keys are delta nets.
+    (mixer,) = (mixer for mixer in shape.mixers if mixer.key_value_heads(shape))
+    num_ranks = layout.tensor * layout.context
+    return Attention(
+        name,
+        heads=shape.heads // num_ranks,
+        groups=max(1, mixer.key_value_heads(shape) // num_ranks),
+        key_size=mixer.key_size(shape),
+        value_size=mixer.value_size(shape),
+        tokens=batch.tokens_per_microbatch,
+        longest_row=min(batch.longest_row, batch.tokens_per_microbatch),
+    )
+
+
+def unfused_reason(
     library: ctypes.CDLL,
-    question: Question,
+    attention: Attention,
     *,
     training: bool,
     deterministic: bool,
-    rows: int,
+    num_rows: int,
 ) -> str:
-    """Return "" if the library has a fused kernel for the question, else its reason."""
-    fields = _FIELDS.split()
-    longest = -(-min(question.longest_row, question.tokens // rows) // 8) * 8
-    values: dict[str, float] = dict.fromkeys(fields, 0)
-    values |= {
+    """Return why the library has no fused kernel for an attention, empty if it has one."""
+    # Rows are padded to a multiple of eight tokens.
+    max_tokens = min(attention.longest_row, attention.tokens // num_rows)
+    padded_tokens = math.ceil(max_tokens / 8) * 8
+
+    # All other attributes stay zero.
+    field_names = _FIELDS.split()
+    value_by_field: dict[str, float] = dict.fromkeys(field_names, 0)
+    value_by_field |= {
         "is_training": training,
         "deterministic": deterministic,
         "attn_mask_type": _PADDING_CAUSAL,
         "window_size_left": -1,
-        "attn_scale": question.key_size**-0.5,
-        **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), _BFLOAT16),
-        **dict.fromkeys(("qkv_layout", "dqkv_layout"), _ROWS_LAYOUT),
-        **dict.fromkeys(("o_format", "do_format"), _ROWS_FORMAT),
-        **dict.fromkeys(("qkv_scale_inv_format", "do_scale_inv_format"), _NO_FORMAT),
-        "batch_size": rows,
-        "num_attn_heads": question.heads,
-        "num_gqa_groups": question.groups,
-        "head_dim_qk": question.key_size,
-        "head_dim_v": question.value_size,
-        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
-        **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), question.tokens),
+        "attn_scale": attention.key_size**-0.5,
+        "qkv_dtype": _BFLOAT16,
+        "o_dtype": _BFLOAT16,
+        "do_dtype": _BFLOAT16,
+        "dqkv_dtype": _BFLOAT16,
+        "qkv_layout": _THD_LAYOUT,
+        "dqkv_layout": _THD_LAYOUT,
+        "o_format": _THD_FORMAT,
+        "do_format": _THD_FORMAT,
+        "qkv_scale_inv_format": _NO_FORMAT,
+        "do_scale_inv_format": _NO_FORMAT,
+        "batch_size": num_rows,
+        "num_attn_heads": attention.heads,
+        "num_gqa_groups": attention.groups,
+        "head_dim_qk": attention.key_size,
+        "head_dim_v": attention.value_size,
+        "max_seqlen_q": padded_tokens,
+        "max_seqlen_kv": padded_tokens,
+        "num_tokens_q": attention.tokens,
+        "num_tokens_kv": attention.tokens,
     }
 
+    # ctypes would otherwise pass pointers as 32-bit integers.
     library.nvte_create_fused_attn_config.restype = ctypes.c_void_p
     library.nvte_set_fused_attn_config_attribute.argtypes = [
         ctypes.c_void_p,
@@ -166,19 +199,26 @@ def verdict(
         ctypes.c_void_p,
         ctypes.POINTER(ctypes.c_char_p),
     ]
+
     config = library.nvte_create_fused_attn_config()
-    for index, name in enumerate(fields):
-        value = _c_value(name, values[name])
-        library.nvte_set_fused_attn_config_attribute(config, index, ctypes.byref(value), ctypes.sizeof(value))
+    for index, name in enumerate(field_names):
+        value = _c_value(name, value_by_field[name])
+        library.nvte_set_fused_attn_config_attribute(
+            config,
+            index,
+            ctypes.byref(value),
+            ctypes.sizeof(value),
+        )
 
     message = ctypes.c_char_p()
     backend = library.nvte_get_fused_attn_backend_v2(config, ctypes.byref(message))
-    if backend == _ANY_LENGTH_BACKEND:
+    if backend == _FUSED_BACKEND:
         return ""
     return (message.value or b"no reason").decode(errors="replace")
 
 
 def _c_value(name: str, value: float) -> Any:
+    """Convert the value of an attribute to its C type."""
     if name in _BYTES:
         return ctypes.c_uint8(int(value))
     if name in _LONGS:
@@ -190,39 +230,39 @@ def _c_value(name: str, value: float) -> Any:
     return ctypes.c_size_t(int(value))
 
 
-def answer(folder: Path, asked: list[Question]) -> None:
-    """Print the verdicts of one capability as JSON: question -> [by default, deterministic]."""
+def print_reasons(folder: Path, attentions: list[Attention]) -> None:
+    """Print for each attention, as JSON, why it is not fused by default and if deterministic."""
+    # Transformer Engine opens this library by name, so it has to be loaded before.
     ctypes.CDLL("libnvrtc.so.13", mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
-    answers: dict[str, list[str]] = {}
-    for question in asked:
-        answers[question.name] = []
+
+    reasons_by_name: dict[str, list[str]] = {}
+    for attention in attentions:
+        num_long_rows = max(1, attention.tokens // attention.longest_row)
+        reasons_by_name[attention.name] = []
         for deterministic in (False, True):
-            reasons = []
-            for training in (True, False):
-                # A few long rows, and many short ones.
-                for rows in (
-                    max(1, question.tokens // question.longest_row),
-                    40,
-                    300,
-                ):
-                    reasons.append(
-                        verdict(
-                            library,
-                            question,
-                            training=training,
-                            deterministic=deterministic,
-                            rows=rows,
-                        )
-                    )
-            answers[question.name].append(next(filter(None, reasons), ""))
-    print(json.dumps(answers))
+            # A kernel counts only if training and log-prob passes get it, for long and for short rows.
+            reasons = [
+                unfused_reason(
+                    library,
+                    attention,
+                    training=training,
+                    deterministic=deterministic,
+                    num_rows=num_rows,
+                )
+                for training in (True, False)
+                for num_rows in (num_long_rows, *_NUM_SHORT_ROWS)
+            ]
+            first_reason = next(filter(None, reasons), "")
+            reasons_by_name[attention.name].append(first_reason)
+    print(json.dumps(reasons_by_name))
 
 
 def prepare(folder: Path) -> dict[str, str]:
-    """Download and unpack the wheels and compile the two libraries; return the environment to ask in."""
+    """Download and unpack the wheels and compile two libraries; return the environment that loads them."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = dict(line.split("==") for line in LOCK.read_text().split() if "==" in line)
+    # A library that exists was unpacked by an earlier call.
     if not (folder / LIBRARY).is_file():
         requirements = [f"{name}=={lock[name]}" for name in WHEELS]
         download = [
@@ -239,14 +279,14 @@ def prepare(folder: Path) -> dict[str, str]:
         for wheel in (folder / "wheels").glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(folder)
 
-    # cuDNN looks up the functions of the driver and calls none that matters here.
-    graph = (folder / "nvidia/cudnn/lib/libcudnn_graph.so.9").read_bytes()
-    names = sorted(
-        {name.decode() for name in re.findall(rb"(?<![A-Za-z_])cu[A-Z][A-Za-z0-9_]{3,60}(?=\0)", graph)}
-    )
-    stub = "\n".join(f"int {name}() {{ return 0; }}" for name in names)
-    (folder / "driver.c").write_text(stub, encoding="utf-8")
-    shared = [
+    # cuDNN looks up the driver's functions by name, so an empty function of each name is enough.
+    cudnn = (folder / "nvidia/cudnn/lib/libcudnn_graph.so.9").read_bytes()
+    matches = re.findall(rb"(?<![A-Za-z_])cu[A-Z][A-Za-z0-9_]{3,60}(?=\0)", cudnn)
+    function_names = sorted({name.decode() for name in matches})
+    source = "\n".join(f"int {name}() {{ return 0; }}" for name in function_names)
+    (folder / "driver.c").write_text(source, encoding="utf-8")
+
+    compile_library = [
         "gcc",
         "-shared",
         "-fPIC",
@@ -254,9 +294,9 @@ def prepare(folder: Path) -> dict[str, str]:
         "-I",
         str(folder / "nvidia/cu13/include"),
     ]
-    subprocess.run([*shared, "driver.c", "-o", "driver.so"], cwd=folder, check=True)
+    subprocess.run([*compile_library, "driver.c", "-o", "driver.so"], cwd=folder, check=True)
     subprocess.run(
-        [*shared, str(HERE / "interpose.c"), "-o", "interpose.so", "-ldl"],
+        [*compile_library, str(HERE / "interpose.c"), "-o", "interpose.so", "-ldl"],
         cwd=folder,
         check=True,
     )
@@ -268,8 +308,50 @@ def prepare(folder: Path) -> dict[str, str]:
     }
 
 
+def query_libraries(
+    folder: Path,
+    environment: Mapping[str, str],
+    attentions: list[Attention],
+    capability: int,
+) -> dict[str, list[str]]:
+    """Return the reasons of `print_reasons` for GPUs of one compute capability."""
+    # A process per capability: the libraries read it once, from the interposed driver.
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--answer",
+        "--folder",
+        str(folder),
+    ]
+    process = subprocess.run(
+        command,
+        env={**environment, "CAPABILITY": str(capability)},
+        input=json.dumps(attentions).encode(),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
+    return json.loads(process.stdout)
+
+
+def rule_differences(model: ShippedModel, capability: int, reasons: list[str]) -> Iterator[str]:
+    """Yield the cases, by default and deterministic, in which the project's rule differs from the libraries."""
+    for deterministic, reason in zip((False, True), reasons, strict=True):
+        role = AcceleratedRole(
+            model.shape,
+            model.layout,
+            fused=True,
+            half_precision=True,
+            capability=capability,
+            deterministic=deterministic,
+        )
+        is_fused = not reason
+        if (role.attention_kernel == "fused") != is_fused:
+            name = model.attention.name
+            yield f"{name}, {capability}, deterministic {deterministic}: {reason or 'fused'}"
+
+
 def main() -> int:
-    """Print the table; the exit code is 1 where the project's rule differs from the libraries."""
+    """Print the table; return 1 if the project's rule differs from the libraries."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--folder",
@@ -277,74 +359,53 @@ def main() -> int:
         default=Path("runs/fused_attention"),
         help="where wheels are kept",
     )
+    # The script calls itself with this option, in the environment of the libraries.
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+
     folder = arguments.folder.resolve()
     if arguments.answer:
-        answer(folder, [Question(*fields) for fields in json.load(sys.stdin)])
+        attentions = [Attention(*fields) for fields in json.load(sys.stdin)]
+        print_reasons(folder, attentions)
         return 0
 
     environment = prepare(folder)
-    asked = questions()
-    request = json.dumps([question for question, _, _ in asked.values()])
-    answers: dict[int, dict[str, list[str]]] = {}
-    for capability in CAPABILITIES:
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--answer",
-            "--folder",
-            str(folder),
-        ]
-        output = subprocess.run(
-            command,
-            env={**environment, "CAPABILITY": str(capability)},
-            input=request.encode(),
-            check=True,
-            stdout=subprocess.PIPE,
-        )
-        answers[capability] = json.loads(output.stdout)
+    model_by_name = shipped_models()
+    attentions = [model.attention for model in model_by_name.values()]
+    reasons_by_capability = {
+        capability: query_libraries(folder, environment, attentions, capability)
+        for capability in CAPABILITIES
+    }
 
-    header = [
-        "model of a rank",
-        *(f"{capability / 10:.1f}" for capability in CAPABILITIES),
-    ]
+    header = ["model of a rank", *(f"{capability / 10:.1f}" for capability in CAPABILITIES)]
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    differences = []
-    for name, (question, shape, layout) in asked.items():
+
+    differences: list[str] = []
+    for name, model in model_by_name.items():
         cells = []
         for capability in CAPABILITIES:
-            reasons = answers[capability][name]
-            for deterministic, reason in zip((False, True), reasons, strict=True):
-                role = AcceleratedRole(
-                    shape,
-                    layout,
-                    fused=True,
-                    half_precision=True,
-                    capability=capability,
-                    deterministic=deterministic,
-                )
-                if (role.attention_kernel == "fused") != (not reason):
-                    differences.append(
-                        f"{name}, {capability}, deterministic {deterministic}: {reason or 'fused'}"
-                    )
+            reasons = reasons_by_capability[capability][name]
+            differences += rule_differences(model, capability, reasons)
             cells.append(_cell(*reasons))
-        heads = f"{question.heads}/{question.groups} heads of {question.key_size}"
-        if question.value_size != question.key_size:
-            heads += f"/{question.value_size}"
+
+        attention = model.attention
+        heads = f"{attention.heads}/{attention.groups} heads of {attention.key_size}"
+        if attention.value_size != attention.key_size:
+            heads += f"/{attention.value_size}"
         print(f"| {name}: {heads} | {' | '.join(cells)} |")
+
     for difference in differences:
-        print(
-            f"the rule of megatron_rl.shapes.accelerator differs: {difference}",
-            file=sys.stderr,
-        )
+        print(f"the rule of megatron_rl.shapes.accelerator differs: {difference}", file=sys.stderr)
     return int(bool(differences))
 
 
-def _cell(by_default: str, deterministic: str) -> str:
-    if by_default:
+def _cell(default_reason: str, deterministic_reason: str) -> str:
+    """Return a table cell from the reasons against a fused kernel, by default and if deterministic."""
+    if default_reason:
         return "–"
-    return "fused, not deterministic" if deterministic else "fused"
+    if deterministic_reason:
+        return "fused, not deterministic"
+    return "fused"
 
 
 if __name__ == "__main__":
