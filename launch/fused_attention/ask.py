@@ -232,7 +232,7 @@ def _c_value(name: str, value: float) -> Any:
 
 def print_reasons(folder: Path, attentions: list[Attention]) -> None:
     """Print for each attention, as JSON, why it is not fused by default and if deterministic."""
-    # Transformer Engine opens this library by name, so it has to be loaded before.
+    # Transformer Engine uses symbols of this library, so it has to be loaded first.
     ctypes.CDLL("libnvrtc.so.13", mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
@@ -334,7 +334,7 @@ def query_libraries(
 
 
 def rule_differences(model: ShippedModel, capability: int, reasons: list[str]) -> Iterator[str]:
-    """Yield the cases, by default and deterministic, in which the project's rule differs from the libraries."""
+    """Yield the cases in which the project's rule differs from the libraries."""
     for deterministic, reason in zip((False, True), reasons, strict=True):
         role = AcceleratedRole(
             model.shape,

@@ -15,51 +15,68 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 MAX_REQUESTS = 8
-"""Requests that the server accepts at a time."""
+"""Largest number of requests that a client may have open."""
 
 
 class LetterOffice:
-    """Handlers of the server's paths: one method each, called one at a time."""
+    """Handlers of the server's paths, one method each. The server calls one at a time."""
 
     def __init__(self, model: str, max_model_len: int) -> None:
-        self._engine_of = lambda rank: TorchEngine.from_hf(model, rank=rank, max_model_len=max_model_len)
-        self._engine = self._engine_of(0)
-        self._name = "none"
-        self._holder = None
+        self._model = model
+        self._max_model_len = max_model_len
+        self._engine = self._make_engine(0)
+        self._weights_name = "none"
+        self._claimed_by: str | None = None
+
+        # Set while the server shares a process group with the trainers.
         self._transfer: HybridEngine | None = None
         self._group: Any = None
 
-    def generate(self, sampling: dict[str, Any], **letter: Any) -> dict[str, Any]:
+    def _make_engine(self, rank: int) -> TorchEngine:
+        """Return an engine whose boxes are on ``rank`` of the group with the trainers."""
+        return TorchEngine.from_hf(self._model, rank=rank, max_model_len=self._max_model_len)
+
+    def generate(self, sampling: dict[str, Any], **request_fields: Any) -> dict[str, Any]:
         """Generate one response."""
+        # JSON has no tuples.
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        request = GenerationRequest(sampling=SamplingParameters(**sampling), **request_fields)
+
         with self._engine.sampling():
-            self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
+            self._engine.submit(request)
+            # The torch engine completes a request in one step.
             (completion,) = self._engine.step()
 
         return {
             "tokens": list(completion.tokens),
             "log_probs": list(completion.log_probs),
             "finish_reason": completion.finish_reason,
-            "weights": self._name,
+            "weights": self._weights_name,
         }
 
     def most_requests(self) -> int:
         return MAX_REQUESTS
 
     def weights(self) -> str:
-        return self._name
+        return self._weights_name
 
     def claim(self, run: str, seconds: float) -> str | None:
-        # A server works for one run at a time; zero seconds release it.
-        if self._holder not in (None, run):
-            return self._holder
-        self._holder = run if seconds else None
+        """Reserve the server for a run; return the name of the other run if one has reserved it."""
+        if self._claimed_by not in (None, run):
+            return self._claimed_by
+
+        # A claim of zero seconds releases the server.
+        if seconds:
+            self._claimed_by = run
+        else:
+            self._claimed_by = None
         return None
 
     def reset(self) -> None:
         if self._group is not None:
             leave_span(self._group)
-        self._transfer = self._group = None
+        self._transfer = None
+        self._group = None
 
     def join(
         self,
@@ -72,7 +89,7 @@ class LetterOffice:
     ) -> None:
         """Join the group of trainers and workers, and plan the weight sync. Collective over both."""
         # The server's ranks follow the trainers' in the shared group.
-        self._engine = self._engine_of(trainers)
+        self._engine = self._make_engine(trainers)
         self._group = join_span(address, port, trainers, trainers + workers)
         self._transfer = HybridEngine(
             None,
@@ -90,7 +107,7 @@ class LetterOffice:
         self._transfer.sync()
 
     def finish(self, name: str) -> None:
-        self._name = name
+        self._weights_name = name
 
 
 def serve(office: LetterOffice, port: int) -> None:
@@ -100,11 +117,15 @@ def serve(office: LetterOffice, port: int) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            letter = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                answer = getattr(office, self.path.strip("/"))(**letter)
+            length = int(self.headers["Content-Length"])
+            arguments = json.loads(self.rfile.read(length))
 
-            body = json.dumps({"answer": answer}).encode()
+            # The path is the name of the method.
+            method = getattr(office, self.path.strip("/"))
+            with lock:
+                result = method(**arguments)
+
+            body = json.dumps({"answer": result}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

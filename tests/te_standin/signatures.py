@@ -3,7 +3,7 @@
 pip download --no-deps transformer_engine==2.20.2 && unzip transformer_engine-2.20.2-*.whl -d wheel
 python tests/te_standin/signatures.py wheel > tests/te_standin/signatures.json
 
-The sources are parsed and not imported, since an import of the real package needs a GPU.
+The sources are parsed and not imported, since an import of the real package needs its compiled library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Client of a server with one JSON object as request and one as response, on one path per call."""
+"""Client of the made-up server `letters`: each call is a POST of one JSON object to a path of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.types import Completion, GenerationRequest
 
 SECONDS = 20.0
-"""Seconds for a request other than generation."""
+"""Timeout in seconds of a request other than generation."""
 
 
 def make_server(url: str) -> LetterServer:
@@ -24,18 +24,26 @@ def make_server(url: str) -> LetterServer:
 
 
 class LetterServer:
-    """Implementation of `rollout.engines.servers.Server`."""
+    """Client of one server: an implementation of `rollout.engines.servers.Server`."""
+
+    # The names and arguments of the methods are prescribed by that protocol; paths and JSON are not.
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def _write(self, path: str, letter: Mapping[str, Any], seconds: float = SECONDS) -> Any:
-        request = urllib.request.Request(f"{self.url}/{path}", json.dumps(letter).encode())
+    def _post(self, path: str, arguments: Mapping[str, Any], timeout: float = SECONDS) -> Any:
+        """Post the arguments of a call to ``path``; return its result, or raise ServerError."""
+        url = f"{self.url}/{path}"
+        body = json.dumps(arguments).encode()
+        request = urllib.request.Request(url, body)
+
         try:
-            with urllib.request.urlopen(request, timeout=seconds) as reply:
-                return json.load(reply)["answer"]
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                result = json.load(response)
         except OSError as error:
-            raise ServerError(f"{self.url}/{path}: {error}") from error
+            raise ServerError(f"{url}: {error}") from error
+
+        return result["answer"]
 
     async def generate(
         self,
@@ -44,8 +52,8 @@ class LetterServer:
         weights_name: str,
         timeout: float,
     ) -> Completion:
-        # The protocol is this engine's own; only the method names are prescribed.
-        letter = {
+        # Generation alone is asynchronous: many requests of a step are open at a time.
+        arguments = {
             "number": request.number,
             "tokens": list(request.tokens),
             "sampling": request.sampling._asdict(),
@@ -54,50 +62,60 @@ class LetterServer:
             "done": request.done,
         }
 
-        limit = aiohttp.ClientTimeout(total=timeout)
+        # Errors of the network become ServerError, after which the request is sampled elsewhere.
+        client_timeout = aiohttp.ClientTimeout(total=timeout)
+        url = f"{self.url}/generate"
         try:
-            async with session.post(f"{self.url}/generate", json=letter, timeout=limit) as reply:
-                answer = (await reply.json())["answer"]
+            async with session.post(url, json=arguments, timeout=client_timeout) as response:
+                body = await response.json()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{self.url}: {error}") from error
 
         # A server that was restarted may have lost its weights since the last check.
-        if answer["weights"] != weights_name:
-            raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights_name}")
+        result = body["answer"]
+        if result["weights"] != weights_name:
+            raise ServerError(f"{self.url}: weights {result['weights']} instead of {weights_name}")
+
         return Completion(
             request.number,
-            answer["tokens"],
-            answer["log_probs"],
-            answer["finish_reason"],
+            result["tokens"],
+            result["log_probs"],
+            result["finish_reason"],
         )
 
     def require_fit(self, config: RunConfig) -> int:
-        return self._write("most_requests", {})
+        return self._post("most_requests", {})
 
     def require_token_sampling(self) -> None:
-        self._write("weights", {})
+        # Every server of this engine samples tokens, so any response is enough.
+        self._post("weights", {})
 
     def claim(self, run: str, seconds: float) -> str | None:
-        return self._write("claim", {"run": run, "seconds": seconds})
+        arguments = {
+            "run": run,
+            "seconds": seconds,
+        }
+        return self._post("claim", arguments)
 
     def fetch_weights_name(self) -> str:
-        return self._write("weights", {})
+        return self._post("weights", {})
 
     def count_workers(self) -> int:
         return 1
 
     def reset_updates(self, timeout: float) -> None:
-        self._write("reset", {}, timeout)
+        self._post("reset", {}, timeout)
 
+    # The server handles one call at a time, so it need not pause before an update.
     def pause(self, timeout: float) -> None: ...
 
     def join_transfer(self, rendezvous: Mapping[str, Any], timeout: float) -> None:
-        self._write("join", rendezvous, timeout)
+        self._post("join", rendezvous, timeout)
 
     def start_update(self, timeout: float) -> None: ...
 
     def receive_weights(self, version: int, timeout: float) -> None:
-        self._write("receive", {"version": version}, timeout)
+        self._post("receive", {"version": version}, timeout)
 
     def finish_update(self, weights_name: str, timeout: float) -> None:
-        self._write("finish", {"name": weights_name}, timeout)
+        self._post("finish", {"name": weights_name}, timeout)

@@ -1,6 +1,6 @@
-"""Complete engine inside the ranks: a transformers model that reads the full prefix for each token.
+"""Made-up engine `prefix`: a transformers model on the rank itself, without a key-value cache.
 
-Every open request gets one token per step, so that an interrupted request has tokens to return.
+Each step samples one token for every open request, so that an interrupted request has tokens to return.
 """
 
 from __future__ import annotations
@@ -39,27 +39,35 @@ def make_engine(
     max_model_len: int,
     **_: Any,
 ) -> PrefixEngine | None:
-    """Implementation of `rollout.engines.base.make_engine`; see there."""
+    """Return the engine of this rank, or None outside the layout; see `rollout.engines.base.make_engine`."""
     if rank not in layout.ranks:
         return None
     return PrefixEngine(model_path, rank, dtype, max_model_len)
 
 
 class PrefixEngine:
-    """Implementation of `rollout.engines.base.Engine`."""
+    """Engine of one rank: an implementation of `rollout.engines.base.Engine`."""
 
+    # The methods below have their contracts in that protocol. This engine has no adapters, and no
+    # sequence keeps a cache from one round to the next.
     adapters = None
     kept = ()
     most_rows = 8
 
     def __init__(self, path: str | Path, rank: int, dtype: str, max_model_len: int) -> None:
         self.max_model_len = max_model_len
+        # The first sync replaces the loaded weights; the engine must not sample before it.
         self.weights_version = -1
         self.needs_weights = True
         self._rank = rank
-        self._model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="eager"
-        ).eval()
+
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+        )
+        self._model = model.eval()
+
         # Request number -> request, sampled tokens and their log-probs.
         self._open: dict[int, tuple[GenerationRequest, list[int], list[float]]] = {}
 
@@ -71,46 +79,58 @@ class PrefixEngine:
             self._open.clear()
 
     def submit(self, request: GenerationRequest) -> None:
-        self._open[request.number] = request, [], []
+        self._open[request.number] = (request, [], [])
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         completions = []
-        for number, (request, tokens, log_probs) in list(self._open.items())[: self.most_rows]:
+        running = list(self._open.items())[: self.most_rows]
+        for number, (request, tokens, log_probs) in running:
             # An empty prompt has no logits.
             if not request.tokens:
                 completions.append(make_failed_completion(number))
                 del self._open[number]
                 continue
 
-            token, log_prob = self._draw(request, tokens)
+            token, log_prob = self._sample(request, tokens)
             tokens.append(token)
             log_probs.append(log_prob)
 
-            stopped = token in request.sampling.stop_token_ids
-            if stopped or len(tokens) == request.limit:
-                reason = FINISH_STOP if stopped else FINISH_LENGTH
-                completions.append(Completion(number, tokens, log_probs, reason))
-                del self._open[number]
+            # A stop token at the length limit counts as a stop.
+            if token in request.sampling.stop_token_ids:
+                finish_reason = FINISH_STOP
+            elif len(tokens) == request.limit:
+                finish_reason = FINISH_LENGTH
+            else:
+                continue
+
+            completions.append(Completion(number, tokens, log_probs, finish_reason))
+            del self._open[number]
         return completions
 
-    def _draw(self, request: GenerationRequest, tokens: list[int]) -> tuple[int, float]:
+    def _sample(self, request: GenerationRequest, tokens: list[int]) -> tuple[int, float]:
         """Sample the next token of a request; return it with its log-prob."""
-        logits = self._model(torch.tensor([[*request.tokens, *tokens]])).logits[0, -1].float()
+        prefix = torch.tensor([[*request.tokens, *tokens]])
+        logits = self._model(prefix).logits[0, -1].float()
+
         # Log-probs refer to the temperature of sampling, or to 1 for greedy requests.
-        values = (logits / resolve_log_prob_temperature(request.sampling)).log_softmax(0)
+        temperature = resolve_log_prob_temperature(request.sampling)
+        log_probs = (logits / temperature).log_softmax(0)
         if is_greedy(request.sampling):
-            token = int(values.argmax())
+            token = int(log_probs.argmax())
         else:
             # The seed depends on the number of tokens, so continued requests sample as uninterrupted ones.
-            seed = derive_continuation_seed(request.seed, request.done + len(tokens))
-            token = int(values.exp().multinomial(1, generator=torch.Generator().manual_seed(seed)))
-        return token, float(values[token])
+            num_response_tokens = request.done + len(tokens)
+            seed = derive_continuation_seed(request.seed, num_response_tokens)
+            generator = torch.Generator().manual_seed(seed)
+            token = int(log_probs.exp().multinomial(1, generator=generator))
+        return token, float(log_probs[token])
 
     def abort(self, number: int) -> None:
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:
+        # Requests without a token are dropped: they are submitted again unchanged.
         completions = [
             Completion(number, tokens, log_probs, FINISH_LENGTH)
             for number, (_, tokens, log_probs) in self._open.items()
@@ -123,19 +143,14 @@ class PrefixEngine:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def boxes(self) -> list[TensorBox]:
-
-        return [
-            TensorBox(
-                name,
-                (0,) * value.dim(),
-                tuple(value.shape),
-                self._rank,
-                name,
-                0,
-                tuple(value.stride()),
-            )
-            for name, value in self.parameters().items()
-        ]
+        # Each rank has the whole model, so a box is a whole parameter under its Hugging Face name.
+        boxes = []
+        for name, parameter in self.parameters().items():
+            start = (0,) * parameter.dim()
+            shape = tuple(parameter.shape)
+            strides = tuple(parameter.stride())
+            boxes.append(TensorBox(name, start, shape, self._rank, name, 0, strides))
+        return boxes
 
     def finish_update(self, version: int) -> None:
         self.weights_version = version

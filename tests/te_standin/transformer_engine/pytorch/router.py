@@ -5,7 +5,7 @@ def _raise_no_fused_router(*_, **__):
     raise NotImplementedError("the stand-in of Transformer Engine has no fused router")
 
 
-# Megatron-Core checks for the three names while it is imported.
+# Megatron-Core imports the three names together.
 fused_topk_with_score_function = _raise_no_fused_router
 fused_compute_score_for_moe_aux_loss = _raise_no_fused_router
 fused_moe_aux_loss = _raise_no_fused_router

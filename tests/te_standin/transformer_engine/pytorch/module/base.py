@@ -48,7 +48,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms=1):
         """Do nothing: there is no 8-bit format."""
 
-    # Megatron-Core saves the extra state of every module, and refuses a checkpoint without its key.
+    # Checkpoints of Megatron-Core contain the extra state of every module.
     def get_extra_state(self):
         """Return the state of 8-bit scaling, which is empty."""
         return torch.empty(0, dtype=torch.uint8)
@@ -114,7 +114,7 @@ class Norm(TransformerEngineBaseModule):
         sequence_parallel,
         params_dtype,
         zero_centered_gamma,
-        legacy_arguments,
+        keyword_arguments,
     ):
         """Create weight and bias from the arguments of the constructor."""
         # The size has two names, a current one and the one of old versions.
@@ -122,10 +122,10 @@ class Norm(TransformerEngineBaseModule):
         if normalized_shape is None:
             normalized_shape = hidden_size
 
-        dtype = legacy_arguments.pop("dtype", params_dtype)
-        device = legacy_arguments.pop("device", "cuda")
-        if legacy_arguments:
-            raise TypeError(f"unexpected arguments {sorted(legacy_arguments)}")
+        dtype = keyword_arguments.pop("dtype", params_dtype)
+        device = keyword_arguments.pop("device", "cuda")
+        if keyword_arguments:
+            raise TypeError(f"unexpected arguments {sorted(keyword_arguments)}")
 
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma

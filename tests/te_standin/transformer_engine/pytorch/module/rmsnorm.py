@@ -6,7 +6,7 @@ from transformer_engine.pytorch.module.base import Norm
 class RMSNorm(Norm):
     """RMSNorm over the last dimension."""
 
-    # Keyword arguments of old versions (``dtype``, ``device``) are accepted as in the real class.
+    # The real class accepts ``dtype`` and ``device`` as further keyword arguments.
     kind = "RMSNorm"
 
     def __init__(

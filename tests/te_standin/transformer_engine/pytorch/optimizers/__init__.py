@@ -30,7 +30,7 @@ def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
     """Write ``scale`` times the first list into the second; the flag is set if a number is not finite."""
     sources, targets = tensor_lists
     for source, target in zip(sources, targets, strict=True):
-        # Megatron-Core skips the optimizer step if the flag is set.
+        # The flag reports an overflow; the remaining tensors are scaled all the same.
         if not torch.isfinite(source).all():
             noop_flag.fill_(1)
         target.copy_(source * scale)
