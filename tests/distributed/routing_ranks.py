@@ -111,12 +111,12 @@ def check(path: Path) -> None:
             "warmup_steps": 0,
             "weight_decay": 0.0,
         }
-        optimizer = training.optimizer_of(model, **settings, clip_grad=0.0)
+        optimizer = training.build_optimizer(model, **settings, clip_grad=0.0)
 
         without_replay = batch_of(rollouts, None)
         with_replay = batch_of(rollouts, engine_experts)
         differences = [
-            (training.scores(model, batch, BUDGET)[0] - engine)[mask].abs().max().item()
+            (training.compute_log_probs(model, batch, BUDGET)[0] - engine)[mask].abs().max().item()
             for batch in (without_replay, with_replay)
         ]
         assert differences[0] > 1e-2, (case, differences)
@@ -132,7 +132,7 @@ def check(path: Path) -> None:
         )
 
         log_probs = [
-            training.scores(model, replace(without_replay, experts=ids), BUDGET)[0][mask]
+            training.compute_log_probs(model, replace(without_replay, experts=ids), BUDGET)[0][mask]
             for ids in (None, recorded_experts)
         ]
         torch.testing.assert_close(*log_probs)

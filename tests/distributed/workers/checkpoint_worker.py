@@ -1,4 +1,9 @@
-"""Save checkpoints in some layouts and load them in others. ``checkpoint_worker.py FOLDER PLAN``."""
+"""Save checkpoints in some layouts and load them in others.
+
+    checkpoint_worker.py FOLDER PLAN
+
+``PLAN`` is a JSON file in ``FOLDER`` with a list of cases; the result of a case goes to ``FOLDER/NAME.pt``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import random
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +43,29 @@ from megatron_rl.hf.weights import load_weights
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
-# Optimizer steps before and after the checkpoint.
-BEFORE = 3
-AFTER = 3
+STEPS_BEFORE = 3
+STEPS_AFTER = 3
+"""Optimizer steps before and after the checkpoint."""
 STATE = {
-    "step": BEFORE,
+    "step": STEPS_BEFORE,
     "seed": 7,
     "position": {"epoch": 1, "row": 5},
     "buffer": torch.arange(5),
 }
 
 
-def draws() -> list[float]:
+def next_random_numbers() -> list[float]:
     """Return the next number of every random generator of this rank."""
     return [
         random.random(),
         float(np.random.rand()),
         *torch.rand(2).tolist(),
-        *tracker(),
+        *next_tracker_numbers(),
     ]
 
 
-def tracker() -> list[float]:
-    """Return the next numbers of Megatron's tracker for tensor-parallel ranks."""
+def next_tracker_numbers() -> list[float]:
+    """Return the next numbers of Megatron's generator for tensor-parallel ranks."""
     with device.megatron_mode():
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -67,34 +73,64 @@ def tracker() -> list[float]:
             return torch.rand(2).tolist()
 
 
-def continued(model: Any, optimizer: Any, batch: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """Train on after the checkpoint; return the steps' metrics, the final weights and all random numbers."""
-    steps = [training.train_step(model, optimizer, batch, case["budget"]) for _ in range(AFTER)]
-    all_draws: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_draws, draws())
+def train_after_checkpoint(
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    case: dict[str, Any],
+) -> dict[str, Any]:
+    """Train `STEPS_AFTER` steps; return their metrics, the final weights and the ranks' random numbers."""
+    metrics = []
+    for _ in range(STEPS_AFTER):
+        metrics.append(training.train_step(model, optimizer, batch, case["budget"]))
+
+    # A resumed run has to draw the same numbers as an uninterrupted one, on every rank.
+    random_numbers_by_rank = training.gather(next_random_numbers())
     return {
-        "steps": steps,
+        "steps": metrics,
         "weights": training.gathered_weights(model),
-        "draws": all_draws,
+        "draws": random_numbers_by_rank,
     }
 
 
-def choices(case: dict[str, Any]) -> dict[str, bool]:
-    """Return how a case's optimizer state is stored: sharded over ranks, offloaded."""
+def optimizer_config_values(case: dict[str, Any]) -> dict[str, bool]:
+    """Return the case's settings of the optimizer state: whether it is sharded over ranks and offloaded."""
     return {
         "distributed": case["distributed"],
         "offload": case.get("offload", False),
     }
 
 
-def moments(optimizer: Any) -> list[Any]:
-    """Return copies of this rank's optimizer states."""
-    return [
-        {name: value.clone() for name, value in optimizer_part.optimizer.state[p].items()}
-        for optimizer_part in optimizer.sub_optimizers
-        for group in optimizer_part.optimizer.param_groups
-        for p in group["params"]
-    ]
+def param_groups(optimizer: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the optimizer state and the parameters of each param group of this rank."""
+    for sub_optimizer in optimizer.sub_optimizers:
+        for group in sub_optimizer.optimizer.param_groups:
+            yield sub_optimizer.optimizer.state, group["params"]
+
+
+def copy_moments(optimizer: Any) -> list[dict[str, torch.Tensor]]:
+    """Return copies of this rank's optimizer states, one per parameter."""
+    moments = []
+    for state, params in param_groups(optimizer):
+        for param in params:
+            moments.append({name: value.clone() for name, value in state[param].items()})
+    return moments
+
+
+def count_saved_bytes(model: Any, optimizer: Any) -> int:
+    """Return the bytes that this rank saves: its optimizer shards and its part of the weights."""
+    num_bytes = 0
+    for chunk in model.chunks:
+        num_bytes += sum(param.nbytes for param in chunk.parameters())
+    # Data-parallel replicas of the weights save a part each.
+    num_bytes //= model.groups.layout.data
+
+    # The optimizer's parameters are master weights, sharded as the moments are.
+    for _, params in param_groups(optimizer):
+        num_bytes += sum(param.nbytes for param in params)
+    for state in copy_moments(optimizer):
+        num_bytes += sum(value.nbytes for value in state.values())
+    return num_bytes
 
 
 def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -103,33 +139,26 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     # Every rank has random numbers of its own, which a resumed rank has to continue.
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
-    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
-    optimizer = training.optimizer_of(model, case.get("ddp"), **choices(case))
 
-    gathered_peak = LiveBytes()
-    shards_peak = LiveBytes()
+    dtype = getattr(torch, case["dtype"])
+    model = training.build(folder / case["model"], case, dtype=dtype)
+    optimizer = training.build_optimizer(model, case.get("ddp"), **optimizer_config_values(case))
+    roles = {"actor": TrainedRole(model, optimizer)}
+
+    any_layout_memory = LiveBytes()
+    same_layout_memory = LiveBytes()
     background_save = None
-
     if case.get("untrained"):
-        weights_before = training.gathered_weights(model)
-        save_checkpoint(
-            folder / case["to"],
-            {"actor": TrainedRole(model, optimizer)},
-            {**STATE, "step": 0},
-        )
-        weights_after = training.gathered_weights(model)
-        for name, weight in weights_before.items():
-            assert torch.equal(weight, weights_after[name]), f"a save changed {name}"
+        save_untrained(folder / case["to"], model, optimizer)
     else:
-        for _ in range(BEFORE):
+        for _ in range(STEPS_BEFORE):
             training.train_step(model, optimizer, batch, case["budget"])
-        draws()
+        next_random_numbers()
 
-        roles = {"actor": TrainedRole(model, optimizer)}
-        with gathered_peak:
+        with any_layout_memory:
             save_checkpoint(folder / case["to"], roles, STATE)
         if case.get("shards"):
-            with shards_peak:
+            with same_layout_memory:
                 # Saving in the background continues while the steps below change the weights.
                 background_save = save_checkpoint(
                     folder / case["shards"],
@@ -139,44 +168,33 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
                     in_background=True,
                 )
 
-    torch.save(
-        moments(optimizer),
-        folder / f"{case['name']}-moments-{dist.get_rank()}.pt",
-    )
+    # Checkpoints in other formats, and the moments, for the cases that load them.
+    torch.save(copy_moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
         if name in case:
-            save_for_megatron(
-                folder / case["model"],
-                folder / case[name],
-                model,
-                optimizer,
-                layout,
-            )
+            save_for_megatron(folder / case["model"], folder / case[name], model, optimizer, layout)
 
-    result = continued(model, optimizer, batch, case)
+    result = train_after_checkpoint(model, optimizer, batch, case)
     if background_save is not None:
         # The optimizer has stepped since: the checkpoint must contain the weights of the save.
         background_save.finish()
         result["bytes"] = {
-            "any": gathered_peak.peak,
-            "same": shards_peak.peak,
-            "held": share_bytes(model, optimizer),
+            "any": any_layout_memory.peak,
+            "same": same_layout_memory.peak,
+            "held": count_saved_bytes(model, optimizer),
         }
     return result
 
 
-def share_bytes(model: Any, optimizer: Any) -> int:
-    """Return this rank's share of a checkpoint in bytes: its optimizer shards and its part of the weights."""
-    weight_bytes = sum(p.numel() * p.element_size() for chunk in model.chunks for p in chunk.parameters())
-    states = [value for state in moments(optimizer) for value in state.values()]
-    groups = [
-        group
-        for optimizer_part in optimizer.sub_optimizers
-        for group in optimizer_part.optimizer.param_groups
-    ]
-    masters = [p for group in groups for p in group["params"]]
-    shard_bytes = sum(value.numel() * value.element_size() for value in (*states, *masters))
-    return shard_bytes + weight_bytes // model.groups.layout.data
+def save_untrained(folder: Path, model: Any, optimizer: Any) -> None:
+    """Save a checkpoint before the first step, and check that it leaves the weights unchanged."""
+    weights_before = training.gathered_weights(model)
+    roles = {"actor": TrainedRole(model, optimizer)}
+    save_checkpoint(folder, roles, {**STATE, "step": 0})
+
+    weights_after = training.gathered_weights(model)
+    for name, weight in weights_before.items():
+        assert torch.equal(weight, weights_after[name]), f"a save changed {name}"
 
 
 def save_for_megatron(
@@ -203,7 +221,7 @@ def save_for_megatron(
         iteration_folder.mkdir(parents=True)
         pointer = {
             "checkpoint": str(iteration_folder),
-            "iteration": BEFORE,
+            "iteration": STEPS_BEFORE,
             "arguments": arguments,
         }
         (folder / "megatron.json").write_text(json.dumps(pointer))
@@ -212,47 +230,46 @@ def save_for_megatron(
     dist.barrier()
     with model.scope():
         state, _ = sharded_state(model, optimizer, is_loading=False, layout=optimizer_layout)
-        states = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
+        # This package stores the optimizer's replicated state separately; Megatron-LM has one entry.
+        optimizer_state = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
         # Megatron-LM calls the model's first chunk "model".
-        names = {name: name.replace("chunk", "model") for name in state}
-        saved = {names[name]: value for name, value in state.items()}
-        write_tensors(
-            iteration_folder,
-            model,
-            {
-                **saved,
-                "args": Namespace(**arguments),
-                "iteration": 3,
-                "optimizer": states,
-            },
-        )
+        saved = {name.replace("chunk", "model"): value for name, value in state.items()}
+        saved |= {
+            "args": Namespace(**arguments),
+            "iteration": 3,
+            "optimizer": optimizer_state,
+        }
+        write_tensors(iteration_folder, model, saved)
 
 
 def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Load a checkpoint into a model with random weights, and train on."""
     batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
-    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
+    dtype = getattr(torch, case["dtype"])
+    model = training.build(folder / case["model"], case, dtype=dtype)
     for chunk in model.chunks:
         for parameter in chunk.parameters():
-            if parameter.requires_grad:  # a checkpoint has no base weights of adapters
+            # A checkpoint has no base weights of adapters, so these stay.
+            if parameter.requires_grad:
                 parameter.data.normal_()
 
     if case.get("weights_only"):
         meta = load_actor_weights(folder / case["from"], model)
-        log_probs, _ = training.scores(model, batch, case["budget"])
+        log_probs, _ = training.compute_log_probs(model, batch, case["budget"])
         return {
             "weights": training.gathered_weights(model),
             "log_probs": log_probs,
             "meta": meta,
         }
 
-    optimizer = training.optimizer_of(model, **choices(case))
+    optimizer = training.build_optimizer(model, **optimizer_config_values(case))
     if "megatron" in case:
+        # Megatron-LM's weights are loaded before the optimizer, whose master weights are copies.
         load_weights(model, folder / case["megatron"])
         optimizer.reload_parameters()
         load_optimizer(optimizer, folder / case["megatron"])
         # Megatron-LM's checkpoint has no learning rate of ours: the schedule advances by the saved steps.
-        optimizer.scheduler.step(BEFORE)
+        optimizer.scheduler.step(STEPS_BEFORE)
         state = {}
     else:
         state = load_checkpoint(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
@@ -260,61 +277,80 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("same"):
         # The layout is the saver's, so every rank finds the moments that it saved itself.
         saved_moments = torch.load(folder / f"{case['same']}-moments-{dist.get_rank()}.pt")
-        for index, (actual, saved) in enumerate(zip(moments(optimizer), saved_moments, strict=True)):
-            assert actual.keys() == saved.keys()
-            for name, value in saved.items():
-                difference = (actual[name] - value).abs().max()
-                assert difference == 0, (
-                    f"{name} of parameter {index} {tuple(value.shape)} differs by {difference}"
-                )
-    return {"state": state, **continued(model, optimizer, batch, case)}
+        check_moments(copy_moments(optimizer), saved_moments)
+    return {
+        "state": state,
+        **train_after_checkpoint(model, optimizer, batch, case),
+    }
+
+
+def check_moments(loaded: list[Any], saved: list[Any]) -> None:
+    """Check that loaded optimizer states equal the saved ones, parameter by parameter."""
+    for index, (loaded_state, saved_state) in enumerate(zip(loaded, saved, strict=True)):
+        assert loaded_state.keys() == saved_state.keys()
+        for name, value in saved_state.items():
+            difference = (loaded_state[name] - value).abs().max()
+            description = f"{name} of parameter {index} {tuple(value.shape)}"
+            assert difference == 0, f"{description} differs by {difference}"
+
+
+def save_with_failure(
+    folder: Path,
+    model: Any,
+    module: Any,
+    name: str,
+    fails_here: bool,
+) -> list[list[str]]:
+    """Save while ``module.name`` fails on ranks with ``fails_here``; return every rank's error messages."""
+    original = getattr(module, name)
+
+    def raise_disk_full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    if fails_here:
+        setattr(module, name, raise_disk_full)
+    messages = []
+    try:
+        save_checkpoint(folder, {"actor": TrainedRole(model, None)}, STATE)
+    except RuntimeError as error:
+        messages.append(str(error))
+
+    setattr(module, name, original)
+    return training.gather(messages)
 
 
 def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Save while the disk fails on all ranks, then on one; then save twice with a sound disk."""
+    """Save while the disk fails on all ranks, then on one; then save twice without a failure."""
     model = training.build(folder / case["model"], case)
     target = folder / case["to"]
+    roles = {"actor": TrainedRole(model, None)}
 
-    def failed_save_messages(module: Any, name: str, is_broken: bool) -> list[list[str]]:
-        """Save while ``module.name`` fails on ranks with ``is_broken``; return all ranks' error messages."""
-        original = getattr(module, name)
-        messages = []
+    meta_messages = save_with_failure(target, model, checkpoint, "write_meta", True)
+    is_second_rank = device.rank() == 1
+    digest_messages = save_with_failure(target, model, durable, "compute_digests", is_second_rank)
+    target_exists = target.exists()
 
-        def full(*_: Any) -> None:
-            raise OSError("no space left on device")
-
-        setattr(module, name, full if is_broken else original)
-        try:
-            save_checkpoint(target, {"actor": TrainedRole(model, None)}, STATE)
-        except RuntimeError as error:
-            messages.append(str(error))
-
-        setattr(module, name, original)
-        all_messages: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_messages, messages)
-        return all_messages
-
-    result: dict[str, Any] = {"messages": failed_save_messages(checkpoint, "write_meta", True)}
-    result["unread"] = failed_save_messages(durable, "compute_digests", device.rank() == 1)
-    result["there"] = target.exists()
-
+    # A failed save must leave nothing that keeps a later one from its folder.
     for step in (4, 5):
-        save_checkpoint(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
+        save_checkpoint(target, roles, {**STATE, "step": step})
     return {
-        **result,
-        "state": load_checkpoint(target, {"actor": TrainedRole(model, None)}),
+        "messages": meta_messages,
+        "unread": digest_messages,
+        "there": target_exists,
+        "state": load_checkpoint(target, roles),
     }
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Load another model's checkpoint; return the error, and whether the weights stayed untouched."""
-    model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
+    dtype = getattr(torch, case["dtype"])
+    model = training.build(folder / case["model"], case, dtype=dtype)
     weights_before = training.gathered_weights(model)
     # A checkpoint may also be loaded without its optimizer.
     optimizer = None
 
     if case.get("distributed") is not None:
-        optimizer = training.optimizer_of(model, distributed=case["distributed"])
+        optimizer = training.build_optimizer(model, distributed=case["distributed"])
 
     try:
         load_checkpoint(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
@@ -324,9 +360,10 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         message = ""
 
     weights_after = training.gathered_weights(model)
+    is_unchanged = all(torch.equal(weights_after[name], weight) for name, weight in weights_before.items())
     return {
         "message": message,
-        "untouched": all(torch.equal(weights_after[name], weights_before[name]) for name in weights_before),
+        "untouched": is_unchanged,
     }
 
 
@@ -339,8 +376,14 @@ def main(folder: Path, plan: str) -> None:
         "wrong": wrong_case,
         "broken": broken_case,
     }
-    for case in json.loads((folder / plan).read_text()):
-        case = {"budget": 40, "dtype": "float32", "distributed": True, **case}
+    defaults = {
+        "budget": 40,
+        "dtype": "float32",
+        "distributed": True,
+    }
+    for case_values in json.loads((folder / plan).read_text()):
+        case = {**defaults, **case_values}
+        # Every rank takes part in a case; one rank writes its result.
         result = actions[case["action"]](folder, case)
         if device.rank() == 0:
             torch.save(result, folder / f"{case['name']}.pt")

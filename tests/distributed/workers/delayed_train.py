@@ -1,4 +1,4 @@
-"""Run the command line with an engine that sleeps for random times, different on every rank."""
+"""Run the command line with an engine whose steps take random times, different on every rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ LONGEST = 0.05
 
 
 def delay_steps() -> None:
-    """Sleep up to ``LONGEST`` seconds before each step of the engine."""
-    # Replicas then finish in orders that change from run to run, which results must not depend on.
-    source = random.Random(int(os.environ["RANK"]))
-    step = TorchEngine.step
+    """Make the engine sleep up to `LONGEST` seconds before each step."""
+    # Replicas then finish in an order that changes from run to run, which results must not depend on.
+    generator = random.Random(int(os.environ["RANK"]))
+    original_step = TorchEngine.step
 
-    def late(*values: Any, **keywords: Any) -> Any:
-        time.sleep(source.uniform(0, LONGEST))
-        return step(*values, **keywords)
+    def delayed_step(*arguments: Any, **keywords: Any) -> Any:
+        time.sleep(generator.uniform(0, LONGEST))
+        return original_step(*arguments, **keywords)
 
-    setattr(TorchEngine, "step", late)
+    # setattr, since a type checker refuses the assignment to a method.
+    setattr(TorchEngine, "step", delayed_step)
 
 
 if __name__ == "__main__":

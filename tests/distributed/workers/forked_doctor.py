@@ -1,4 +1,7 @@
-"""The command line on a rank; the jobs of `doctor` are forked where it executes them, which is quicker."""
+"""Run the command line, and fork the jobs that `doctor` starts.
+
+A forked job need not import torch again, which takes most of its time.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,33 @@ from tests.campaign.runs import die_with_parent
 
 
 def serve(requests: Connection) -> NoReturn:
-    """Run a command for each request and answer its exit code, in a process without threads."""
+    """Run a command for each request and send its exit code; the process has no threads, so it may fork."""
     die_with_parent()
     while True:
-        command, environment, file = requests.recv()
-        with open(file, "ab") as output:
+        command, environment, log_path = requests.recv()
+        with open(log_path, "ab") as log:
             process = Forked(
                 command,
                 env=environment,
-                stdout=output,
+                stdout=log,
                 stderr=subprocess.STDOUT,
             )
         requests.send(process.wait())
 
 
 def start_server() -> Connection:
-    """Return the connection to a process that runs commands; it ends with this one."""
-    here, there = Pipe()
+    """Fork a process that runs commands; return the connection to it. It ends with this process."""
+    parent_end, child_end = Pipe()
     if os.fork() == 0:
-        here.close()
-        serve(there)
-    there.close()
-    return here
+        parent_end.close()
+        serve(child_end)
+
+    child_end.close()
+    return parent_end
 
 
 def forked_run(server: Connection) -> Any:
-    """Return what stands for `subprocess.run` in a proof."""
+    """Return a replacement of `subprocess.run` that runs commands in the server."""
 
     def run(
         command: Sequence[str],
@@ -53,6 +57,7 @@ def forked_run(server: Connection) -> Any:
         env: Mapping[str, str],
     ) -> subprocess.CompletedProcess[bytes]:
         assert stderr == subprocess.STDOUT
+        # A file object cannot be sent, so the server opens the same path.
         server.send(([*command], dict(env), stdout.name))
         return subprocess.CompletedProcess([*command], server.recv())
 
@@ -60,6 +65,8 @@ def forked_run(server: Connection) -> Any:
 
 
 if __name__ == "__main__":
-    run = forked_run(start_server())  # before this process has threads
+    # The server is forked before this process has threads.
+    server = start_server()
+    run = forked_run(server)
     setattr(proof, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
     sys.exit(main())

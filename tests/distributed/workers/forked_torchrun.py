@@ -1,6 +1,7 @@
-"""Run torchrun in a forked process: the first argument is the file for its process ID, the rest its own.
+"""Run torchrun in a forked process: ``forked_torchrun.py PID_FILE ARGUMENTS``.
 
-``SHUTDOWN_SECONDS`` in the environment is the time that it gives ranks to end, 30 s by default.
+torchrun's process ID is written to ``PID_FILE``. The variable ``SHUTDOWN_SECONDS`` is the time that torchrun
+waits for ranks to end before it kills them, 30 s by default.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ if __name__ == "__main__":
     if seconds := os.environ.get("SHUTDOWN_SECONDS"):
         # torchrun closes the ranks after a failure with the default timeout (torch 2.13).
         PContext.close.__defaults__ = (None, int(seconds))
+
     # torchrun's ranks must not inherit the variables of this rank.
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
-    torchrun = Forked(
-        [sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]],
-        env=environment,
-    )
-    Path(sys.argv[1]).write_text(str(torchrun.pid))
+    environment = dict(os.environ)
+    for name in LAUNCHER_NAMES:
+        environment.pop(name, None)
+
+    pid_file = Path(sys.argv[1])
+    command = [sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]]
+    torchrun = Forked(command, env=environment)
+    pid_file.write_text(str(torchrun.pid))
     print("exit code of torchrun:", torchrun.wait(), flush=True)

@@ -1,10 +1,16 @@
-"""Score a batch and take one step in each layout of a plan. ``layout_worker.py FOLDER PLAN``."""
+"""Compute log-probs of a batch and train a step on it, in each layout of a plan.
+
+    layout_worker.py FOLDER PLAN
+
+``PLAN`` is a JSON file in ``FOLDER`` with a list of cases; the results of a case go to ``FOLDER/NAME.pt``.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,47 +22,58 @@ from megatron_rl.megatron.lora import use_initial_policy
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
+# So large an epsilon makes Adam's step proportional to the gradient, so that steps of layouts compare.
+OPTIMIZER = {
+    "epsilon": 1e3,
+    "learning_rate": 1e5,
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+}
+
+
+def run_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Return the log-probs of the case's batch, the metrics of a step and each weight's change."""
+    algorithm = training.ALGORITHM
+    if "algorithm" in case:
+        algorithm = get_algorithm(case["algorithm"]["name"], case["algorithm"]["pieces"])
+
+    batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
+    model = training.build(folder / case["model"], case)
+    config_values = {**OPTIMIZER, **case.get("optimizer", {})}
+    optimizer = training.build_optimizer(model, case.get("ddp"), **config_values)
+
+    # Log-probs are computed before the step, and the weights before and after it.
+    weights_before = training.gathered_weights(model)
+    log_probs, entropy = training.compute_log_probs(model, batch, case["budget"])
+    for _ in range(case.get("updates", 1)):
+        metrics = training.train_step(model, optimizer, batch, case["budget"], algorithm)
+    weights_after = training.gathered_weights(model)
+
+    # The policy without its adapters is the reference model of a run with LoRA.
+    initial_log_probs = None
+    if model.adapters is not None:
+        with use_initial_policy(model):
+            initial_log_probs, _ = training.compute_log_probs(model, batch, case["budget"])
+
+    weight_changes = {name: weights_after[name] - weight for name, weight in weights_before.items()}
+    return {
+        "log_probs": log_probs,
+        "entropy": entropy,
+        "values": metrics,
+        "initial": initial_log_probs,
+        "fused": model.uses_transformer_engine,
+        "steps": weight_changes,
+    }
+
 
 def main(folder: Path, plan: str) -> None:
     device.initialize(timeout=120)
-    for case in json.loads((folder / plan).read_text()):
-        algorithm = training.ALGORITHM
-        if "algorithm" in case:
-            algorithm = get_algorithm(case["algorithm"]["name"], case["algorithm"]["pieces"])
-        batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
-        model = training.build(folder / case["model"], case)
-        # So large an epsilon makes Adam's step proportional to the gradient, so steps of layouts compare.
-        settings = {
-            "epsilon": 1e3,
-            "learning_rate": 1e5,
-            "warmup_steps": 0,
-            "weight_decay": 0.0,
-        }
-        optimizer = training.optimizer_of(model, case.get("ddp"), **settings | case.get("optimizer", {}))
-
-        before = training.gathered_weights(model)
-        # Scores before the step, and the difference that the step makes to each weight.
-        log_probs, entropy = training.scores(model, batch, case["budget"])
-        for _ in range(case.get("updates", 1)):
-            result = training.train_step(model, optimizer, batch, case["budget"], algorithm)
-
-        after = training.gathered_weights(model)
-        # The policy without its adapters is the reference model of a run with LoRA.
-        initial = None
-        if model.adapters is not None:
-            with use_initial_policy(model):
-                initial, _ = training.scores(model, batch, case["budget"])
-
+    cases = json.loads((folder / plan).read_text())
+    for case in cases:
+        # Every rank takes part in a case; the results are equal, so one rank writes them.
+        result = run_case(folder, case)
         if device.rank() == 0:
-            values = {
-                "log_probs": log_probs,
-                "entropy": entropy,
-                "values": result,
-                "initial": initial,
-            }
-            values["fused"] = model.uses_transformer_engine
-            values["steps"] = {name: after[name] - weight for name, weight in before.items()}
-            torch.save(values, folder / f"{case['name']}.pt")
+            torch.save(result, folder / f"{case['name']}.pt")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Compare the shapes that pipeline stages compute with those that Megatron's stages exchange."""
+"""Compare computed activation shapes of pipeline stages with the shapes that Megatron exchanges."""
 
 from __future__ import annotations
 
@@ -32,42 +32,43 @@ LAYOUTS = (
 )
 ROWS = (1, 16)
 """One row leaves stages idle; 16 rows fill the pipeline."""
-compared = 0
+num_comparisons = 0
+"""Shapes that this rank has compared."""
 
 
-class Compared(PipelineExchange):
-    """Exchange that also runs Megatron's own and compares the shapes."""
+class ComparingExchange(PipelineExchange):
+    """Exchange that also runs Megatron's own exchange of shapes, and compares the results."""
 
     def _communicate_shapes(self, *tensors: Any) -> tuple[Any, Any]:
-
-        global compared
-        expected = super()._communicate_shapes(*tensors)
-        exchanged = P2PCommunicator._communicate_shapes(self, *tensors)
-        for computed, received in zip(expected, exchanged, strict=True):
+        global num_comparisons
+        computed_shapes = super()._communicate_shapes(*tensors)
+        exchanged_shapes = P2PCommunicator._communicate_shapes(self, *tensors)
+        for computed, exchanged in zip(computed_shapes, exchanged_shapes, strict=True):
+            # None: this stage has no neighbour in that direction.
             if computed is not None:
-                assert list(computed) == list(received), (expected, exchanged)
-                compared += 1
-        return expected
+                assert list(computed) == list(exchanged), (computed_shapes, exchanged_shapes)
+                num_comparisons += 1
+        return computed_shapes
 
 
-def batch_of(rows: int) -> TrainBatch:
+def make_batch(num_rows: int) -> TrainBatch:
     """Return rows of random lengths, equal on every rank."""
-    generator = torch.Generator().manual_seed(rows)
-    lengths = torch.randint(2, 40, (rows,), generator=generator)
-    count = int(lengths.sum())
+    generator = torch.Generator().manual_seed(num_rows)
+    lengths = torch.randint(2, 40, (num_rows,), generator=generator)
+    num_tokens = int(lengths.sum())
 
     return TrainBatch(
-        tokens=torch.randint(0, 131, (count,), generator=generator),
+        tokens=torch.randint(0, 131, (num_tokens,), generator=generator),
         lengths=lengths,
-        response_mask=torch.ones(count, dtype=torch.bool),
-        loss_weights=torch.full((count,), 1 / count),
-        temperature=torch.ones(rows),
+        response_mask=torch.ones(num_tokens, dtype=torch.bool),
+        loss_weights=torch.full((num_tokens,), 1 / num_tokens),
+        temperature=torch.ones(num_rows),
     )
 
 
 def main() -> None:
     device.initialize(timeout=60)
-    setattr(schedule, "PipelineExchange", Compared)
+    setattr(schedule, "PipelineExchange", ComparingExchange)
     # Eight layers give every stage of the virtual pipeline one.
     config = config_of("qwen2")
     config.num_hidden_layers = 8
@@ -80,8 +81,8 @@ def main() -> None:
         # Gradients need Megatron's data-parallel wrapper.
         wrap_in_ddp(model, True, None)
 
-        for rows in ROWS:
-            batch = batch_of(rows)
+        for num_rows in ROWS:
+            batch = make_batch(num_rows)
             schedule.forward_only(model, batch, 48, batch.response_mask)
             schedule.forward_backward(
                 model,
@@ -92,7 +93,7 @@ def main() -> None:
             )
 
     # Every rank has to have compared shapes, or the check would be empty on it.
-    counts = torch.tensor([compared])
+    counts = torch.tensor([num_comparisons])
     dist.all_reduce(counts, dist.ReduceOp.MIN)
     if dist.get_rank() == 0:
         print("compared", int(counts), file=sys.stdout)

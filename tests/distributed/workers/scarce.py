@@ -1,4 +1,4 @@
-"""A host that runs out of memory: layers refuse the bytes of micro-batches beyond a bound."""
+"""Simulated shortage of memory: a layer raises torch's error for activations beyond a bound."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ BACKWARD = "backward"
 
 
 @contextmanager
-def scarce(model: ParallelModel, most_bytes: float, where: str = FORWARD) -> Iterator[None]:
-    """Raise torch's error in a layer whose activations, forward or backward, have more than ``most_bytes``.
+def scarce(model: ParallelModel, max_bytes: float, direction: str = FORWARD) -> Iterator[None]:
+    """Raise torch's out-of-memory error for activations, or gradients of them, of more than ``max_bytes``.
 
-    The last layer of the model refuses, so that the layers before it have saved their activations.
+    The layer that a pass reaches last raises it, when the other layers have saved their activations.
     """
 
-    def allocate(tensor: torch.Tensor) -> None:
-        if tensor.nbytes > most_bytes:
+    def check_size(tensor: torch.Tensor) -> None:
+        if tensor.nbytes > max_bytes:
             raise torch.OutOfMemoryError(f"host out of memory. Tried to allocate {tensor.nbytes} bytes")
 
-    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        allocate([*arguments, *keywords.values()][0])
+    def check_input(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        # Megatron passes the hidden states first, or by keyword.
+        inputs = [*arguments, *keywords.values()]
+        check_size(inputs[0])
 
-    def after(_: Any, __: Any, output: Any) -> None:
+    def check_gradient(_: Any, __: Any, output: Any) -> None:
+        # Layers return the hidden states, some with a context.
         if isinstance(output, tuple):
             output = output[0]
         if output.requires_grad:
-            output.register_hook(allocate)
+            output.register_hook(check_size)
 
     handles = []
     for chunk in model.chunks:
         layers: Any = chunk.decoder.layers  # pyright: ignore[reportAttributeAccessIssue]
-        if where == FORWARD:
-            handles.append(layers[-1].register_forward_pre_hook(before, with_kwargs=True))
+        if direction == FORWARD:
+            handle = layers[-1].register_forward_pre_hook(check_input, with_kwargs=True)
         else:
-            handles.append(layers[0].register_forward_hook(after))
+            handle = layers[0].register_forward_hook(check_gradient)
+        handles.append(handle)
+
     try:
         yield
     finally:

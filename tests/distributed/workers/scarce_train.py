@@ -1,8 +1,8 @@
-"""Run the command line on a host that is short of memory, or whose memory is read as that of a GPU.
+"""Run the command line with a simulated shortage of memory, or with simulated readings of a GPU's memory.
 
-``SCARCE=RANK:STEP:TOKENS`` lets the actor's layers refuse micro-batches of more tokens in that step on that
-rank. ``MEASURED=ALLOWED`` reads a device on which a pass begins 1 MiB below ALLOWED bytes and adds 1.5 MiB,
-on the second rank 1.6 MiB.
+``SCARCE=RANK:STEP:TOKENS``: on that rank and in that step the actor runs out of memory in a micro-batch of
+more tokens. ``MEASURED=ALLOWED``: the readings of a pass begin 1 MiB below ALLOWED bytes and grow by 1.5 MiB,
+on the second rank by 1.6 MiB.
 """
 
 from __future__ import annotations
@@ -21,30 +21,41 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scarce import scarce
 
 MIB = 2**20
-train_step = run.train_step
+original_train_step = run.train_step
 
 
-def short_of_memory(source: Any, roles: Any, *arguments: Any) -> Any:
-    """Run `train_step` with the bound of the environment."""
-    rank, step, tokens = (int(number) for number in os.environ["SCARCE"].split(":"))
-    bound: Any = nullcontext()
-    if device.rank() == rank and arguments[3] == step:
+def scarce_train_step(source: Any, roles: Any, *arguments: Any) -> Any:
+    """Run `train_step` with the shortage that ``SCARCE`` describes."""
+    rank, step, max_tokens = (int(number) for number in os.environ["SCARCE"].split(":"))
+    # The fourth of the remaining arguments of `train_step` is the number of the step.
+    is_scarce = device.rank() == rank and arguments[3] == step
+
+    shortage: Any = nullcontext()
+    if is_scarce:
         model = roles.actor.model
-        bound = scarce(model, tokens * model.transformer_config.hidden_size * 4)
-    with bound:
-        return train_step(source, roles, *arguments)
+        # Hidden states have 4 bytes per feature.
+        token_bytes = model.transformer_config.hidden_size * 4
+        shortage = scarce(model, max_tokens * token_bytes)
+    with shortage:
+        return original_train_step(source, roles, *arguments)
 
 
-def measured(*, restart: bool = False) -> device.MemoryReading:
-    """Return the reading of the environment."""
+def simulated_reading(*, restart: bool = False) -> device.MemoryReading:
+    """Return the memory reading that ``MEASURED`` describes."""
     begin = int(float(os.environ["MEASURED"])) - MIB
-    added = int((1.5 + 0.1 * device.rank()) * MIB)
-    return device.MemoryReading(allocated=begin, peak=begin + added, others=0, total=8 * 2**30)
+    # Ranks differ, so that the smallest micro-batch of all ranks has to be agreed on.
+    growth = int((1.5 + 0.1 * device.rank()) * MIB)
+    return device.MemoryReading(
+        allocated=begin,
+        peak=begin + growth,
+        others=0,
+        total=8 * 2**30,
+    )
 
 
 if __name__ == "__main__":
     if "SCARCE" in os.environ:
-        run.train_step = short_of_memory
+        run.train_step = scarce_train_step
     if "MEASURED" in os.environ:
-        device.read_memory = measured
+        device.read_memory = simulated_reading
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Run the command line and record which files of the package the run's second step executes.
+"""Run the command line and list the files of the package that the run's second step executes.
 
 ``TRACED_FILES`` names the output file: one path per line, relative to the package.
 """
@@ -20,37 +20,38 @@ PACKAGE = Path(str(megatron_rl.__file__)).parent
 
 
 def traced(step: Any) -> Any:
-    """Return ``step`` with its second call traced; objects that are created once exist by then."""
+    """Wrap ``step`` so that its second call is traced; objects that are created once exist by then."""
     files: set[str] = set()
-    calls = 0
+    num_calls = 0
 
-    def observe(frame: FrameType, event: str, _: object) -> None:
+    def record_call(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             files.add(frame.f_code.co_filename)
 
-    def observed(*values: Any, **keywords: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls != 2:
-            return step(*values, **keywords)
+    def traced_step(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls != 2:
+            return step(*arguments, **keywords)
 
         # Threads that the step starts are traced too, and this thread separately.
-        threading.setprofile(observe)
-        sys.setprofile(observe)
+        threading.setprofile(record_call)
+        sys.setprofile(record_call)
         try:
-            return step(*values, **keywords)
+            return step(*arguments, **keywords)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            package_files = {Path(file).relative_to(PACKAGE).as_posix() for file in files if inside(file)}
-            Path(os.environ["TRACED_FILES"]).write_text("\n".join(sorted(package_files)))
+            write_package_files(files)
 
-    return observed
+    return traced_step
 
 
-def inside(file: str) -> bool:
-    """Return whether a file belongs to the package."""
-    return Path(file).is_relative_to(PACKAGE)
+def write_package_files(files: set[str]) -> None:
+    """Write the files that belong to the package to ``TRACED_FILES``, sorted and relative to the package."""
+    paths = [Path(file) for file in files]
+    names = [path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)]
+    Path(os.environ["TRACED_FILES"]).write_text("\n".join(sorted(names)))
 
 
 if __name__ == "__main__":

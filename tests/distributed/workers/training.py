@@ -1,4 +1,4 @@
-"""Shared code of the workers: one training step of a tiny model in any layout, with results gathered."""
+"""Training step of a tiny model in any layout, with the results gathered on all ranks."""
 
 from __future__ import annotations
 
@@ -55,16 +55,14 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
-def provider_of(path: str | Path, case: dict[str, Any]) -> Provider | None:
-    """Return the case's user-defined model code and its parameter names, or None."""
+def load_case_provider(path: str | Path, case: dict[str, Any]) -> Provider | None:
+    """Load the case's user-defined model code; return None for models that this package builds itself."""
     if "provider" not in case:
         return None
-    module = "tests.model_providers:"
-    return load_provider(
-        module + case["provider"],
-        module + "NAMES",
-        checkpoint_arguments(path)[0],
-    )
+
+    module = "tests.model_providers"
+    arguments, _ = checkpoint_arguments(path)
+    return load_provider(f"{module}:{case['provider']}", f"{module}:NAMES", arguments)
 
 
 def build(
@@ -74,9 +72,11 @@ def build(
     trainable: bool = True,
 ) -> ParallelModel:
     """Build the case's model over all ranks, with the weights of the HF checkpoint at ``path``."""
-    names = {field.name for field in fields(ParallelLayout)}
-    sizes = {name: size for name, size in case.items() if name in names}
-    layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
+    # A case mixes degrees of the layout with other settings.
+    degree_names = {field.name for field in fields(ParallelLayout)}
+    degrees = {name: size for name, size in case.items() if name in degree_names}
+    all_ranks = tuple(range(dist.get_world_size()))
+    layout = ParallelLayout(all_ranks, **degrees)
     model = build_model(
         AutoConfig.from_pretrained(path),
         ParallelGroups(layout),
@@ -84,48 +84,63 @@ def build(
         recompute=case.get("recompute", "none"),
         overrides=case.get("settings"),
         trainable=trainable,
-        provider=provider_of(path, case),
+        provider=load_case_provider(path, case),
     )
     load_weights(model, path)
     if case.get("watched"):
         model.watch_routing()
 
-    # Adapters come after loading: the checkpoint has none.
+    # Adapters are added after loading, since the checkpoint has none.
     if "lora" in case:
         add_adapters(model, LoraConfig(**case["lora"]), seed=1, trainable=trainable)
     return model
 
 
-def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **changes: Any) -> Optimizer:
+def build_optimizer(
+    model: ParallelModel,
+    ddp: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Optimizer:
     """Wrap the model for training and return its optimizer, with ``changes`` of `OPTIMIZER`."""
     config = replace(OPTIMIZER, **changes)
     wrap_in_ddp(model, config.distributed, ddp)
     return Optimizer(model, config, steps=20)
 
 
-def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropy [N] of the response tokens. Collective over all ranks."""
-    selected = batch.response_mask
-    local = forward_only(model, batch, budget, selected)
-    layout = model.groups.layout
-    # Ranks other than the output ranks hold no results, or copies.
-    if dist.get_rank() not in layout.outputs():
-        local = []
-
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks. Collective over all ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
-    starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def is_output_rank(model: ParallelModel) -> bool:
+    """Return whether this rank returns the results of its shard. Other ranks have copies or none."""
+    return dist.get_rank() in model.groups.layout.outputs()
+
+
+def compute_log_probs(
+    model: ParallelModel,
+    batch: TrainBatch,
+    budget: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and entropy [N] of the response tokens. Collective over all ranks."""
+    local_outputs = forward_only(model, batch, budget, batch.response_mask)
+    if not is_output_rank(model):
+        local_outputs = []
+
+    # Ranks return different rows; elements that no rank returns stay NaN.
     log_probs = torch.full((len(batch.tokens),), torch.nan)
     entropy = log_probs.clone()
-    for micro_batch in (micro_batch for outputs in gathered for micro_batch in outputs):
-        lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
-        for row, row_log_probs, row_entropy in zip(
-            micro_batch.rows,
-            *(output.split(lengths) for output in micro_batch.outputs[:2]),
-            strict=True,
-        ):
-            log_probs[starts[row] : starts[row + 1]] = row_log_probs
-            entropy[starts[row] : starts[row + 1]] = row_entropy
+    row_ends = batch.lengths.cumsum(0).tolist()
+    for rank_outputs in gather(local_outputs):
+        for micro_batch in rank_outputs:
+            lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
+            log_probs_by_row, entropy_by_row = (output.split(lengths) for output in micro_batch.outputs[:2])
+            for index, row in enumerate(micro_batch.rows):
+                tokens = slice(row_ends[row] - lengths[index], row_ends[row])
+                log_probs[tokens] = log_probs_by_row[index]
+                entropy[tokens] = entropy_by_row[index]
     return log_probs, entropy
 
 
@@ -154,37 +169,40 @@ def train_step(
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
     _, metrics = forward_backward(model, batch, budget, batch.response_mask, objective)
-    optimizer_values = optimizer.step().values()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        gathered,
-        metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics(),
-    )
-    total = merge_metrics(gathered)
+    # Metrics are merged over output ranks alone, or copies would count twice.
+    optimizer_metrics = optimizer.step().values()
+    if not is_output_rank(model):
+        metrics = Metrics()
+    total = merge_metrics(gather(metrics))
+
     # Padding depends on the layout, and layouts are compared.
     values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
-    values["loss"] = total.sums["loss"][0]
-    return {**values, **optimizer_values}
+    loss_sum, _ = total.sums["loss"]
+    values["loss"] = loss_sum
+    return {**values, **optimizer_metrics}
 
 
 def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Return the full weights of model and adapters under their HF names. Collective over all ranks."""
     parameters = policy_weights(model) | adapter_parameters(model)
-    boxes = source_boxes(model)
-    boxes += adapter_boxes(model) if model.adapters else []
-    local = [(box, view_of(parameters[box.storage], box).clone()) for box in boxes]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, local)
+    local_boxes = source_boxes(model)
+    if model.adapters:
+        local_boxes += adapter_boxes(model)
+    local_regions = [(box, view_of(parameters[box.storage], box).clone()) for box in local_boxes]
 
-    boxes = [item for region in gathered for item in region]
-    # The ends of all boxes give the shapes; a region that no box covers stays NaN.
+    regions = []
+    for rank_regions in gather(local_regions):
+        regions += rank_regions
+
+    # The ends of all boxes give the shapes; an element that no box covers stays NaN.
     shapes: dict[str, list[int]] = {}
-    for box, _ in boxes:
+    for box, _ in regions:
         ends = [start + size for start, size in zip(box.start, box.size, strict=True)]
-        shapes[box.name] = [max(pair) for pair in zip(ends, shapes.get(box.name, ends), strict=True)]
+        shape = shapes.get(box.name, ends)
+        shapes[box.name] = [max(pair) for pair in zip(ends, shape, strict=True)]
 
     weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
-    for box, value in boxes:
-        region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
-        weights[box.name][region] = value.float()
+    for box, region in regions:
+        slices = [slice(start, start + size) for start, size in zip(box.start, box.size, strict=True)]
+        weights[box.name][tuple(slices)] = region.float()
     return weights
