@@ -1,4 +1,4 @@
-"""Compare a tensor-parallel rank's saved activations with the memory model. Run with torchrun."""
+"""Compare the saved activations of tensor-parallel ranks with the memory model's prediction."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import saved_activation_bytes
 from tests.saved_tensors import layer_bytes
 
+# Both ways to shard experts, and latent attention.
 CASES = [
     ("qwen2", ParallelLayout((0, 1), tensor=2, sequence_parallel=True)),
     ("qwen2", ParallelLayout((0, 1), tensor=2)),
@@ -69,6 +70,7 @@ def main() -> None:
             )
 
     if device.rank() == 0:
+        # The test waits for this line, which shows that no case was left out.
         print("all cases")
 
 

@@ -19,6 +19,7 @@ TORCHRUN = WORKERS / "forked_torchrun.py"
 @pytest.fixture(scope="session")
 def material(tmp_path_factory) -> Path:
     """Create the quickstart's model and data once per session."""
+    # Their creation takes seconds, and no test changes them.
     return small_data.make(tmp_path_factory.mktemp("material"))
 
 
@@ -26,7 +27,8 @@ def material(tmp_path_factory) -> Path:
 def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """Run a module on two ranks of torchrun; return its exit code and its output.
 
-    torchrun and its ranks are forked, which saves the imports; its process ID goes to ``tmp_path/torchrun``.
+    torchrun and its ranks are forked, which saves the imports. The process ID of torchrun is written to
+    ``tmp_path/torchrun``.
     """
 
     def run(
@@ -61,8 +63,14 @@ def in_turn(fork: Callable[..., Launch], tmp_path: Path) -> Callable[..., list[s
 
     def run(ranks: int, *commands: Sequence[object], timeout: float = 300.0) -> list[str]:
         plan = tmp_path / "in_turn"
-        plan.write_text(json.dumps([[str(word) for word in command] for command in commands]))
-        launch = fork(WORKERS / "in_turn.py", ranks, plan, timeout=timeout, check=False)
+        plan.write_text(json.dumps([[str(argument) for argument in command] for command in commands]))
+        launch = fork(
+            WORKERS / "in_turn.py",
+            ranks,
+            plan,
+            timeout=timeout,
+            check=False,
+        )
         outputs = [plan.with_suffix(f".{number}") for number in range(len(commands))]
         texts = [output.read_text() for output in outputs if output.exists()]
         assert launch.returncode == 0, "\n".join([launch.output, *texts])[-8000:]

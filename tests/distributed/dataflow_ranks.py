@@ -44,9 +44,21 @@ if __name__ == "__main__":
     assert main(["train", config, *common, run_dir("train"), "steps=3"]) == 0
     script("grpo", *common, run_dir("grpo"), "steps=2")
     script("grpo", *common, run_dir("grpo"), "steps=3")
-    assert main(["train", config, *common, *ppo, run_dir("train_ppo"), "steps=2"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                config,
+                *common,
+                *ppo,
+                run_dir("train_ppo"),
+                "steps=2",
+            ]
+        )
+        == 0
+    )
     script("ppo", *common, run_dir("ppo"), "steps=2")
-    # Of an untrained model some responses are longer than others: a reward that tells them apart.
+    # An untrained model has no correct response, but responses of different lengths.
     lengths = f"reward.function={folder / 'reward.py'}:score"
     script("online_dpo", *common, lengths, run_dir("online_dpo"), "steps=2")
     script("best_of_n", *common, lengths, run_dir("best_of_n"), "steps=2")

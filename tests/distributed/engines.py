@@ -14,7 +14,9 @@ from megatron_rl.megatron.logit_rules import token_temperatures
 from megatron_rl.rollout.engines.base import Storage
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.weights import get_model_parameters
+from megatron_rl.rollout.engines.vllm.weights import (
+    get_model_parameters,
+)
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.types import (
@@ -113,7 +115,10 @@ def check_equal_weights(first: VllmEngine, second: VllmEngine) -> None:
 
 def check_equal_rollouts(first: Rollouts, second: Rollouts) -> None:
     """Check that tokens and finish reasons are equal and log-probs agree to 1e-4."""
-    assert torch.equal(first.lengths, second.lengths), (first.lengths, second.lengths)
+    assert torch.equal(first.lengths, second.lengths), (
+        first.lengths,
+        second.lengths,
+    )
     assert torch.equal(first.tokens, second.tokens)
     assert torch.equal(first.finish_reason, second.finish_reason)
     check_close(first.rollout_log_probs, second.rollout_log_probs)

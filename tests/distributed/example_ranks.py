@@ -42,7 +42,14 @@ def train(
             *SHORT_WARM_UP,
         ]
 
-    code = main(["train", str(EXAMPLES / name / "run.yaml"), *settings, *extra_settings])
+    code = main(
+        [
+            "train",
+            str(EXAMPLES / name / "run.yaml"),
+            *settings,
+            *extra_settings,
+        ]
+    )
     assert code == 0, f"{name}: exit code {code}"
     if device.rank() == 0:
         print("example", name, "ok", flush=True)
@@ -64,7 +71,12 @@ if __name__ == "__main__":
         f"checkpoint.megatron={saved}",
     )
     train(runs, "own_loss", prepared / "quickstart", model)
-    train(runs, "moe", prepared / "quickstart", f"model.path={prepared / 'moe'}")
+    train(
+        runs,
+        "moe",
+        prepared / "quickstart",
+        f"model.path={prepared / 'moe'}",
+    )
     train(runs, "own_data", prepared / "own_data", model)
     train(runs, "tools", prepared / "tools", model)
     # This example starts from the Megatron checkpoint that the first one has saved.
@@ -75,4 +87,10 @@ if __name__ == "__main__":
     }
     overrides = [f"model.{name}={value}" for name, value in settings.items()]
     overrides.append(f"checkpoint.megatron={runs / 'out'}")
-    train(runs, "megatron_lm", prepared / "quickstart", *overrides, warm_up=False)
+    train(
+        runs,
+        "megatron_lm",
+        prepared / "quickstart",
+        *overrides,
+        warm_up=False,
+    )

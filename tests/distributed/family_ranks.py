@@ -19,35 +19,43 @@ def command(*arguments: str | Path) -> None:
     assert code == 0, f"{' '.join(map(str, arguments))}: exit code {code}"
 
 
-def journey(folder: Path, experts: bool, adapters: bool) -> None:
-    """Run check, train, resume on another layout, export, check of the export, and a run from it."""
+def journey(folder: Path, has_experts: bool, has_adapters: bool) -> None:
+    """Run the commands of a user: check, train, resume on another layout, export, and train the export."""
     config = folder / "config.yaml"
     out = folder / "out"
-    first_axis = "expert" if experts else "tensor"
-    second_axis = "tensor" if experts else "pipeline"
-    if adapters:
-        # A pipeline-parallel actor sends its adapters to engine ranks that do not hold the same layers.
-        first_axis, second_axis = second_axis, first_axis
+    axes = ["tensor", "pipeline"]
+    if has_experts:
+        axes = ["expert", "tensor"]
+    # A pipeline-parallel actor sends its adapters to engine ranks that do not hold the same layers.
+    if has_adapters:
+        axes.reverse()
 
-    first = f"actor.layout.{first_axis}=2"
-    second = f"actor.layout.{second_axis}=2"
+    first = f"actor.layout.{axes[0]}=2"
+    second = f"actor.layout.{axes[1]}=2"
     command("check", config, first, "--world-size", "2")
 
-    # One routing replay each for the first run and for the one that resumes; the plain engine reports none.
-    engine = yaml.safe_load(config.read_text())["rollout"].get("engine", "vllm")
-    first_replay = "rollout" if engine == "vllm" else "update"
-    replays = [f"actor.routing_replay={name}" for name in (first_replay, "update") if experts]
-    separate_sync = ["actor.lora.sync=adapter"] if adapters and not experts else []
+    # The first run and the resumed one replay routing in different ways. The plain engine records none.
+    replays = []
+    if has_experts:
+        rollout = yaml.safe_load(config.read_text())["rollout"]
+        is_vllm = rollout.get("engine", "vllm") == "vllm"
+        replay_names = ("rollout", "update") if is_vllm else ("update", "update")
+        replays = [f"actor.routing_replay={name}" for name in replay_names]
+
+    # Both ways to sync adapters are covered: separately on dense models, merged on models with experts.
+    separate_sync = []
+    if has_adapters and not has_experts:
+        separate_sync = ["actor.lora.sync=adapter"]
 
     command("train", config, first, *replays[:1], *separate_sync)
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     next_run = (f"model.path={out}", f"run_dir={folder / 'again'}")
     command("check", config, second, *next_run, "--world-size", "2")
-    if not adapters:
+    if not has_adapters:
         command("train", config, second, *next_run, "steps=1")
 
-    if adapters:
+    if has_adapters:
         command(
             "export",
             folder / "run/checkpoints/step_3",
@@ -64,7 +72,14 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
             f"run_dir={folder / 'next'}",
             "sft=null",
         )
-        command("train", config, first, *overrides, *separate_sync, "steps=1")
+        command(
+            "train",
+            config,
+            first,
+            *overrides,
+            *separate_sync,
+            "steps=1",
+        )
 
 
 if __name__ == "__main__":

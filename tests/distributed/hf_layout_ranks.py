@@ -27,11 +27,19 @@ from tests.hf_models import make_model
 # Family, sizes of the layout, overrides of Megatron's settings. Every family and every axis occurs.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"tensor": 2, "pipeline": 2}, {}),
-    ("qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    (
+        "qwen2-tied",
+        {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+        {},
+    ),
     ("qwen3-tied", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     ("llama3", {"tensor": 2}, {}),
     ("qwen3", {"tensor": 4}, {}),  # two ranks share a key-value head
-    ("gemma3", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    (
+        "gemma3",
+        {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+        {},
+    ),
     ("llama-bias", {"tensor": 2, "sequence_parallel": True}, {}),
     ("mistral", {"pipeline": 4}, {}),
     (
@@ -55,18 +63,36 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ("phi3", {"tensor": 4}, {}),
-    ("qwen3-5", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    (
+        "qwen3-5",
+        {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+        {},
+    ),
     ("qwen3-5", {"pipeline": 2, "virtual_pipeline": 2}, {}),
-    ("qwen3-5-moe", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
+    (
+        "qwen3-5-moe",
+        {"tensor": 2, "expert": 4, "sequence_parallel": True},
+        {},
+    ),
     (
         "qwen3-next",
-        {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True},
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
         {},
     ),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
     (
         "gpt-oss",
-        {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True},
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
         {},
     ),
     (
@@ -88,7 +114,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {},
     ),  # ranks share key-value heads of both kinds
     ("deepseek-v2", {"pipeline": 4}, {}),
-    ("moonlight", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
+    (
+        "moonlight",
+        {"tensor": 2, "expert": 4, "sequence_parallel": True},
+        {},
+    ),
     (
         "deepseek-v3",
         {
@@ -210,7 +240,10 @@ def check_round_trip(model: Any, first: Path, second: Path) -> None:
         for name in before.names():
             shape = before.shape(name)
             start = [0] * len(shape)
-            assert torch.equal(before.read(name, start, shape), after.read(name, start, shape)), name
+            assert torch.equal(
+                before.read(name, start, shape),
+                after.read(name, start, shape),
+            ), name
 
         reloaded = AutoModelForCausalLM.from_pretrained(second).state_dict()
         for name, value in AutoModelForCausalLM.from_pretrained(first).state_dict().items():

@@ -39,12 +39,21 @@ from megatron_rl.weights.execute import WeightMismatchError
 from tests.hf_models import make_model
 from tests.sampling import generate, make_prompts
 
-SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
+SHAPE = {
+    "hidden_size": 128,
+    "vocab_size": 301,
+    "max_position_embeddings": 512,
+}
 STAGING = 200_000
 """Bytes of the staging buffers: so few that large tensors travel in several transfers."""
 FOUR = (0, 1, 2, 3)
 EIGHT = tuple(range(8))
-EXPERTS = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
+EXPERTS = {
+    "tensor": 2,
+    "pipeline": 2,
+    "expert": 2,
+    "sequence_parallel": True,
+}
 # vLLM's attention on CPUs supports this latent shape alone.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 UNEVEN = {
@@ -55,7 +64,7 @@ UNEVEN = {
 
 @dataclass(frozen=True)
 class Actor:
-    """Trained model of a case."""
+    """Trained model of a case: its ranks, the degrees of its layout and overrides of Megatron's settings."""
 
     ranks: tuple[int, ...]
     sizes: dict[str, Any]
@@ -64,7 +73,7 @@ class Actor:
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and the trained models that fill it in turn."""
+    """Engine with its layout, and the trained models whose weights are synced into it one after another."""
 
     family: str
     ranks: tuple[int, ...]
@@ -76,7 +85,9 @@ class Case:
 
     @property
     def folder(self) -> str:
-        return "-".join([self.family, *(str(value) for value in self.changes.values())])
+        names = [self.family]
+        names += [str(value) for value in self.changes.values()]
+        return "-".join(names)
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -86,7 +97,10 @@ class Case:
 CASES = {
     4: [
         Case(
-            "qwen2", FOUR, 2, generates=True,
+            "qwen2",
+            FOUR,
+            2,
+            generates=True,
             actors=(
                 Actor(FOUR, {"tensor": 2, "pipeline": 2}),
                 Actor(FOUR, {"tensor": 4}),  # two ranks share a key-value head
@@ -94,8 +108,11 @@ CASES = {
             ),
         ),
         Case(
-            # Ranks in an order of the engine's own.
-            "qwen2-tied", (3, 1, 0, 2), 2, generates=True,
+            # The engine has the ranks in another order than the trained models.
+            "qwen2-tied",
+            (3, 1, 0, 2),
+            2,
+            generates=True,
             actors=(
                 Actor(FOUR, {"tensor": 2, "pipeline": 2}),
                 Actor(FOUR, {"pipeline": 2, "virtual_pipeline": 2}),
@@ -103,29 +120,73 @@ CASES = {
         ),
         # Two of the engine's ranks share a key-value head.
         Case("qwen3", FOUR, 4, (Actor(FOUR, {"pipeline": 4}),)),
-        Case("llama", (0, 2, 1, 3), 2, (Actor(FOUR, {"tensor": 2, "sequence_parallel": True}),)),
-        Case("qwen2", (2, 3), 2, (Actor((0, 1), {"tensor": 2}),)),
-        Case("llama3", (1, 3), 2, (Actor((0, 1, 2), {"pipeline": 3}),), changes={"num_hidden_layers": 6}),
         Case(
-            "mixtral", FOUR, 2, generates=True,
-            actors=(Actor(FOUR, {"expert": 2}), Actor(FOUR, {"tensor": 2, "expert_tensor": 2})),
+            "llama",
+            (0, 2, 1, 3),
+            2,
+            (Actor(FOUR, {"tensor": 2, "sequence_parallel": True}),),
+        ),
+        Case("qwen2", (2, 3), 2, (Actor((0, 1), {"tensor": 2}),)),
+        Case(
+            "llama3",
+            (1, 3),
+            2,
+            (Actor((0, 1, 2), {"pipeline": 3}),),
+            changes={"num_hidden_layers": 6},
+        ),
+        Case(
+            "mixtral",
+            FOUR,
+            2,
+            generates=True,
+            actors=(
+                Actor(FOUR, {"expert": 2}),
+                Actor(FOUR, {"tensor": 2, "expert_tensor": 2}),
+            ),
         ),
         Case("qwen3-moe", FOUR, 2, (Actor(FOUR, EXPERTS),)),
         Case(
-            "deepseek-v3", FOUR, 2, generates=True, changes=LATENT,
+            "deepseek-v3",
+            FOUR,
+            2,
+            generates=True,
+            changes=LATENT,
             actors=(Actor(FOUR, EXPERTS), Actor(FOUR, {"expert": 4})),
         ),
-        Case("deepseek-v2", FOUR, 1, (Actor(FOUR, {"pipeline": 4}),), changes=LATENT),
         Case(
-            "gemma3", FOUR, 2, generates=True,
-            actors=(Actor(FOUR, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),),
+            "deepseek-v2",
+            FOUR,
+            1,
+            (Actor(FOUR, {"pipeline": 4}),),
+            changes=LATENT,
+        ),
+        Case(
+            "gemma3",
+            FOUR,
+            2,
+            generates=True,
+            actors=(
+                Actor(
+                    FOUR,
+                    {
+                        "tensor": 2,
+                        "pipeline": 2,
+                        "sequence_parallel": True,
+                    },
+                ),
+            ),
         ),
     ],
     8: [
         Case("qwen3-moe", EIGHT, 2, (Actor(EIGHT, EXPERTS),)),
-        Case("qwen2", EIGHT[4:], 2, (Actor(FOUR, {"tensor": 2, "pipeline": 2}),)),
+        Case(
+            "qwen2",
+            EIGHT[4:],
+            2,
+            (Actor(FOUR, {"tensor": 2, "pipeline": 2}),),
+        ),
     ],
-}  # fmt: skip
+}
 
 
 def engine_on(
@@ -137,6 +198,7 @@ def engine_on(
 ) -> VllmEngine | None:
     """Return the engine of this rank, or None outside of ``ranks``. Collective over all ranks."""
     layout = ParallelLayout(ranks, tensor=tensor)
+    # The groups of an engine on some ranks are created by all of them.
     if len(ranks) < device.world_size():
         create_layout_groups(layout)
     if device.rank() not in ranks:
@@ -154,14 +216,18 @@ def engine_on(
 
 
 def prompts() -> PromptBatch:
-    """Return prompts that share a prefix longer than one block of the key-value cache."""
+    """Return prompts that share a prefix, which is longer than one block of the key-value cache."""
     prefix = torch.arange(150) % 301
     rows = [torch.cat((prefix, torch.tensor([7, number, 3 * number]))).tolist() for number in range(3)]
-    return make_prompts(rows, SamplingParameters(temperature=0.0, max_response_tokens=12))
+    return make_prompts(
+        rows,
+        SamplingParameters(temperature=0.0, max_response_tokens=12),
+    )
 
 
 def change_weights(model: Any, factor: float) -> None:
-    """Change every weight, replicas alike, in place of a training step."""
+    """Scale every weight by ``factor`` to imitate a training step."""
+    # Replicas change alike, as after a real step.
     if model is not None:
         with torch.no_grad():
             for value in live_parameters(model).values():
@@ -171,7 +237,8 @@ def change_weights(model: Any, factor: float) -> None:
 def discard_memory(engine: VllmEngine | None) -> None:
     """Overwrite the memory that a sleeping engine discards on an accelerator.
 
-    That is its cache, and everything the model holds but the registered buffers, which vLLM saves.
+    It discards the key-value cache and all tensors of the model except for registered buffers, which vLLM
+    saves.
     """
     if engine is None:
         return
@@ -199,7 +266,6 @@ def discard_memory(engine: VllmEngine | None) -> None:
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers and in attributes of vLLM's own objects, down to ``depth`` levels."""
-
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, torch.nn.Module):
@@ -233,7 +299,7 @@ def check_against_loaded_engine(
     ranks: tuple[int, ...],
     tensor: int,
 ) -> None:
-    """Check that parameters and greedy tokens equal those of an engine that loads the exported model."""
+    """Check parameters and greedy tokens against an engine that loads the exported model."""
     loaded = engine_on(path, ranks, tensor, load=True)
     if engine is None or loaded is None:
         return
@@ -260,7 +326,7 @@ def check_against_loaded_engine(
 
 
 def check_against_files(engine: VllmEngine | None, path: Path) -> None:
-    """Check that every box of the engine holds the exported checkpoint's bits."""
+    """Check that every box of the engine equals the exported checkpoint, bit by bit."""
     if engine is None:
         return
     files = CheckpointFiles(path)
@@ -273,7 +339,7 @@ def check_against_files(engine: VllmEngine | None, path: Path) -> None:
 
 
 def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: int) -> None:
-    """Check that the layout predicted without vLLM is vLLM's own."""
+    """Check that the boxes predicted without vLLM equal the boxes of the engine."""
     if engine is None:
         return
 
@@ -288,7 +354,7 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
 
 
 def check_case(case: Case, root: Path) -> None:
-    """Sync one engine from each of the case's models, twice."""
+    """Check the syncs from each model of a case into one engine."""
     started = time.perf_counter()
     engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False)
     for number, actor in enumerate(case.actors):
@@ -311,7 +377,7 @@ def check_actor(
     root: Path,
     first: bool,
 ) -> None:
-    """Check that the engine gets a model's exact bits, before and after an update, at the least traffic."""
+    """Check that the engine gets a model's exact bits, before and after an update, at the planned traffic."""
     model = build(case, actor, root)
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
 
@@ -339,10 +405,18 @@ def check_actor(
 
     if first_rollouts is not None and second_rollouts is not None:
         assert second_rollouts.policy_version.tolist() == [1] * 3
-        assert not torch.equal(first_rollouts.rollout_log_probs, second_rollouts.rollout_log_probs)
+        assert not torch.equal(
+            first_rollouts.rollout_log_probs,
+            second_rollouts.rollout_log_probs,
+        )
 
     # The export of the updated model is the reference.
-    name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
+    name = "-".join(
+        [
+            case.family,
+            *(f"{kind}{size}" for kind, size in actor.sizes.items()),
+        ]
+    )
     exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
     if model is not None:
         export_model(model, exported, root / case.folder)
@@ -369,9 +443,10 @@ def sync_and_generate(
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
-    """Check that a corrupted weight, on one rank or on all, fails every rank, naming the tensor and ranks."""
+    """Check that a corrupted weight fails every rank, with the tensor and the corrupted ranks in the error."""
     name = next(name for name in engine.parameters() if "layers.1.mlp.down_proj" in name)
     ranks = range(dist.get_world_size())
+    # A change of the last bit on one rank, and an equal change of sign on all ranks.
     for corrupted_ranks, factor in (([2], 1.0000002), (ranks, -1.0)):
         if device.rank() in corrupted_ranks:
             engine.parameters()[name][3, 5] *= factor
@@ -425,7 +500,7 @@ def check_own_engine(model: Any, engine: VllmEngine) -> None:
 
 
 def check_precision(root: Path) -> None:
-    """Check that float32 weights are converted to bfloat16 before they travel."""
+    """Check that float32 weights are converted to bfloat16 before they are sent."""
     case = CASES[4][0]
     model = build(case, case.actors[0], root)
     engine = engine_on(

@@ -1,4 +1,4 @@
-"""Tiny random HF checkpoints, and a batch on them that exercises every term of the loss."""
+"""Tiny random HF checkpoints, each with a batch that exercises every term of the loss."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from megatron_rl.types import TrainBatch, split_rows
 
 # 67 is odd, so vocabulary shards are padded.
 _SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 67,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 CONFIGS = {
     "qwen2": lambda: Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
@@ -37,7 +43,7 @@ CONFIGS = {
 
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> Path:
-    """Save a random model of ``family`` as HF checkpoint with a ``batch.pt`` in it; return its folder."""
+    """Save a random model of ``family`` as HF checkpoint, with a batch in ``batch.pt``; return its folder."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
     for name, value in changes.items():
@@ -52,30 +58,39 @@ def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> 
 
     path = folder / family
     model.save_pretrained(path)
-    torch.save(make_batch(model, truncated=family == "llama"), path / "batch.pt")
+    torch.save(
+        make_batch(model, truncated=family == "llama"),
+        path / "batch.pt",
+    )
     return path
 
 
 @torch.no_grad()
 def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) -> TrainBatch:
-    """Return a batch of rows with 4 to 23 tokens.
+    """Return a batch of ``rows`` rows with 4 to 23 tokens.
 
     Old log-probs are close to the model's own, so that some tokens are clipped and some are not.
     ``truncated`` gives two of three response tokens a support: the sampled token and random others.
     """
     lengths = torch.randint(4, 24, (rows,))
-    count = int(lengths.sum())
-    tokens = torch.randint(0, 67, (count,))
-    prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
-    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+    num_tokens = int(lengths.sum())
+    tokens = torch.randint(0, 67, (num_tokens,))
+    prompt_lengths = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
+    row_masks = []
+    for length, prompt_length in zip(lengths.tolist(), prompt_lengths.tolist(), strict=True):
+        row_masks.append(torch.arange(length) >= prompt_length)
+    mask = torch.cat(row_masks)
 
     # A temperature other than 1 shows whether it is applied.
     temperature = torch.full((rows,), 0.8)
-    sizes = support = None
+    sizes = None
+    support = None
     if truncated:
-        allowed = torch.rand(count, 67) < torch.rand(count, 1)
-        allowed[torch.arange(count), tokens] = True
-        allowed[~mask | (torch.arange(count) % 3 == 0)] = False
+        positions = torch.arange(num_tokens)
+        allowed = torch.rand(num_tokens, 67) < torch.rand(num_tokens, 1)
+        allowed[positions, tokens] = True
+        # Prompts, and every third token, have the whole vocabulary: their supports are empty.
+        allowed[~mask | (positions % 3 == 0)] = False
         sizes = allowed.sum(1).int()
         support = allowed.nonzero()[:, 1].int()
 
@@ -85,11 +100,11 @@ def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) 
         tokens=tokens,
         lengths=lengths,
         response_mask=mask,
-        loss_weights=torch.zeros(count),
+        loss_weights=torch.zeros(num_tokens),
         temperature=temperature,
-        advantages=torch.randn(count),
-        old_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
-        ref_log_probs=(exact + 0.2 * torch.randn(count)) * mask,
+        advantages=torch.randn(num_tokens),
+        old_log_probs=(exact + 0.2 * torch.randn(num_tokens)) * mask,
+        ref_log_probs=(exact + 0.2 * torch.randn(num_tokens)) * mask,
         group=torch.arange(rows) // 4,
         support_sizes=sizes,
         support=support,
@@ -106,23 +121,23 @@ def reference_log_probs(
     support: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return transformers' log-probs [N] in float32, computed row by row; 0 for each first token."""
-    rows = []
+    # Without a support every token is allowed; size 0 stands for the same.
     vocabulary = model.config.vocab_size
-    supports = torch.ones(len(tokens), vocabulary, dtype=torch.bool)
+    allowed_tokens = torch.ones(len(tokens), vocabulary, dtype=torch.bool)
     if sizes is not None and support is not None:
-        supports = (sizes == 0)[:, None].repeat(1, vocabulary)
-        supports[
-            torch.repeat_interleave(torch.arange(len(tokens)), sizes),
-            support.long(),
-        ] = True
+        allowed_tokens = (sizes == 0)[:, None].repeat(1, vocabulary)
+        positions = torch.repeat_interleave(torch.arange(len(tokens)), sizes)
+        allowed_tokens[positions, support.long()] = True
 
-    for row, heat, allowed in zip(
+    log_probs_by_row = []
+    for row, row_temperature, allowed in zip(
         split_rows(tokens, lengths),
         temperature.tolist(),
-        split_rows(supports, lengths),
+        split_rows(allowed_tokens, lengths),
         strict=True,
     ):
-        logits = model(row[None]).logits[0, :-1].float() / heat
-        log_p = torch.log_softmax(logits.masked_fill(~allowed[1:], -torch.inf), -1)
-        rows.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
-    return torch.cat(rows)
+        logits = model(row[None]).logits[0, :-1].float() / row_temperature
+        logits = logits.masked_fill(~allowed[1:], -torch.inf)
+        log_probs = torch.log_softmax(logits, -1).gather(1, row[1:, None])[:, 0]
+        log_probs_by_row.append(torch.cat((torch.zeros(1), log_probs)))
+    return torch.cat(log_probs_by_row)

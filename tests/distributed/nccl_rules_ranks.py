@@ -91,7 +91,10 @@ def connections_when_used() -> None:
             # A listening socket has no remote address.
             if connection.status != "ESTABLISHED":
                 continue
-            if store_port not in (connection.laddr.port, connection.raddr.port):
+            if store_port not in (
+                connection.laddr.port,
+                connection.raddr.port,
+            ):
                 num_connections += 1
         return num_connections
 
@@ -99,7 +102,10 @@ def connections_when_used() -> None:
     num_before = count_connections()
     groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
     num_after_creation = count_connections()
-    assert num_after_creation == num_before, (num_after_creation, num_before)
+    assert num_after_creation == num_before, (
+        num_after_creation,
+        num_before,
+    )
 
     # The first rank to use the group connects to the other two.
     barrier()
@@ -110,7 +116,13 @@ def connections_when_used() -> None:
 
 FUNCTIONS = {
     function.__name__: function
-    for function in (first_call_of_some, crossed_groups, another_order, wrong_tensors, connections_when_used)
+    for function in (
+        first_call_of_some,
+        crossed_groups,
+        another_order,
+        wrong_tensors,
+        connections_when_used,
+    )
 }
 
 

@@ -108,8 +108,15 @@ def check_requests(path: Path) -> None:
         engine.submit(replace(requests[1], number=9))
 
     expected_tokens = response_tokens(expected)
-    assert tokens_by_number == {0: expected_tokens[0], 2: expected_tokens[2]}
-    check_interrupted(interrupted, expected.rows([1]).rollout_log_probs, expected_tokens[1])
+    assert tokens_by_number == {
+        0: expected_tokens[0],
+        2: expected_tokens[2],
+    }
+    check_interrupted(
+        interrupted,
+        expected.rows([1]).rollout_log_probs,
+        expected_tokens[1],
+    )
 
     # No request of the context is still running, so the engine samples as before.
     repeated = generate(engine, make_prompts(prompts, SAMPLED), seed=5)
@@ -132,7 +139,10 @@ def check_interrupted(
 
     # Log-probs of a row start with its prompt.
     response_log_probs = expected_log_probs[-len(expected_tokens) :]
-    check_close(torch.tensor(interrupted.log_probs), response_log_probs[:num_tokens])
+    check_close(
+        torch.tensor(interrupted.log_probs),
+        response_log_probs[:num_tokens],
+    )
 
 
 def check_updates_in_flight(path: Path) -> None:

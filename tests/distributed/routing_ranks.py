@@ -185,7 +185,11 @@ def check_against_first_layout(results: list[StepResult]) -> None:
     for case, result in zip(LAYOUTS[1:], results[1:], strict=True):
         # Layouts round differently, which decides exact ties between experts.
         difference = abs(result.agreement - reference.agreement)
-        assert difference < 0.02, (case, result.agreement, reference.agreement)
+        assert difference < 0.02, (
+            case,
+            result.agreement,
+            reference.agreement,
+        )
 
         for name, expected in reference.weight_changes.items():
             actual = result.weight_changes[name]

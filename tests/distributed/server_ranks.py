@@ -58,11 +58,11 @@ RANK_VARIABLES = (
 PATIENCE = 400.0
 """Seconds to wait for any event of the run."""
 BUSY_REQUESTS = 6
-"""Running requests from which on a server counts as busy; each of the two gets 8 per step."""
+"""Least number of running requests of a busy server; each of the two servers gets 8 per step."""
 
 
 class Servers:
-    """Servers started by a helper process, forked before this one has threads, that ends with this one."""
+    """Starter of vLLM servers: a helper process that is forked before this process has threads."""
 
     def __init__(self, config: RunConfig) -> None:
         *lines, _, host = server_command_lines(config)
@@ -94,20 +94,27 @@ class Servers:
             "--distributed-executor-backend",
             executor,
         ]
-        self._pipe.send([*self._command, *worker_options, "--port", str(urlsplit(url).port)])
+        self._pipe.send(
+            [
+                *self._command,
+                *worker_options,
+                "--port",
+                str(urlsplit(url).port),
+            ]
+        )
         return self._pipe.recv()
 
 
 def serve_commands(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
-    """Fork a server for each command from the pipe; when it closes, claim all servers once and kill them.
+    """Fork a server for each command from the pipe; when the pipe closes, claim all servers and kill them.
 
-    The claims' results go to ``holders_after``: another run must be able to claim the servers then.
+    The results of the claims are written to ``holders_after``: the run has released its servers by then.
     """
     # A server must not take itself for a rank of the training job.
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
 
-    # The kernel reaps servers that were killed, so that they do not stay as zombies.
+    # The kernel reaps killed servers, which would otherwise stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     fork_engines()
     processes = []
@@ -147,7 +154,11 @@ def fork_engines() -> None:
             lambda: multiprocessing.get_context("fork"),
         )
     condition = shm_broadcast.SpinCondition
-    setattr(shm_broadcast, "SpinCondition", partial(condition, busy_loop_s=0.0))
+    setattr(
+        shm_broadcast,
+        "SpinCondition",
+        partial(condition, busy_loop_s=0.0),
+    )
     # A notification that arrives before its reader waits is lost: readers look for themselves.
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = 2
 
@@ -178,18 +189,23 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def is_busy(url: str) -> bool:
-    """Return whether a server has most of its share of a step open, so that a signal interrupts requests."""
+    """Return whether a server has so many running requests that a signal interrupts some of them."""
     lines = (read_url(f"{url}/metrics") or "").splitlines()
     # Prometheus metrics: one line per model.
     running = [line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running")]
     return any(float(count) >= BUSY_REQUESTS for count in running)
 
 
-def accident(servers: Servers, processes: list[int], urls: list[str], metrics: Path) -> None:
+def accident(
+    servers: Servers,
+    processes: list[int],
+    urls: list[str],
+    metrics: Path,
+) -> None:
     """Kill the second server while it samples, restart it, and end the run once it samples again.
 
     On a busy host the requests may have ended before the signal arrives; then the server is killed once more.
-    Before that, another run claims the first server, and ``holder`` records who holds it.
+    Before the first kill, another run tries to claim the first server; the answer is written to ``holder``.
     """
 
     def servers_of_last_step() -> float:
@@ -208,7 +224,10 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
                 lambda children=children: not any(map(is_running, children)),
                 f"end of {children}",
             )
-            wait_for(lambda: servers_of_last_step() == 1, "step with one server")
+            wait_for(
+                lambda: servers_of_last_step() == 1,
+                "step with one server",
+            )
             processes[1] = servers.start(urls[1])
             wait_for(
                 lambda: servers_of_last_step() == 2,
@@ -219,13 +238,14 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
 
 
 def train(*arguments: str) -> int:
-    """Train with a free master port; the launch's may be taken a minute later, when the servers are ready."""
+    """Train with a free master port, and return the exit code."""
+    # The port of the launch may be taken a minute later, when the servers are ready.
     os.environ["MASTER_PORT"] = str(free_port())
     return main(["train", *arguments])
 
 
 def train_before(path: str, run_dir: str) -> None:
-    """Train another run for one step on the same servers, which must be reusable after it."""
+    """Train another run for one step on the same servers, which the next run has to be able to reuse."""
     process = os.fork()
     if not process:
         os._exit(train(path, "steps=1", f"run_dir={run_dir}"))
@@ -234,7 +254,12 @@ def train_before(path: str, run_dir: str) -> None:
 
 def run(path: str) -> None:
     """Start the servers, with two workers and with one, and train."""
-    config = load_and_check(parse_command_line(["train", path]), 1, job="train", training=True).config
+    config = load_and_check(
+        parse_command_line(["train", path]),
+        1,
+        job="train",
+        training=True,
+    ).config
     # The helper process is forked before the threads of training exist.
     servers = Servers(config)
     urls = list(config.rollout.server.urls)
@@ -247,7 +272,12 @@ def run(path: str) -> None:
         )
 
     train_before(path, f"{config.run_dir}_before")
-    values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
+    values = (
+        servers,
+        processes,
+        urls,
+        Path(config.run_dir) / "metrics.jsonl",
+    )
     threading.Thread(target=accident, args=values, daemon=True).start()
     train(path)
 

@@ -1,4 +1,8 @@
-"""Measure a step of one rank: ``real``, ``simulated``, of the ``shipped`` configuration, or its ``waits``."""
+"""Measure the memory of a rank's step, real or simulated: ``simulation_ranks.py MODE``.
+
+``real`` and ``simulated`` measure the phases of a tiny model, ``shipped`` simulates a shipped configuration,
+and ``waits`` counts how often the host waits for the accelerator.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +41,15 @@ from megatron_rl.types import TrainBatch
 from tests.hf_models import config_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+}
 
 
 def phases(simulated: bool) -> dict[str, Any]:
-    """Return begin and peak bytes of each phase, with real memory or in a simulation."""
+    """Return the bytes at the begin of each phase and at its peak, with real memory or in a simulation."""
     if simulated:
         device.become_simulated_rank()
 
@@ -53,6 +61,7 @@ def phases(simulated: bool) -> dict[str, Any]:
 
     groups = ParallelGroups(ParallelLayout((0,)))
     with simulation.measure():
+        # The first optimizer step allocates the moments.
         with simulation.phase("build"):
             model = build_model(
                 config_of("qwen2", **SIZES),
@@ -90,7 +99,7 @@ def batch(rows: int, length: int) -> TrainBatch:
 
 
 def waits() -> dict[str, Any]:
-    """Count the host's waits in two micro-batches of other losses, with truncated sampling."""
+    """Count the host's waits for the device in two micro-batches of each loss, with truncated sampling."""
     device.become_simulated_rank()
     device.initialize()
     plain = get_algorithm("grpo")
@@ -101,7 +110,10 @@ def waits() -> dict[str, Any]:
     )
     algorithms = {
         "ppo": plain,
-        "opsm": replace(plain, policy_loss=replace(plain.policy_loss, opsm_delta=0.1)),
+        "opsm": replace(
+            plain,
+            policy_loss=replace(plain.policy_loss, opsm_delta=0.1),
+        ),
         "gspo": replace(plain, policy_loss=Gspo()),
         "gmpo": replace(plain, policy_loss=Gmpo()),
         "topr": replace(plain, policy_loss=Topr()),
@@ -114,6 +126,7 @@ def waits() -> dict[str, Any]:
         support_sizes=sizes,
         support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)),
     )
+    # The losses share a model, since only the work after its forward pass differs.
     simulation = Simulation()
     with simulation.measure():
         groups = ParallelGroups(ParallelLayout((0,)))
@@ -145,17 +158,20 @@ def shipped() -> dict[str, Any]:
     # Without files: the shipped configurations contain only the model's config.json.
     config, estimate = plan_simulation(report, 0)
     assert report.batch is not None
-    rank = RankSimulation(simulate_step(config, report.models, report.batch, 0, 8), estimate)
+    rank = RankSimulation(
+        simulate_step(config, report.models, report.batch, 0, 8),
+        estimate,
+    )
     differences = {phase: rank.relative_error(phase) for phase in ("generate", "score", "learn")}
     assert report.layouts is not None
-    usage = {phase: rank.rank.phases[phase] for phase in ("score", "learn")}
+    phases = {name: rank.rank.phases[name] for name in ("score", "learn")}
     return {
         "differences": differences,
         "groups": rank.rank.groups,
         "connections": rank.rank.connections,
         "expected_groups": process_group_counts(report.layouts, 8).per_rank,
         "sync": asdict(rank.rank.sync) if rank.rank.sync is not None else None,
-        "waits": {phase: [used.microbatches, used.waits] for phase, used in usage.items()},
+        "waits": {name: [phase.microbatches, phase.waits] for name, phase in phases.items()},
     }
 
 

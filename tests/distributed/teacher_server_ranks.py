@@ -1,4 +1,4 @@
-"""Train with a teacher behind a vLLM server; then once more after the server was killed.
+"""Train with a teacher behind a vLLM server; then train again after the server was killed.
 
     teacher_server_ranks.py CONFIG MODEL
 
@@ -30,6 +30,7 @@ def start(model: str, port: int) -> int:
     if process:
         return process
 
+    # A session of its own, so that the server can be killed with its workers.
     os.setsid()
     # A server must not take itself for a rank of the training job.
     for name in RANK_VARIABLES:
@@ -54,7 +55,12 @@ def train_apart(*arguments: str) -> int:
 
 def main(path: str, model: str) -> None:
     """Start the server, train with it, kill it, and train again."""
-    config = load_and_check(parse_command_line(["train", path]), 1, job="train", training=True).config
+    config = load_and_check(
+        parse_command_line(["train", path]),
+        1,
+        job="train",
+        training=True,
+    ).config
     assert config.teacher_server is not None
     address = urlsplit(config.teacher_server.url)
     server = start(model, address.port or 0)
@@ -66,6 +72,8 @@ def main(path: str, model: str) -> None:
         assert train_apart(path) == 0, "the run with a server has failed"
     finally:
         os.killpg(server, signal.SIGKILL)
+
+    # Without the default number of retries, so that the run fails soon.
     settings = ("teacher_server.retries=0", "reward.invalid_steps=2")
     code = train_apart(path, f"run_dir={config.run_dir}_alone", *settings)
     print(f"exit code without a server: {code}")

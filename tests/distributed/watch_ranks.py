@@ -1,4 +1,4 @@
-"""Ranks of a sum to which the third, or the only one, is late: it works, hangs, or is stopped."""
+"""Sum over ranks in which the third rank, or the only one, is late: it works, hangs, or is stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 4.0
 
 
 def works() -> None:
-    """Sample responses for three times the limit, waiting in the same line for each."""
+    """Report progress for three times the limit, waiting in the same line between reports."""
     end = time.monotonic() + 3 * LIMIT
     while time.monotonic() < end:
         wait(LIMIT / 16)
@@ -27,12 +27,12 @@ def works() -> None:
 
 
 def hangs() -> None:
-    """Wait in another call than the other ranks."""
+    """Wait without progress, in another call than the other ranks."""
     wait(100 * LIMIT)
 
 
 def is_stopped() -> None:
-    """Stop the process with all its threads."""
+    """Stop the process with all its threads, so that its hang detector does not run either."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -43,6 +43,7 @@ def wait(seconds: float) -> None:
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
+    # A dictionary, since the description below is evaluated when the detector reports.
     state = {"phase": "build"}
     records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     watch.join_job(
