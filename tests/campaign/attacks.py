@@ -25,34 +25,30 @@ GIB = 2**30
 LIMIT_GIB = 0.5
 """Memory limit of attacks; an attack that holds twice as much has succeeded."""
 SECRETS = (
-    *(
-        "OPENAI_KEY",
-        "OPENAI_API_KEY",
-        "ANTHROPIC_KEY",
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "STRIPE_SK",
-    ),
-    *(
-        "GH_PAT",
-        "GITHUB_TOKEN",
-        "NPM_CONFIG__AUTH",
-        "PIP_INDEX_URL",
-        "SENTRY_DSN",
-        "SLACK_WEBHOOK",
-    ),
-    *(
-        "PGPASSWORD",
-        "DATABASE_URL",
-        "REDIS_URL",
-        "AZURE_STORAGE_CONNECTION_STRING",
-    ),
-    *(
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_ACCESS_KEY_ID",
-        "KUBECONFIG",
-        "SSH_AUTH_SOCK",
-    ),
+    # Language models, trackers and payments.
+    "OPENAI_KEY",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_KEY",
+    "HF_TOKEN",
+    "WANDB_API_KEY",
+    "STRIPE_SK",
+    # Code, packages and messages.
+    "GH_PAT",
+    "GITHUB_TOKEN",
+    "NPM_CONFIG__AUTH",
+    "PIP_INDEX_URL",
+    "SENTRY_DSN",
+    "SLACK_WEBHOOK",
+    # Databases and storage.
+    "PGPASSWORD",
+    "DATABASE_URL",
+    "REDIS_URL",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    # Clouds, clusters and machines.
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_ACCESS_KEY_ID",
+    "KUBECONFIG",
+    "SSH_AUTH_SOCK",
 )
 """Environment variables that usually contain secrets, or give access to them."""
 
@@ -107,41 +103,47 @@ def write_settings_of_the_machine(_: Any) -> bool:
         "vm/overcommit_memory",
         "fs/file-max",
     )
-    files = [f"/proc/sys/{name}" for name in names] + [
-        "/proc/sysrq-trigger",
-        "/sys/power/state",
-    ]
+    files = [f"/proc/sys/{name}" for name in names]
+    # A write to these restarts or suspends the machine.
+    files += ["/proc/sysrq-trigger", "/sys/power/state"]
     return any(_opens(file, os.O_WRONLY) for file in files)
 
 
 def read_files_of_root(_: Any) -> bool:
-    return any(
-        map(
-            _opens,
-            (
-                "/etc/shadow",
-                "/etc/sudoers",
-                "/proc/kcore",
-                "/dev/kmsg",
-                "/dev/mem",
-            ),
-        )
+    files = (
+        "/etc/shadow",
+        "/etc/sudoers",
+        "/proc/kcore",
+        "/dev/kmsg",
+        "/dev/mem",
     )
+    return any(_opens(file) for file in files)
 
 
 def read_homes(facts: Mapping[str, Any]) -> bool:
     # The interpreter may be installed in a home; hidden files beside it must still be unreadable.
-    keys = [f"{home}/{name}" for home in ("/root", facts["home"]) for name in (".bash_history", ".netrc")]
-    folders = ("/root/.ssh", f"{facts['home']}/.ssh", "/home")
-    return any(map(_opens, [f"{facts['home']}/.ssh/id_rsa", *keys])) or any(map(_lists, folders))
+    home = facts["home"]
+    files = (
+        f"{home}/.ssh/id_rsa",
+        f"{home}/.bash_history",
+        f"{home}/.netrc",
+        "/root/.bash_history",
+        "/root/.netrc",
+    )
+    folders = (f"{home}/.ssh", "/root/.ssh", "/home")
+    return any(_opens(file) for file in files) or any(_lists(folder) for folder in folders)
 
 
 def read_shared_folders(facts: Mapping[str, Any]) -> bool:
-    return any(map(_opens, (facts["file"], facts["shm"]))) or any(map(_lists, ("/run", "/var/lib", "/mnt")))
+    if _opens(facts["file"]) or _opens(facts["shm"]):
+        return True
+
+    return any(_lists(folder) for folder in ("/run", "/var/lib", "/mnt"))
 
 
 def see_names_of_files(facts: Mapping[str, Any]) -> bool:
-    return any(map(os.path.exists, (facts["file"], facts["shm"], "/etc/shadow")))
+    files = (facts["file"], facts["shm"], "/etc/shadow")
+    return any(os.path.exists(file) for file in files)
 
 
 def see_processes(facts: Mapping[str, Any]) -> bool:
@@ -201,8 +203,10 @@ def signal_the_trainer(facts: Mapping[str, Any]) -> bool:
 
 
 def trace_the_parent(_: Any) -> bool:
+    # linux/ptrace.h
     seize = 0x4206
     attach = 16
+
     return any(_libc.ptrace(request, os.getppid(), 0, 0) == 0 for request in (seize, attach))
 
 
@@ -328,9 +332,12 @@ def mount_proc_again(_: Any) -> bool:
 
 
 def remount_for_writing(_: Any) -> bool:
+    # linux/mount.h; a bind mount that is remounted without MS_RDONLY becomes writable.
     remount = 32
     bind = 4096
-    return any(_libc.mount(None, path, None, remount | bind, None) == 0 for path in (b"/", b"/proc", b"/usr"))
+
+    paths = (b"/", b"/proc", b"/usr")
+    return any(_libc.mount(None, path, None, remount | bind, None) == 0 for path in paths)
 
 
 def uncover_what_is_below(_: Any) -> bool:
@@ -348,9 +355,13 @@ def become_root(_: Any) -> bool:
 
 
 def keep_capabilities(_: Any) -> bool:
-    status = dict(line.split(":\t") for line in Path("/proc/self/status").read_text().splitlines())
-    sets = ("CapInh", "CapPrm", "CapEff", "CapAmb")
-    return any(int(status[name], 16) for name in sets) or status["NoNewPrivs"] != "1"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":\t") for line in lines)
+    if any(int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")):
+        return True
+
+    # Without this flag a program with the set-user-ID bit would regain capabilities.
+    return status["NoNewPrivs"] != "1"
 
 
 def leave_by_chroot(_: Any) -> bool:
@@ -359,8 +370,10 @@ def leave_by_chroot(_: Any) -> bool:
 
 
 def leave_by_descriptors(facts: Mapping[str, Any]) -> bool:
+    # An inherited descriptor of a folder may lead out of the new root.
     up = "/.." * 10
-    return any(os.path.exists(f"/proc/self/fd/{number}{up}{facts['file']}") for number in range(256))
+    paths = [f"/proc/self/fd/{number}{up}{facts['file']}" for number in range(256)]
+    return any(os.path.exists(path) for path in paths)
 
 
 def leave_by_a_handle(_: Any) -> bool:
@@ -369,6 +382,7 @@ def leave_by_a_handle(_: Any) -> bool:
 
 
 def make_namespaces(_: Any) -> bool:
+    # linux/sched.h
     new_user = 0x10000000
     new_mounts = 0x20000
     new_network = 0x40000000
@@ -395,8 +409,12 @@ def use_bpf(_: Any) -> bool:
 
 
 def use_keys(_: Any) -> bool:
-    # keyctl and add_key
-    return not (_is_refused(250, 219, 0, -3, 1) and _is_refused(248, 217, b"user", b"name", b"key", 3, -3))
+    # keyctl
+    if not _is_refused(250, 219, 0, -3, 1):
+        return True
+
+    # add_key
+    return not _is_refused(248, 217, b"user", b"name", b"key", 3, -3)
 
 
 def use_userfaultfd(_: Any) -> bool:
@@ -432,7 +450,9 @@ def raise_limits(_: Any) -> bool:
         resource.RLIMIT_NPROC,
     ):
         _, hard = resource.getrlimit(kind)
-        higher = resource.RLIM_INFINITY if hard == resource.RLIM_INFINITY else hard + 1
+        higher = hard
+        if hard != resource.RLIM_INFINITY:
+            higher = hard + 1
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (higher, higher))
             return True
@@ -462,18 +482,57 @@ def use_calls_of_other_machines(_: Any) -> bool:
 ATTACKS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     attack.__name__.replace("_", " "): attack
     for attack in (
-        write_settings_of_the_machine, read_files_of_root, read_homes, read_shared_folders,
-        see_names_of_files, see_processes,
-        read_hidden_files_beside_the_code, write_beside_the_code, write_to_the_interpreter, find_devices,
-        connect_by_path, connect_by_abstract_name, connect_to_the_machine, open_other_families,
-        signal_the_trainer, trace_the_parent, open_files_of_others, read_memory_of_the_parent,
-        hold_memory_files, hold_shared_memory, hold_shared_memory_out_of_sight, hold_system_v_memory,
-        hold_files_in_memory, send_messages_to_nobody, fork_without_end, start_threads_without_end,
-        make_files_without_end, find_secrets, make_a_device, mount_a_file_system, mount_proc_again,
-        remount_for_writing, uncover_what_is_below, become_root, keep_capabilities, leave_by_chroot,
-        leave_by_descriptors, leave_by_a_handle, make_namespaces, enter_namespaces, use_io_uring, use_bpf,
-        use_keys, use_userfaultfd, watch_events_of_the_processor, read_the_log_of_the_kernel, load_a_module,
-        set_the_clock, raise_limits, leave_the_control_group, type_into_the_terminal,
+        write_settings_of_the_machine,
+        read_files_of_root,
+        read_homes,
+        read_shared_folders,
+        see_names_of_files,
+        see_processes,
+        read_hidden_files_beside_the_code,
+        write_beside_the_code,
+        write_to_the_interpreter,
+        find_devices,
+        connect_by_path,
+        connect_by_abstract_name,
+        connect_to_the_machine,
+        open_other_families,
+        signal_the_trainer,
+        trace_the_parent,
+        open_files_of_others,
+        read_memory_of_the_parent,
+        hold_memory_files,
+        hold_shared_memory,
+        hold_shared_memory_out_of_sight,
+        hold_system_v_memory,
+        hold_files_in_memory,
+        send_messages_to_nobody,
+        fork_without_end,
+        start_threads_without_end,
+        make_files_without_end,
+        find_secrets,
+        make_a_device,
+        mount_a_file_system,
+        mount_proc_again,
+        remount_for_writing,
+        uncover_what_is_below,
+        become_root,
+        keep_capabilities,
+        leave_by_chroot,
+        leave_by_descriptors,
+        leave_by_a_handle,
+        make_namespaces,
+        enter_namespaces,
+        use_io_uring,
+        use_bpf,
+        use_keys,
+        use_userfaultfd,
+        watch_events_of_the_processor,
+        read_the_log_of_the_kernel,
+        load_a_module,
+        set_the_clock,
+        raise_limits,
+        leave_the_control_group,
+        type_into_the_terminal,
         use_calls_of_other_machines,
     )
-}  # fmt: skip
+}

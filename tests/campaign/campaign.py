@@ -24,10 +24,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 KINDS: Mapping[str, int] = {
-    "damages": 200, "inputs": 1000, "rewards": 360, "leaks": 2000, "layouts": 2000, "kills": 200,
-    "examples": 100, "fused_layouts": 1000, "simulations": 100, "combinations": 200,
+    "damages": 200,
+    "inputs": 1000,
+    "rewards": 360,
+    "leaks": 2000,
+    "layouts": 2000,
+    "kills": 200,
+    "examples": 100,
+    "fused_layouts": 1000,
+    "simulations": 100,
+    "combinations": 200,
     "matrices": 1000,
-}  # fmt: skip
+}
 """Kind of case -> number of cases without ``--count``, in the order of ``all``."""
 
 HELD = "held"
@@ -118,20 +126,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
     options = parser.parse_args(arguments)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that `finally` blocks end child processes
-    selected_kinds = list(KINDS) if options.kind == "all" else [options.kind]
+    # An exception and not the default end, so that `finally` blocks end child processes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
-    results = {
-        kind: run(
-            kind,
-            options.count or KINDS[kind],
-            options.seed,
-            options.out.resolve(),
-        )
-        for kind in selected_kinds
-    }
+    selected_kinds = [options.kind]
+    if options.kind == "all":
+        selected_kinds = list(KINDS)
+    results = {}
+    for kind in selected_kinds:
+        count = options.count or KINDS[kind]
+        results[kind] = run(kind, count, options.seed, options.out.resolve())
+
     for kind, lines in results.items():
         print(table(kind, lines), flush=True)
     return int(any(line["outcome"] != HELD for lines in results.values() for line in lines))
@@ -148,15 +153,20 @@ def run(kind: str, count: int, seed: int, out: Path) -> list[dict[str, Any]]:
     lines = []
     cases = list(module.cases(seed, count))
     for number, case in enumerate(cases, start=1):
+        # A case with a result is not tried again.
         key = json.dumps([seed, asdict(case)], sort_keys=True)
         if key not in recorded_lines:
             line = try_and_record(module, case, work) | {
                 "seed": seed,
                 "case": asdict(case),
             }
+
+            # Each result is written at once, so that an interrupted campaign loses one case at most.
             with file.open("a") as target:
                 target.write(json.dumps(line) + "\n")
             recorded_lines[key] = line
+
+            # The last line of an error names its cause.
             progress = f"{kind} {number}/{len(cases)} {case.name}: {line['outcome']} {line['seconds']:.1f} s"
             if line["outcome"] != HELD:
                 progress += f": {line['detail'].strip().splitlines()[-1:]}"
@@ -187,6 +197,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:
+            # A campaign that was killed may have left half a line.
             continue
         lines[json.dumps([line["seed"], line["case"]], sort_keys=True)] = line
     return lines
@@ -194,6 +205,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 def table(kind: str, lines: Sequence[Mapping[str, Any]]) -> str:
     """Return a kind's table: one row per group with the weight of each outcome, then the sums of counts."""
+    # A case counts in its group and in the last row.
     outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     counts: Counter[str] = Counter()
     for line in lines:
@@ -202,6 +214,7 @@ def table(kind: str, lines: Sequence[Mapping[str, Any]]) -> str:
             outcomes[group][line["outcome"]] += case["weight"]
         counts.update(line["counts"])
 
+    # Outcomes that did not occur have no column.
     columns = [name for name in OUTCOMES if name == HELD or outcomes["in all"][name]]
     width = max([len(kind), *map(len, outcomes)])
     rows = [f"{kind:<{width}}  " + "  ".join(f"{name:>9}" for name in ("tried", *columns))]

@@ -443,7 +443,7 @@ def sync_and_generate(
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
-    """Check that a corrupted weight fails every rank, with the tensor and the corrupted ranks in the error."""
+    """Check that a corrupted weight fails every rank, and that the error names the tensor and the ranks."""
     name = next(name for name in engine.parameters() if "layers.1.mlp.down_proj" in name)
     ranks = range(dist.get_world_size())
     # A change of the last bit on one rank, and an equal change of sign on all ranks.

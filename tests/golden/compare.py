@@ -2,9 +2,9 @@
 
     launch/golden.sh compare DIR_A DIR_B
 
-Differing values are listed by run, step and metric, sample column or tensor; metrics that only one side has
-are listed separately. `renamed.yaml` beside this file maps A's old names of metrics, files and columns to new
-ones.
+Differing values are listed by run and step, with the metric, sample column or tensor. Metrics that only one
+recording has are listed separately. `renamed.yaml` beside this file maps A's old names of metrics, files and
+columns to new ones.
 
 Exit code 0: no difference; 1: a value differs, or a run, step, table or tensor is missing; 3: only names of
 metrics differ.
@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = parser.parse_args(arguments)
     renamed = read_renamed()
-    runs = sorted({file.stem for side in (options.a, options.b) for file in side.glob("*.json")})
+    files = [*options.a.glob("*.json"), *options.b.glob("*.json")]
+    runs = sorted({file.stem for file in files})
     if not runs:
         parser.error(f"no recordings in {options.a} or {options.b}")
 
@@ -70,9 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     value_differences = 0
     name_differences = 0
     for run in runs:
-        a, b = (read_recording(side / f"{run}.json") for side in (options.a, options.b))
+        a = read_recording(options.a / f"{run}.json")
+        b = read_recording(options.b / f"{run}.json")
+        # A run that only one revision has counts as a difference.
         if a is None or b is None:
-            recorded = options.a if b is None else options.b
+            recorded = options.a
+            if a is None:
+                recorded = options.b
             print(f"{run}: recorded only in {recorded}")
             value_differences += 1
             continue
@@ -83,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if value_differences:
         return DIFFERENT
-    return RENAMED_ONLY if name_differences else 0
+    if name_differences:
+        return RENAMED_ONLY
+    return 0
 
 
 def read_renamed() -> dict[str, str]:
@@ -117,7 +124,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         {*a["metrics"], *b["metrics"]},
         key=lambda name: (name == "metrics.jsonl", name),
     ):
-        first, second = (side["metrics"].get(file, {}) for side in (a, b))
+        first = a["metrics"].get(file, {})
+        second = b["metrics"].get(file, {})
         comparison.names += one_sided_names(file, first, second)
         comparison.metrics += [f"{file} {line}" for line in differing_metrics(first, second)]
 
@@ -149,13 +157,15 @@ def differing_metrics(a: Table, b: Table) -> Iterator[str]:
             yield f"step {step}: only in {side_of(step, a)}"
             continue
         for name in sorted(common & {*a[step], *b[step]}):
-            first, second = (side[step].get(name, "absent") for side in (a, b))
+            first = a[step].get(name, "absent")
+            second = b[step].get(name, "absent")
             if first != second:
                 yield f"step {step} {name}: {number(first)} and {number(second)}{distance(first, second)}"
 
 
 def differing_digests(a: Table, b: Table) -> Iterator[str]:
     """Yield a line for each digest that differs or that one side lacks."""
+    # Groups are steps of samples, or folders of weights.
     for group in sorted({*a, *b}, key=natural):
         if group not in a or group not in b:
             yield f"{group}: only in {side_of(group, a)}"
@@ -207,6 +217,7 @@ def distance(a: str | None, b: str | None) -> str:
     x = float.fromhex(a)
     y = float.fromhex(b)
     scale = max(abs(x), abs(y))
+    # Numbers that compare equal can still differ in their bits.
     if not scale:
         return " (signs of zero)"
     return f" (relative {abs(x - y) / scale:.1e})"
@@ -215,9 +226,8 @@ def distance(a: str | None, b: str | None) -> str:
 def counts(recording: Mapping[str, Any]) -> str:
     """Return the numbers of a recording's metrics, columns and tensors as text."""
     values = sum(len(step) for file in recording["metrics"].values() for step in file.values())
-    columns, tensors = (
-        sum(len(group) for group in recording[kind].values()) for kind in ("samples", "weights")
-    )
+    columns = sum(len(group) for group in recording["samples"].values())
+    tensors = sum(len(group) for group in recording["weights"].values())
     return f"{values} metrics, {columns} columns of samples, {tensors} tensors"
 
 

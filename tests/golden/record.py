@@ -1,4 +1,4 @@
-"""Record the golden runs: train each for a few steps and store every resulting number exactly.
+"""Record the golden runs: train each run for a few steps and store every resulting number exactly.
 
     launch/golden.sh record DIR [--only NAME]
 
@@ -250,7 +250,7 @@ def _wait(launcher: subprocess.Popen[bytes]) -> int:
 
 def recording(run: Path) -> dict[str, Any]:
     """Return the recording of a finished run: exact metrics, and digests of samples and weights."""
-
+    # Digests are enough: a difference only has to be noticed and located.
     metrics = {file.name: exact_metrics(file) for file in sorted(run.glob("*.jsonl"))}
     samples = {file.name: column_digests(file) for file in sorted((run / "rollouts").glob("*.parquet"))}
     folders = sorted(folder for pattern in WEIGHTS for folder in run.glob(pattern))

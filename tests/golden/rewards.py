@@ -8,9 +8,10 @@ from typing import Any
 def score(*, response: str, ground_truth: Any, **_: Any) -> dict[str, float]:
     """Return the fraction of correct digits, less 0.05 for each missing or superfluous character."""
     truth = str(ground_truth)
-    digits = sum(character == expected for character, expected in zip(response, truth, strict=False)) / len(
-        truth
-    )
+    pairs = zip(response, truth, strict=False)
+    num_correct = sum(character == expected for character, expected in pairs)
+    digits = num_correct / len(truth)
+
     # The length matters too, so that responses without a correct digit still differ.
     length = abs(len(response) - len(truth))
     return {
