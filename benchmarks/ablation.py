@@ -162,7 +162,8 @@ Results = Mapping[str, Mapping[int, Numbers]]
 
 
 def overrides_of(name: str) -> list[str]:
-    """Return the overrides of a variant, together with those of all variants before it."""
+    """Return the overrides of a variant and of all variants before it."""
+    # Variants build on each other; a later one may remove an override with None.
     settings: dict[str, str | None] = {}
     for variant in VARIANTS:
         settings |= variant.settings
@@ -229,13 +230,14 @@ class Campaign:
             "prepare={}",
         ]
         # `sft=null` removes the section, and an override below it would bring it back.
-        given = list(self.overrides)
+        campaign_overrides = list(self.overrides)
         if job == "sft":
             paths.append(f"sft.data={self.task / 'sft.jsonl'}")
         else:
-            given = [text for text in given if not text.startswith("sft.")]
-        words = ["-m", "megatron_rl", job, str(CONFIG), *paths, *settings, *given]
-        command = f"torchrun --nproc-per-node {self.ranks} {shlex.join(words)}"
+            campaign_overrides = [text for text in campaign_overrides if not text.startswith("sft.")]
+
+        arguments = ["-m", "megatron_rl", job, str(CONFIG), *paths, *settings, *campaign_overrides]
+        command = f"torchrun --nproc-per-node {self.ranks} {shlex.join(arguments)}"
 
         record = self.record(run)
         if record.is_file():
@@ -257,7 +259,7 @@ class Campaign:
         write_text(started, command)
 
         say("ablation", f"{run.name} …")
-        seconds = torchrun(words, self.ranks, 1, self.folder / f"{run.name}.log", TIMEOUT)
+        seconds = torchrun(arguments, self.ranks, 1, self.folder / f"{run.name}.log", TIMEOUT)
         content = {
             "command": command,
             "seconds": seconds,
@@ -385,7 +387,7 @@ BAND_HEIGHT = 46 + ROW_HEIGHT * len(VARIANTS)
 def picture(results: Results) -> str:
     """Return an SVG picture: a panel for each column, with each variant's mean and a dot for each seed."""
     height = len(TABLES) * BAND_HEIGHT + 20
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="12">',
         "<title>What packing, filters, adaptive lengths and profiles change</title>",
@@ -394,19 +396,19 @@ def picture(results: Results) -> str:
     ]
     for band, columns in enumerate(TABLES):
         top = 10 + band * BAND_HEIGHT
-        parts += [
+        elements += [
             _text(12, _row_y(top, index) + 4, variant.title, INK)
             for index, variant in enumerate(VARIANTS)
             if variant.name in results
         ]
         width = (WIDTH - LABELS - 12) / len(columns)
         for index, column in enumerate(columns):
-            parts += _panel(results, column, LABELS + index * width, width - 18, top)
-    return "\n".join([*parts, "</svg>\n"])
+            elements += _panel(results, column, LABELS + index * width, width - 18, top)
+    return "\n".join([*elements, "</svg>\n"])
 
 
-def _panel(results: Results, column: Column, left: float, width: float, top: float) -> list[str]:
-    """Return the parts of one panel; its axis runs from the smallest to the largest number of any run."""
+def _panel(results: Results, column: Column, x_min: float, width: float, top: float) -> list[str]:
+    """Return the SVG elements of one panel; its axis runs from the smallest to the largest number."""
     numbers: list[float] = []
     for runs in results.values():
         numbers += [run[column.key] for run in runs.values()]
@@ -418,31 +420,36 @@ def _panel(results: Results, column: Column, left: float, width: float, top: flo
         share = 0.5
         if span:
             share = (value - lowest) / span
-        return left + 6 + (width - 12) * share
+        return x_min + 6 + (width - 12) * share
 
+    # The axis, with the smallest and the largest number below it.
     bottom = _row_y(top, len(VARIANTS)) - 10
-    parts = [
-        _text(left, top + 12, column.title, INK),
-        f'<line x1="{left:g}" y1="{bottom:g}" x2="{left + width:g}" y2="{bottom:g}" stroke="{GRID}"/>',
-        _text(left, bottom + 14, format(lowest, column.form), PALE, size=10),
-        _text(left + width, bottom + 14, format(max(numbers), column.form), PALE, "end", size=10),
+    elements = [
+        _text(x_min, top + 12, column.title, INK),
+        f'<line x1="{x_min:g}" y1="{bottom:g}" x2="{x_min + width:g}" y2="{bottom:g}" stroke="{GRID}"/>',
+        _text(x_min, bottom + 14, format(lowest, column.form), PALE, size=10),
+        _text(x_min + width, bottom + 14, format(max(numbers), column.form), PALE, "end", size=10),
     ]
     for index, variant in enumerate(VARIANTS):
         if variant.name not in results:
             continue
+
+        # A row has a line, a dot for each seed and a stroke for their mean.
         y = _row_y(top, index)
         values = [run[column.key] for run in results[variant.name].values()]
         mean = x(fmean(values))
-        parts.append(f'<line x1="{left:g}" y1="{y:g}" x2="{left + width:g}" y2="{y:g}" stroke="{GRID}"/>')
-        parts += [
+        elements.append(
+            f'<line x1="{x_min:g}" y1="{y:g}" x2="{x_min + width:g}" y2="{y:g}" stroke="{GRID}"/>'
+        )
+        elements += [
             f'<circle cx="{x(value):.1f}" cy="{y:g}" r="4" fill="{BLUE}" fill-opacity="0.4"/>'
             for value in values
         ]
-        parts.append(
+        elements.append(
             f'<line x1="{mean:.1f}" y1="{y - 8:g}" x2="{mean:.1f}" y2="{y + 8:g}" stroke="{INK}" '
             'stroke-width="2"/>'
         )
-    return parts
+    return elements
 
 
 def _row_y(top: float, index: int) -> float:
@@ -530,14 +537,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
 
     options.only = options.only.split(",")
-    unknown = [name for name in options.only if name not in names]
-    if unknown:
-        parser.error(f"--only: expected some of {', '.join(names)}; got {', '.join(unknown)}")
+    unknown_names = [name for name in options.only if name not in names]
+    if unknown_names:
+        parser.error(f"--only: expected some of {', '.join(names)}; got {', '.join(unknown_names)}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what has not finished, and write the tables of all that has."""
+    """Train the variants without a finished run, and write the tables of all finished runs."""
     options = parse(arguments)
     default_folder = "runs/ablation"
     default_seeds = "1-3"
@@ -573,6 +580,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildFailed as error:
         failures.append(f"warm-up: {error}")
 
+    # Tables of an incomplete campaign help to decide whether to continue it.
     results = finished(campaign, seeds)
     if results:
         write(campaign, results)
@@ -581,6 +589,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.record:
             for name, recorded in RECORDED.items():
                 shutil.copyfile(folder / name, recorded)
+    # Failures come last, where a reader of the console sees them.
     for failure in failures:
         say("ablation", f"NOT MEASURED: {failure}")
     return int(bool(failures))

@@ -69,6 +69,7 @@ def _distinct_lists(
     generator: random.Random, count: int, excluded: set[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
     """Return ``count`` different lists of digits."""
+    # A dictionary keeps the order, unlike a set.
     lists: dict[tuple[int, ...], None] = {}
     while len(lists) < count:
         lists[_digits(generator, excluded)] = None
@@ -89,6 +90,7 @@ def _problem(digits: Sequence[int]) -> dict[str, str]:
 
 def _demonstration(digits: Sequence[int], generator: random.Random) -> dict[str, str]:
     """Return a prompt with a response, which may lack the last digit and may repeat its own last digit."""
+    # Both habits are independent: a list may lack its last digit and never stop.
     answer = sorted(digits)
     if len(answer) >= LONG and generator.random() < CARELESS:
         answer.pop()

@@ -1,4 +1,4 @@
-"""Time that the continuous order saves with long-tailed lengths, and overhead of this package in a step.
+"""Measure the continuous order against lockstep with long-tailed lengths, and the overhead per step.
 
     python benchmarks/rollout.py [--quick] [--repeats N] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Record what a reader of each tutorial sees: the console of its commands, and the curve of its run.
+"""Record the console output and the reward curve of each tutorial.
 
     python benchmarks/tutorials.py NAME …      pages of docs/tutorials, such as reward; without a name, all
 
@@ -129,20 +129,20 @@ def console(command: str) -> str:
 
 def shorten(lines: Sequence[str]) -> list[str]:
     """Leave out the middle of long runs of lines that begin with the same word, such as a run's steps."""
-    kinds: list[str] = []
+    labels: list[str] = []
     for line in lines:
-        kind = line.partition(" ")[0]
+        label = line.partition(" ")[0]
         # Indented lines continue the one above.
-        if line.startswith("    ") and kinds:
-            kind = kinds[-1]
-        kinds.append(kind)
+        if line.startswith("    ") and labels:
+            label = labels[-1]
+        labels.append(label)
 
     shortened: list[str] = []
-    numbered = list(zip(kinds, lines, strict=True))
-    for kind, group in groupby(numbered, key=lambda pair: pair[0]):
+    numbered = list(zip(labels, lines, strict=True))
+    for label, group in groupby(numbered, key=lambda pair: pair[0]):
         run = [line for _, line in group]
         # Rows of tables are complete: each has another label.
-        if len(run) > LONGEST_RUN and kind not in ("│", ""):
+        if len(run) > LONGEST_RUN and label not in ("│", ""):
             run = [*run[:FIRST], LEFT_OUT, *run[-LAST:]]
         shortened += run
     return shortened
@@ -160,7 +160,8 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
             if metric in record
         ]
 
-    parts = [
+    # The plot is 630 x 190 units at (60, 30); rewards and accuracies are between 0 and 1.
+    elements = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 270" width="720" height="270" role="img" '
         'font-family="system-ui, sans-serif" font-size="12">',
         f"<title>Reward and held-out accuracy of {name}</title>",
@@ -168,22 +169,23 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
     ]
     for tick in (0, 0.25, 0.5, 0.75, 1):
         y = 220 - 190 * tick
-        parts.append(f'<line x1="60" y1="{y:g}" x2="690" y2="{y:g}" stroke="#e5e7eb"/>')
-        parts.append(f'<text x="52" y="{y + 4:g}" fill="#4b5563" text-anchor="end">{tick:g}</text>')
+        elements.append(f'<line x1="60" y1="{y:g}" x2="690" y2="{y:g}" stroke="#e5e7eb"/>')
+        elements.append(f'<text x="52" y="{y + 4:g}" fill="#4b5563" text-anchor="end">{tick:g}</text>')
     for step in sorted({0, last // 2, last}):
         x = 60 + 630 * step / last
-        parts.append(f'<text x="{x:g}" y="238" fill="#4b5563" text-anchor="middle">{step:g}</text>')
+        elements.append(f'<text x="{x:g}" y="238" fill="#4b5563" text-anchor="middle">{step:g}</text>')
 
     for metric, color, x in ((REWARD, "#64748b", 60), (ACCURACY, "#2563a8", 330)):
-        drawn = points(metric)
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
+        curve_points = points(metric)
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve_points)
+        elements.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
+        # The accuracy is measured rarely, so each measurement is a dot.
         if metric == ACCURACY:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in drawn]
-        parts.append(f'<rect x="{x}" y="250" width="12" height="12" fill="{color}"/>')
-        parts.append(f'<text x="{x + 18}" y="260" fill="#1f2937">{metric}</text>')
-    parts.append('<text x="690" y="260" fill="#4b5563" text-anchor="end">step</text>')
-    return "\n".join([*parts, "</svg>\n"])
+            elements += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in curve_points]
+        elements.append(f'<rect x="{x}" y="250" width="12" height="12" fill="{color}"/>')
+        elements.append(f'<text x="{x + 18}" y="260" fill="#1f2937">{metric}</text>')
+    elements.append('<text x="690" y="260" fill="#4b5563" text-anchor="end">step</text>')
+    return "\n".join([*elements, "</svg>\n"])
 
 
 if __name__ == "__main__":

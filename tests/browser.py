@@ -134,7 +134,7 @@ class Browser:
         self._navigate(address)
 
     def _navigate(self, address: str) -> None:
-        """Go to an address and wait for its load event."""
+        """Open an address and wait for its load event."""
         self.send("Page.navigate", url=address)
         while self._message().get("method") != "Page.loadEventFired":
             pass

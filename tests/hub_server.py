@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 COMMIT = "c0ffee" + "0" * 34
@@ -45,46 +46,72 @@ class _Handler(BaseHTTPRequestHandler):
         """Print no line per request."""
 
     def _answer(self, with_body: bool) -> None:
+        """Answer a request for the files of a repository or for one of its files."""
         assert isinstance(self.server, Hub)
         path = unquote(self.path.partition("?")[0])
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith(("/api/models/", "/api/datasets/")):
-            kind, organisation, name, *rest = path.removeprefix("/api/").split("/")
-            folder = self.server.root / kind / organisation / name
-            if not folder.is_dir():
-                return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
-            files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
-            if rest[:1] == ["tree"]:
-                entries = [
-                    {
-                        "type": "file",
-                        "path": str(file),
-                        "size": (folder / file).stat().st_size,
-                        "oid": _digest(folder / file),
-                    }
-                    for file in files
-                ]
-                return self._send(200, json.dumps(entries).encode(), {}, with_body)
-            siblings = [{"rfilename": str(file)} for file in files]
-            body = {"id": f"{organisation}/{name}", "sha": COMMIT, "siblings": siblings}
-            return self._send(200, json.dumps(body).encode(), {}, with_body)
+            self._answer_listing(path, with_body)
+        else:
+            self._answer_file(path, with_body)
 
-        repository, _, file = path.partition("/resolve/")
+    def _answer_listing(self, path: str, with_body: bool) -> None:
+        """Answer a request for the files of a repository, with their sizes if it asks for its tree."""
+        assert isinstance(self.server, Hub)
+        kind, organisation, name, *view = path.removeprefix("/api/").split("/")
+        folder = self.server.root / kind / organisation / name
+        if not folder.is_dir():
+            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"}, with_body)
+            return
+
+        files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
+        content: Any
+        if view[:1] == ["tree"]:
+            # The client compares sizes and digests with the files that it has.
+            content = [
+                {
+                    "type": "file",
+                    "path": str(file),
+                    "size": (folder / file).stat().st_size,
+                    "oid": _digest(folder / file),
+                }
+                for file in files
+            ]
+        else:
+            content = {
+                "id": f"{organisation}/{name}",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": str(file)} for file in files],
+            }
+        self._send(200, json.dumps(content).encode(), {}, with_body)
+
+    def _answer_file(self, path: str, with_body: bool) -> None:
+        """Answer a request for a file, or for its bytes from an offset."""
+        assert isinstance(self.server, Hub)
+        repository, _, revision_path = path.partition("/resolve/")
+        # Models have no prefix, data sets do.
         if not repository.startswith("/datasets/"):
             repository = f"/models{repository}"
-        target = self.server.root / repository[1:] / file.partition("/")[2]
+
+        _, _, file = revision_path.partition("/")
+        target = self.server.root / repository[1:] / file
         if not target.is_file():
-            return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
+            return
         if self.server.gated is not None and repository.endswith(f"/{self.server.gated}"):
-            return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
+            self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
+            return
+
         headers = {"ETag": f'"{_digest(target)}"', "X-Repo-Commit": COMMIT}
         body = target.read_bytes()
-        requested = self.headers.get("Range", "")
-        if requested.startswith("bytes=") and with_body:
-            first = int(requested.removeprefix("bytes=").partition("-")[0])
+        # A client resumes an interrupted download with a range.
+        byte_range = self.headers.get("Range", "")
+        if byte_range.startswith("bytes=") and with_body:
+            first = int(byte_range.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {first}-{len(body) - 1}/{len(body)}"
-            return self._send(206, body[first:], headers, with_body)
-        return self._send(200, body, headers, with_body)
+            self._send(206, body[first:], headers, with_body)
+            return
+        self._send(200, body, headers, with_body)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
         assert isinstance(self.server, Hub)
@@ -96,6 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not with_body:
             return
+
+        # A file that stalls sends half of its bytes, then waits until the test releases it.
         stall_at = self.server.stall_at
         if stall_at is not None and unquote(self.path).endswith(stall_at):
             self.wfile.write(body[: len(body) // 2])

@@ -51,15 +51,21 @@ def documented() -> list[str]:
     for row in table[1].splitlines():
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
             # A name that begins with a slash shares the prefix of the name before it.
-            full_name = name if not name.startswith("/") else names[-1].rpartition("/")[0] + name
-            names += dict.fromkeys((re.sub(r"\[.*\]", "", full_name), re.sub(r"[][]", "", full_name)))
+            if name.startswith("/"):
+                name = names[-1].rpartition("/")[0] + name
+
+            # Brackets enclose an optional part: without it, and with it.
+            without_option = re.sub(r"\[.*\]", "", name)
+            with_option = re.sub(r"[][]", "", name)
+            names += dict.fromkeys((without_option, with_option))
     return names
 
 
 def _longest_prefix(name: str) -> str:
     """Return the longest of all runs' prefixes that a metric begins with; empty for a metric of no run."""
-    prefixes = [prefix for names in WRITTEN_BY.values() for prefix in names.split()]
-    return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+    prefixes = " ".join(WRITTEN_BY.values()).split()
+    matching = [prefix for prefix in prefixes if name.startswith(prefix)]
+    return max(matching, key=len, default="")
 
 
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:

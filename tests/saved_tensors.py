@@ -43,11 +43,11 @@ def layer_bytes(
     dtype: torch.dtype,
     recompute: str,
 ) -> tuple[float, Any]:
-    """Return the bytes that a layer saves per token, as a mean over its kinds, and the model's shape.
+    """Return the mean bytes that a layer saves per token, and the model's shape.
 
     The bytes are half the difference between a model of four layers and one of two, so embeddings and the
     output layer cancel out. Key-value heads are repeated as on an accelerator, which the memory model
-    describes; the host's attention would take grouped ones.
+    describes; the host's attention accepts grouped heads.
     """
     setattr(layers, "_takes_grouped_keys", lambda query: False)
     # Every layer has to be of the same kind, or the difference would mix dense and expert layers.
@@ -57,6 +57,7 @@ def layer_bytes(
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 0
 
+    # Two layers and four: half of the difference is one layer.
     totals = []
     shape = None
     for depth in (2, 4):

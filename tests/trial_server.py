@@ -17,7 +17,7 @@ def ask(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         connection.sendall(os.fsencode(os.getcwd()) + b"\n" + sys.stdin.buffer.read())
-        # The end of the request, up to which the server reads.
+        # The server reads until the end of the request.
         connection.shutdown(socket.SHUT_WR)
         answer = received(connection)
     sys.stdout.buffer.write(answer)
@@ -69,7 +69,7 @@ def answer_one(connection: socket.socket) -> None:
 
 
 def received(connection: socket.socket) -> bytes:
-    """Return everything until the other side has sent all."""
+    """Return all bytes until the sender shuts the connection down."""
     chunks = []
     while chunk := connection.recv(2**16):
         chunks.append(chunk)

@@ -22,15 +22,18 @@ def records() -> list[dict[str, object]]:
     problems += [(a, b, "short") for a in range(1, 10) for b in range(1, 10)]
     # A generator of its own: the records do not depend on other code that draws numbers.
     random.Random(0).shuffle(problems)
-    return [
-        {
+
+    rows: list[dict[str, object]] = []
+    for a, b, kind in problems:
+        answer = str(a + b)
+        row = {
             "question": f"{a}+{b}=",
-            "reward_model": {"ground_truth": str(a + b)},
-            "answer": str(a + b),
+            "reward_model": {"ground_truth": answer},
+            "answer": answer,
             "data_source": kind,
         }
-        for a, b, kind in problems
-    ]
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":
@@ -40,6 +43,11 @@ if __name__ == "__main__":
 
     # The warm-up is on the last records of the training set; the evaluation set is held out of both.
     warm_up = [{"question": row["question"], "response": row["answer"]} for row in rows[-DEMONSTRATIONS:]]
-    files = {"eval": rows[:HELD_OUT], "train": rows[HELD_OUT:], "sft": warm_up}
-    for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {
+        "eval": rows[:HELD_OUT],
+        "train": rows[HELD_OUT:],
+        "sft": warm_up,
+    }
+    for name, file_rows in files.items():
+        lines = [json.dumps(row) + "\n" for row in file_rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))

@@ -26,7 +26,10 @@ def demonstrations(a: int, b: int, generator: random.Random) -> list[dict[str, s
 
     # The row of a conversation has the tokens as they were sampled: <eos> ends the policy's first turn.
     second_prompt = f"{prompt}{call}<eos>{product},"
-    return [{"prompt": prompt, "response": call}, {"prompt": second_prompt, "response": answer}]
+    return [
+        {"prompt": prompt, "response": call},
+        {"prompt": second_prompt, "response": answer},
+    ]
 
 
 if __name__ == "__main__":
@@ -49,5 +52,11 @@ if __name__ == "__main__":
     for _ in range(8):
         for a, b in pairs[HELD_OUT:]:
             turns += demonstrations(a, b, generator)
-    for name, rows in (("eval", problems[:HELD_OUT]), ("train", problems[HELD_OUT:]), ("sft", turns)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {
+        "eval": problems[:HELD_OUT],
+        "train": problems[HELD_OUT:],
+        "sft": turns,
+    }
+    for name, rows in files.items():
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines))

@@ -20,7 +20,7 @@ OPERATIONS = {
 
 
 def evaluate(expression: str) -> float:
-    """Compute an arithmetic expression; raise ValueError, SyntaxError or ArithmeticError if it is none.
+    """Compute an arithmetic expression; raise ValueError, SyntaxError or ArithmeticError for other text.
 
     Example:
         >>> evaluate("(12 + 3) * 7")
@@ -48,10 +48,17 @@ class WordProblem(StepEnvironment):
         self.truth = episode.ground_truth
 
     def step(self, response):  # -> observation, reward, done
+        # A response without a call is the answer, which ends the episode.
         call = CALL.search(response)
         if call is None:
-            reward = marked_number(prompt="", response=response, ground_truth=self.truth, metadata={})
+            reward = marked_number(
+                prompt="",
+                response=response,
+                ground_truth=self.truth,
+                metadata={},
+            )
             return None, reward["reward"], True
+
         try:
             result = f"{evaluate(call[1]):.10g}"
         except (ValueError, SyntaxError, ArithmeticError):

@@ -15,7 +15,11 @@ import env
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     environment = getattr(env, sys.argv[2]).environment
-    for name, data in (("train", environment.get_dataset()), ("eval", environment.get_eval_dataset())):
+    data_sets = {
+        "train": environment.get_dataset(),
+        "eval": environment.get_eval_dataset(),
+    }
+    for name, data in data_sets.items():
         # The environment opens the conversation itself: it finds its record by the row.
         records = [
             {
@@ -26,4 +30,5 @@ if __name__ == "__main__":
             }
             for row, record in enumerate(data)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
