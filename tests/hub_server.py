@@ -48,6 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, with_body: bool) -> None:
         """Answer a request for the files of a repository or for one of its files."""
         assert isinstance(self.server, Hub)
+        # The client adds parameters, which change nothing here.
         path = unquote(self.path.partition("?")[0])
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith(("/api/models/", "/api/datasets/")):

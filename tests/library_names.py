@@ -1,4 +1,4 @@
-"""Names of Megatron-Core, Transformer Engine and vLLM that code imports, looked up in their sources.
+"""Look up the names that code imports from Megatron-Core, Transformer Engine and vLLM in their sources.
 
 A version that this Python cannot install is then as good as an installed one. To record another version:
 
@@ -35,8 +35,10 @@ def _syntax(path: Path) -> ast.Module:
 def module_file(root: Path, module: str) -> Path | None:
     """Return the file of a module below ``root``; None for an unknown module."""
     path = root / module.replace(".", "/")
-    candidates = (path.with_name(path.name + ".py"), path / "__init__.py")
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    for candidate in (path.with_name(path.name + ".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -55,7 +57,11 @@ def _absolute(file: Path, root: Path, statement: ast.ImportFrom) -> str:
     if not statement.level:
         return statement.module or ""
     folder = file.parents[statement.level - 1].relative_to(root)
-    return ".".join([*folder.parts, *([statement.module] if statement.module else [])])
+    module_path = list(folder.parts)
+    # ``from . import name`` has no module.
+    if statement.module:
+        module_path.append(statement.module)
+    return ".".join(module_path)
 
 
 @cache
@@ -77,7 +83,8 @@ def module_names(root: Path, module: str) -> frozenset[str]:
                 else:
                     names.add(alias.asname or alias.name)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            # An annotated assignment has a single target.
+            targets = [statement.target] if isinstance(statement, ast.AnnAssign) else statement.targets
             for target in targets:
                 names |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
 
@@ -115,8 +122,9 @@ def names_in(files: list[Path], package: str, root: Path) -> set[str]:
                         modules[alias.asname or alias.name] = dotted
             elif isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names if f"{alias.name}.".startswith(package + ".")}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names |= {node.value} if dotted_text.fullmatch(node.value) else set()
+            elif isinstance(node, ast.Constant) and dotted_text.fullmatch(str(node.value)):
+                # A name in a string, for `import_module`.
+                names.add(str(node.value))
 
         for node in ast.walk(_syntax(file)):
             if not isinstance(node, ast.Attribute) or node.attr.startswith("__"):

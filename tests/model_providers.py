@@ -40,6 +40,7 @@ TWICE = {"mlp.down.weight": "mlp.linear_fc1.weight"}
 
 def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     """Return the model of an older script: Megatron's global groups give the layout, the code the sizes."""
+    # An older script has no arguments, so the sizes are those of the tests' tiny model.
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=4,
@@ -79,6 +80,7 @@ def gpt_builder(
 
     Layers are Transformer Engine's if it is installed; ``attention`` replaces their core attention.
     """
+    # Megatron-LM passes the stage and sets it globally; both have to agree.
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
 
     fused = has_transformer_engine()

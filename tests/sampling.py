@@ -42,8 +42,12 @@ class RecomputingDecoder:
         self._rows = [self._rows[row] for row in rows]
 
     def _last(self) -> Tensor:
-        tokens = torch.tensor([token for row in self._rows for token in row], dtype=torch.int64)
-        return self._logits(tokens, torch.tensor([len(row) for row in self._rows], dtype=torch.int64))
+        tokens = [token for row in self._rows for token in row]
+        lengths = [len(row) for row in self._rows]
+        return self._logits(
+            torch.tensor(tokens, dtype=torch.int64),
+            torch.tensor(lengths, dtype=torch.int64),
+        )
 
 
 def engine_of(logits: LastLogits, **settings: Any) -> TorchEngine:
@@ -54,6 +58,10 @@ def engine_of(logits: LastLogits, **settings: Any) -> TorchEngine:
 def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:
     """Return a prompt batch of these tokens; ``sampling`` is one value for all rows, or one each."""
     count = len(rows)
+    # One set of parameters stands for all prompts.
+    if len(sampling) != count:
+        sampling = sampling[:1] * count
+
     return PromptBatch(
         tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
         lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
@@ -62,8 +70,7 @@ def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> Prompt
         prompts=("",) * count,
         ground_truths=(None,) * count,
         metadata=({},) * count,
-        # One set of parameters stands for all prompts.
-        sampling=sampling if len(sampling) == count else sampling[:1] * count,
+        sampling=sampling,
     )
 
 

@@ -46,6 +46,7 @@ def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[...
             timeout=timeout,
             env=env,
         ).output
+        # The rank succeeds also if torchrun fails, so the exit code is read from its output.
         code = re.search(r"exit code of torchrun: (-?\d+)", output)
         assert code, output
         return int(code[1]), output

@@ -271,6 +271,7 @@ def run(path: str) -> None:
             f"server at {url}",
         )
 
+    # The claims of an earlier run must not keep this one from its servers.
     train_before(path, f"{config.run_dir}_before")
     values = (
         servers,

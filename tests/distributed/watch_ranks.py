@@ -56,6 +56,8 @@ if __name__ == "__main__":
     state["phase"] = "generate"
     if rank == min(2, dist.get_world_size() - 1):
         {"works": works, "hangs": hangs, "is_stopped": is_stopped}[sys.argv[1]]()
+
+    # The other ranks wait here for the late one.
     values = torch.ones(1)
     dist.all_reduce(values)
     print(f"sum {values.item():.0f}", flush=True)

@@ -49,7 +49,10 @@ class Page(HTMLParser):
         self.tags.append(f"/{tag}")
 
     def handle_data(self, data: str) -> None:
-        open_tag = self.tags[-1] if self.tags else ""
+        # Text belongs to the last tag that was opened.
+        open_tag = ""
+        if self.tags:
+            open_tag = self.tags[-1]
         if open_tag == "script":
             self.scripts[-1] += data
         elif open_tag in ("td", "th"):

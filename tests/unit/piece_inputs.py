@@ -28,11 +28,20 @@ def advantage_inputs(
     components: Mapping[str, Sequence[float]] | None = None,
     baseline_rewards: Sequence[float] | None = None,
 ) -> AdvantageInputs:
-    """Return an advantage estimator's inputs for rows of response tokens; a row has one token by default."""
+    """Return an advantage estimator's inputs for rows of response tokens.
+
+    By default a row has one token, and all rows are valid.
+    """
     # float64, since references are exact.
     score = torch.tensor(rewards, dtype=torch.float64)
-    is_valid = torch.tensor([True] * len(rewards) if valid is None else valid, dtype=torch.bool)
-    sizes = torch.tensor([1] * len(rewards) if lengths is None else lengths, dtype=torch.long)
+    if valid is None:
+        valid = [True] * len(rewards)
+    if lengths is None:
+        lengths = [1] * len(rewards)
+    is_valid = torch.tensor(valid, dtype=torch.bool)
+    sizes = torch.tensor(lengths, dtype=torch.long)
+
+    # Tokens of invalid rows are no part of the loss.
     mask = torch.repeat_interleave(is_valid, sizes)
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
 
@@ -64,7 +73,10 @@ def micro_batch(
     """Return a policy loss's inputs: tokens [N] with advantages, in one row of response tokens."""
     advantage = torch.as_tensor(advantages)
     count = len(advantage)
-    sizes = torch.tensor([count]) if lengths is None else lengths
+    # By default all tokens are in one row.
+    sizes = lengths
+    if sizes is None:
+        sizes = torch.tensor([count])
 
     return TrainBatch(
         tokens=torch.zeros(count, dtype=torch.long),

@@ -30,18 +30,34 @@ CARELESS = 0.65
 def write_model(directory: Path) -> None:
     """Write a randomly initialised checkpoint (float32, safetensors) and its tokenizer."""
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
+    # Without merges every character is a token.
     tokenizer = Qwen2Tokenizer(
-        vocab=vocabulary, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
-        additional_special_tokens=["<user>", "<assistant>"], model_max_length=128,
-    )  # fmt: skip
+        vocab=vocabulary,
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        model_max_length=128,
+    )
     tokenizer.chat_template = TEMPLATE
 
     config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=256, max_position_embeddings=128,
-        tie_word_embeddings=False, initializer_range=0.06, dtype="float32",
-        pad_token_id=vocabulary["<pad>"], eos_token_id=vocabulary["<eos>"], bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=256,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.06,
+        dtype="float32",
+        pad_token_id=vocabulary["<pad>"],
+        eos_token_id=vocabulary["<eos>"],
+        bos_token_id=None,
+    )
+    # The weights are the same on every machine.
     torch.manual_seed(1)
     disable_progress_bar()
     Qwen2ForCausalLM(config).float().save_pretrained(directory)
@@ -58,6 +74,7 @@ def write_problems(directory: Path) -> None:
         for first, second in pairs
     ]
 
+    # Each training sum is demonstrated eight times, since whether it has the carry is drawn each time.
     demonstrations = []
     for _ in range(8):
         for first, second in pairs[HELD_OUT:]:
@@ -68,7 +85,8 @@ def write_problems(directory: Path) -> None:
 
     files = {"eval": records[:HELD_OUT], "train": records[HELD_OUT:], "sft": demonstrations}
     for name, rows in files.items():
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

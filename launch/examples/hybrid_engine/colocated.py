@@ -83,6 +83,7 @@ def vllm_engine(checkpoint: Path, **changes: Any) -> Any:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
+    # "dummy" skips loading, since the first transfer replaces all weights.
     settings: dict[str, Any] = {
         "distributed_executor_backend": "external_launcher",
         "tensor_parallel_size": 1,

@@ -87,7 +87,9 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
         "trainers": TRAINERS,
         "workers": 1,
     }
-    client = PipeClient(pipe) if rank == 0 else None
+    client = None
+    if rank == 0:
+        client = PipeClient(pipe)
     sender = WeightTransferTrainerFactory.trainer_init(
         TrainerMeeting(model, rank=rank, **rendezvous),
         client=client,  # pyright: ignore[reportArgumentType]
@@ -99,6 +101,8 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
             for parameter in model.chunks[0].parameters():
                 parameter.mul_(1.0 + 0.5 * step)
         sender.send_weights()
+
+    # The server ends its loop when the first trainer closes the pipe.
     sender.shutdown()
     if client is not None:
         client.call("close")
@@ -151,6 +155,7 @@ class InFlight:
 
     def resume(self) -> None:
         """Schedule again with the new weights; after the first update, start the request."""
+        # Keys and values in the cache belong to the old weights.
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.wake_up(["scheduling"])
         if not self._started:

@@ -1,10 +1,10 @@
-"""Compare the log-probs that trainer, vLLM and transformers give the same sampled answers to chat prompts.
+"""Compare the log-probs of trainer, vLLM and transformers for the same sampled responses to chat prompts.
 
     OMP_NUM_THREADS=2 torchrun --nproc-per-node 1 launch/examples/smollm2/agree.py CONFIG [KEY=VALUE …]
 
-vLLM samples with the weights that the trainer sent it; the other two compute the log-probs of its tokens.
-Prints the mean and the largest absolute difference per token of each pair, in model.dtype, and the same for
-transformers in float32.
+vLLM samples with the trainer's weights; the trainer and transformers compute the log-probs of its tokens.
+The script prints the mean and the largest absolute difference per token of each pair, in model.dtype, and of
+each with transformers in float32.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def transformers_log_probs(path: str, dtype: str, rollouts: Rollouts) -> torch.T
 
 
 def main(path: str, overrides: list[str]) -> None:
-    """Sample, compute the log-probs with the other two, and print the differences."""
+    """Sample with vLLM, compute log-probs with trainer and transformers, and print the differences."""
     config = check_config(load(path, overrides), 1).valid()
     with open_job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
@@ -71,8 +71,9 @@ def main(path: str, overrides: list[str]) -> None:
                 ReplicaGroup(),
             )
 
-        # Log-probs of the same tokens by each.
-        trainer = ReplicaGroup().gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
+        # The trainer returns the rows of this rank's shard; gathering completes the batch.
+        shard = roles.actor.infer(rollouts)
+        trainer = ReplicaGroup().gather_rows(shard).tokens["old_log_probs"]
         response_mask = rollouts.response_mask
         log_probs = {"trainer": trainer, "vllm": rollouts.rollout_log_probs}
         for dtype in dict.fromkeys((config.model.dtype, "float32")):

