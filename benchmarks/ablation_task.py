@@ -37,7 +37,7 @@ HELD_OUT = 250
 
 
 def make(folder: Path) -> None:
-    """Write ``model/`` and the files ``train``, ``eval`` and ``sft``, with as many records of either task."""
+    """Write ``model/`` and ``train``, ``eval`` and ``sft``, each with equally many records of both tasks."""
     quickstart.write_inputs(folder, seed=SEED)
     sums = {name: _read(folder / f"{name}.jsonl") for name in ("train", "eval", "sft")}
     # The first half of the quickstart's held-out sums have a carry, and the others have none.

@@ -176,7 +176,7 @@ def check_equal(
     peer: BareMegatron,
     batches: list[Batch],
 ) -> dict[str, float]:
-    """Run one supervised step with both, and return their losses and gradient norms.
+    """Run a supervised step with the learn phase and bare Megatron; return losses and gradient norms.
 
     Raises RuntimeError where they differ: then the two do not do the same work.
     """

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states: time and memory of the ways to get them, in one process.
+"""Time and memory of implementations of log-probs and entropy from hidden states, in one process.
 
     python benchmarks/log_probs.py [--quick] [--repeats N] [--json FILE] [--size tokens,hidden,vocabulary]
 
@@ -46,7 +46,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @contextmanager
 def kernel(use: bool) -> Any:
-    """Make our function use the Triton kernels, or not."""
+    """Enable or disable the Triton kernels of our function."""
     choose_reductions = ours.choose_reductions
     reductions = ours.triton_reductions() if use else ours.TORCH
     setattr(ours, "choose_reductions", lambda _: reductions)

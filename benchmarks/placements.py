@@ -90,7 +90,7 @@ def run(
 
 
 def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return by kind of rank the share of each step in which it waits for the other kind."""
+    """Return the fraction of each step in which training ranks and rollout ranks wait for each other."""
     if method == "colocate":
         return {}
     # In lockstep the learners wait exactly while the rollout works.
@@ -136,7 +136,7 @@ def balance(
     ranks: int,
     steps: int,
 ) -> int:
-    """Return the rows that an engine is to work on at once, and print the probes."""
+    """Return the number of rows at once for each engine, and print the probes."""
     # Two numbers of rows far apart: between them the seconds are interpolated.
     replicas = ranks // 2
     probes = {}

@@ -1,4 +1,4 @@
-"""Algorithms of the field that gather complete tensors on every rank, which an engine then loads.
+"""Algorithms of other projects: gather complete tensors on every rank, from which the engine loads.
 
 Algorithms as published, written for a dense Qwen2: each tensor is broadcast over the pipeline group, gathered
 over the tensor group and converted to its Hugging Face parts on every rank.

@@ -47,7 +47,7 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
 
 
 def timed(run: Callable[[], int]) -> tuple[float, float, int]:
-    """Return the seconds of the slowest rank, the mean of all ranks, and the most steps of one."""
+    """Return the slowest rank's seconds, the mean seconds of all ranks, and the largest number of steps."""
     dist.barrier()
     start = time.perf_counter()
     steps = run()

@@ -1,4 +1,4 @@
-"""Engines that end each response at a given length: real ones, and ones that only take the time of steps.
+"""Engines that end each response at a given length: real engines, and engines that only advance a clock.
 
 Both are driven by the package's own scheduler.
 """
@@ -28,7 +28,7 @@ PROMPT = (16, 17, 18, 19)
 
 
 def interpolated(costs: Mapping[int, float]) -> Cost:
-    """Return the cost of any number of rows from measured ones, on lines between neighbours."""
+    """Return the cost of any number of rows, interpolated linearly between measured numbers."""
     rows = sorted(costs)
     seconds = [costs[number] for number in rows]
     return lambda busy: float(numpy.interp(busy, rows, seconds))
@@ -196,7 +196,7 @@ def full(
     rows: int,
     cost: Cost,
 ) -> float:
-    """Return the seconds of the work by engines that are full all the time."""
+    """Return the seconds that engines need for the work if they are full all the time."""
     # The number of rows with the least seconds per token.
     fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
     return sum(map(sum, lengths)) * fastest / replicas

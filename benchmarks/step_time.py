@@ -1,4 +1,4 @@
-"""Time of a training step by phase, compared with a bare Megatron-Core step and TRL on the same work.
+"""Time of a training step by phase, compared with bare Megatron-Core and TRL on the same workload.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
                                   [--without step,trl,learn] [--continuous-batching]
@@ -224,7 +224,7 @@ class Bench:
         seconds: Sequence[float],
         lengths: Sequence[float],
     ) -> dict[str, list[float]]:
-        """Return samples and response tokens per second: lengths are drawn anew by each, so both count."""
+        """Return samples and response tokens per second. Each method draws its own lengths, so both count."""
 
         samples = [self.work.rows / value for value in seconds]
         tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]

@@ -36,7 +36,7 @@ CLUSTER = "H100-80GB"
 
 
 class Case(NamedTuple):
-    """One plan: a model, the layout of its actor, and that of the engine on the same ranks."""
+    """Case of one plan: a model, and the layouts of actor and engine on the same ranks."""
 
     model: str
     actor: str

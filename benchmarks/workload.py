@@ -1,4 +1,4 @@
-"""Work that step_time.py gives to every method: model, prompts, reward, and varying lengths.
+"""Workload of step_time.py, equal for all methods: model, prompts, reward and response lengths.
 
 The weights are random, with one exception: the probability of ending a response is nearly the same at every
 token, so that lengths are spread as in a trained model. One dimension of the residual stream is a

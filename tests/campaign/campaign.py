@@ -1,4 +1,4 @@
-"""Test the guarantees of a run on many generated cases, of the `KINDS` below.
+"""Test the guarantees of a run on many generated cases of each kind in `KINDS`.
 
     launch/campaign.sh [KIND|all] [--count N] [--seed S] [--out DIR]
 
@@ -64,7 +64,7 @@ OUTCOMES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One trial, described by JSON values: equal cases are the same trial."""
+    """Trial that JSON values describe: equal cases are the same trial."""
 
     name: str
     """Unique in its kind and seed."""

@@ -1,4 +1,4 @@
-"""Train combinations of features that the other tests train one by one.
+"""Train combinations of features; the other tests train each feature alone.
 
 A case draws a model family, a number of ranks, some of `FEATURES`, and a layout for each role. If `check`
 refuses it, the error has to be clear. If `check` says READY, the run trains, and then:

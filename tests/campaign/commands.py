@@ -1,4 +1,4 @@
-"""Run the package's commands on a tiny run of `combinations`: write, check, train, read."""
+"""Write, check and train tiny runs of `combinations`, and run the commands that read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fork processes that would otherwise execute Python: torchrun and its ranks then start at once.
+"""Start torchrun and its ranks by forking this process, which saves the imports of a new interpreter.
 
 A rank needs a dozen seconds of processor time for its imports alone. torchrun is the real one, with its
 agent, restarts and signals, and so are its ranks; only their processes are created in another way.

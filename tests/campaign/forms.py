@@ -1,4 +1,4 @@
-"""The quickstart's data in other forms: Parquet, chats, tools, nested fields, tests of programs.
+"""Write the quickstart's data in other forms: Parquet, chats, tools, nested fields, tests of programs.
 
 ``python -m tests.campaign.forms DIRECTORY`` writes one folder per form beside the data in ``DIRECTORY``.
 """

@@ -151,7 +151,7 @@ def _shorten(run: Path, target: Path) -> None:
 
 
 def read(trial: Trial) -> Result | bool:
-    """Run the commands that read a run; its newest checkpoint must export to the run's own export."""
+    """Check the commands that read a run, and that its newest checkpoint exports to the run's own export."""
     out = trial.folder / "read"
     commands = {
         "report": ["report", str(trial.run)],

@@ -21,7 +21,7 @@ ANYWHERE = "http://judge"
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of requests for rewards and for judgements."""
+    """HTTP handler of requests for rewards and for an LLM judge's responses."""
 
     protocol_version = "HTTP/1.1"
     request_counts: ClassVar[Counter[bytes]] = Counter()
@@ -77,7 +77,7 @@ def reward(sample: dict[str, Any], path: str) -> Any:
 
 
 def judgement(question: str) -> str:
-    """Return the judge's text for a question; one in seven has no verdict."""
+    """Return the judge's response to a question; one response in seven has no verdict."""
     if len(question) % 7 == 0:
         return "I cannot say."
     return f"So it is.\nScore: {len(set(question)) % 11 / 10}"
