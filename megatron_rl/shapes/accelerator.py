@@ -167,23 +167,25 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "fused",
         "Transformer Engine's layers in half precision",
         lambda role: role.sets_attention_backend and role.attention_kernel != "flash",
-        "without a fused kernel Transformer Engine raises, instead of keeping the scores of whole rows",
+        "without a fused kernel Transformer Engine raises an error, instead of storing the attention scores "
+        "of complete rows",
     ),
     AcceleratorDefault(
         MEGATRON,
         "attention_backend",
         "flash",
-        "the same before compute capability 9.0, with flash-attn installed",
+        "Transformer Engine's layers in half precision below compute capability 9.0, with flash-attn "
+        "installed",
         lambda role: role.sets_attention_backend and role.attention_kernel == "flash",
-        "cuDNN has no kernel for packed rows there",
+        "cuDNN has no fused kernel for packed rows on these GPUs",
     ),
     AcceleratorDefault(
         LAYERS,
         "core_attention",
         "torch",
-        "Transformer Engine's layers in half precision where it has no fused kernel",
+        "Transformer Engine's layers in half precision without a fused kernel",
         lambda role: role.fused and role.half_precision and role.attention_kernel == "torch",
-        "torch's varlen_attn is FlashAttention and part of torch",
+        "torch's varlen_attn is FlashAttention and needs no further package",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -191,7 +193,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "Transformer Engine's layers",
         lambda role: role.fused,
-        "weight gradients are added to the float32 buffer inside the matrix product",
+        "the matrix product adds weight gradients directly to the float32 buffer",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -199,7 +201,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "Transformer Engine's layers without latent attention",
         lambda role: role.fused and all(mixer.fuses_rotary for mixer in role.shape.mixers),
-        "one kernel rotates queries and keys, instead of five passes over them",
+        "one kernel rotates queries and keys instead of five passes over them",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -207,7 +209,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "experts in Transformer Engine's layers",
         lambda role: role.fused and role.shape.experts > 0,
-        "tokens are sorted by expert in one kernel, and their order stays on the device",
+        "one kernel sorts tokens by expert, and their order stays on the device",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -215,7 +217,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "experts in Transformer Engine's layers without routing replay",
         lambda role: role.fused and role.shape.experts > 0 and not role.replays_routing,
-        "scores, groups and the top-k are one kernel",
+        "one kernel computes scores, groups and the top-k",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -223,7 +225,7 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "shared experts in Transformer Engine's layers with expert parallelism, without adapters",
         lambda role: role.fused and role.shape.shared_width and role.layout.expert > 1 and not role.adapted,
-        "shared experts compute while tokens travel to the others",
+        "shared experts are computed while tokens are sent to the routed experts",
     ),
     AcceleratorDefault(
         MEGATRON,
@@ -231,15 +233,15 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         False,
         "pipeline parallelism without virtual stages",
         lambda role: role.layout.pipeline > 1 and role.layout.virtual_pipeline == 1,
-        "waiting for the device after every transfer works around a fault of older versions of PyTorch",
+        "waiting for the device after every transfer only works around a bug of older PyTorch versions",
     ),
     AcceleratorDefault(
         DDP,
         "overlap_grad_reduce",
         True,
-        "every role that learns",
+        "every trained role",
         lambda role: True,
-        "gradients are reduced while others are computed",
+        "gradients are reduced while the gradients of other layers are computed",
     ),
     AcceleratorDefault(
         DDP,
@@ -247,15 +249,15 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         True,
         "a distributed optimizer",
         lambda role: role.distributed,
-        "weights are gathered while the forward pass uses earlier ones",
+        "weights are gathered while the forward pass computes earlier layers",
     ),
     AcceleratorDefault(
         ENVIRONMENT,
         "PYTORCH_ALLOC_CONF",
         "expandable_segments:True",
-        "no vLLM with all-reduce of its own in CUDA graphs",
+        "unless vLLM captures its own all-reduce in CUDA graphs",
         lambda job: not job.captures_all_reduce,
-        "rows of any length leave no gaps in memory",
+        "rows of different lengths do not fragment the memory",
     ),
     AcceleratorDefault(
         ENVIRONMENT,
@@ -263,17 +265,18 @@ DEFAULTS: tuple[AcceleratorDefault, ...] = (
         "1",
         "tensor or context parallelism",
         lambda job: any(layout.tensor * layout.context > 1 for layout in job.layouts.values()),
-        "communication starts before the product that hides it; alone it would only hold kernels back",
+        "communication starts before the matrix product that it overlaps with; without communication the "
+        "setting would only delay kernels",
     ),
 )  # fmt: skip
 """All defaults; at most one of the rows with the same key applies."""
 
 STAYS_OFF: Mapping[str, str] = {
-    "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
-    "which stages and restored runs need; it would save 2 bytes a parameter",
-    "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, for rows of one length",
-    "cuda_graph_impl": "a graph has fixed shapes, and packed micro-batches differ in length",
-    "moe_token_dispatcher_type: flex": "DeepEP and HybridEP are packages of their own",
+    "use_precision_aware_optimizer": "Megatron does not update its main weights after the model's weights "
+    "are overwritten, as later stages and resumed runs do; it would save 2 bytes per parameter",
+    "tp_comm_overlap": "only Megatron-LM's training script allocates its buffers, for rows of one length",
+    "cuda_graph_impl": "CUDA graphs need fixed shapes, and packed micro-batches differ in length",
+    "moe_token_dispatcher_type: flex": "it needs DeepEP or HybridEP, which are separate packages",
 }
 """Settings that other projects use for speed and that stay off here -> reason."""
 

@@ -64,11 +64,11 @@ class TensorLocation:
     end: int = 0
     """Row after the last row."""
     step: int = 1
-    """Distance of two neighbouring rows."""
+    """Distance between two successive rows."""
     transposed: bool = False
     """Whether rows of the located tensor are columns of the stored tensor."""
     blocks: bool = False
-    """Whether a row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
+    """Whether a row is stored in blocks of mxfp4, with two 4-bit numbers in each byte."""
 
     def shape(self, stored_shape: Shape) -> Shape:
         """Return the shape of the located tensor, given the shape of the stored tensor."""

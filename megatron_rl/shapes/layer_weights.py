@@ -71,7 +71,7 @@ class Source:
     heads: int = 0
     """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
     engine_copies: int = 1
-    """Times that vLLM stores the tensor: 2 for keys that are values too."""
+    """Number of times that vLLM stores the tensor: 2 for keys that are also the values."""
 
     @property
     def elements(self) -> int:
@@ -85,7 +85,7 @@ class Source:
 
     @property
     def end(self) -> int:
-        """Return the row of the checkpoint tensor at which the source ends."""
+        """Return the row of the checkpoint tensor after the source's last row."""
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
     def row_ranges(self, begin: int, count: int) -> Iterator[tuple[int, int]]:

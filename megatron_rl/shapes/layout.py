@@ -346,18 +346,18 @@ def _replica_problems(layout: ParallelLayout, smallest_world: int | None) -> lis
 
     ``smallest_world``: smallest number of processes that every role's sizes divide, or None if unknown.
     """
-    copy_ranks = layout.model_ranks
-    if layout.size % copy_ranks == 0:
+    replica_ranks = layout.model_ranks
+    if layout.size % replica_ranks == 0:
         return []
 
-    if copy_ranks == layout.tensor:
+    if replica_ranks == layout.tensor:
         # Tensor parallelism alone: the largest size that divides the ranks is a complete fix.
-        sizes_text = f"tensor {copy_ranks}"
+        sizes_text = f"tensor {replica_ranks}"
         key = f"{layout.path}.tensor"
-        size_fix = f"set {key} to {math.gcd(copy_ranks, layout.size)}"
+        size_fix = f"set {key} to {math.gcd(replica_ranks, layout.size)}"
     else:
         sizes = [("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)]
-        sizes_text = f"{_format_product(sizes, always=('tensor', 'pipeline'))} = {copy_ranks}"
+        sizes_text = f"{_format_product(sizes, always=('tensor', 'pipeline'))} = {replica_ranks}"
         key = layout.path
         size_fix = f"choose sizes whose product divides {layout.size}"
 
@@ -365,9 +365,9 @@ def _replica_problems(layout: ParallelLayout, smallest_world: int | None) -> lis
         UserError(
             f"{sizes_text} does not divide {_format_rank_count(layout)}",
             where=key,
-            expected=f"a number of ranks divisible by {copy_ranks}, the ranks of one copy of the model",
+            expected=f"a number of ranks divisible by {replica_ranks}, the ranks of one copy of the model",
             got=_format_rank_count(layout),
-            fix=f"start {smallest_world or copy_ranks} processes or a multiple of it, or {size_fix}",
+            fix=f"start {smallest_world or replica_ranks} processes or a multiple of it, or {size_fix}",
         )
     ]
 
@@ -489,14 +489,14 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         sizes += f" x virtual_pipeline {virtual}"
         key = f"{layout.path}.virtual_pipeline"
 
-    # Without settings for uneven stages the sizes of the layout are wrong, with them the settings are.
+    # Report the settings for uneven stages if there are any, otherwise the sizes of the layout.
     if not explicit_settings:
         divisors = [number for number in range(1, layers + 1) if layers % number == 0]
         expected = f"a divisor of {layers}: {', '.join(map(str, divisors[:LISTED_DIVISORS]))}"
         got = str(stages * virtual)
         fix = "choose one of these"
     else:
-        expected = f"no sizes of stages, or {layers} layers in the single stage"
+        expected = f"no stage sizes, or {layers} layers in the single stage"
         if stages > 1:
             expected = "equal stages between the first and the last, each divisible by virtual_pipeline"
         got = ", ".join(f"{name}: {value}" for name, value in explicit_settings.items())

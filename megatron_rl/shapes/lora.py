@@ -197,7 +197,7 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
-    """Return the linear layers with adapters by default; in a mixture of experts only attention."""
+    """Return the linear layers with adapters by default: in a mixture of experts only attention has them."""
     targets: tuple[str, ...] = TARGETS
     if shape.experts:
         targets = ATTENTION

@@ -107,9 +107,9 @@ def saved_activation_bytes(
     """Return the bytes that one layer saves for the backward pass, per token of a micro-batch on a rank.
 
     ``fused`` selects Transformer Engine's layers, otherwise this package's plain layers. ``full``
-    recomputation saves only the layer's input. ``selective`` recomputes the core of attention. Flash
-    attention saves only the output of the core, so with it ``selective`` saves as much as ``none``. Routed
-    tokens are assumed to spread evenly over experts.
+    recomputation saves only the layer's input. ``selective`` recomputes core attention. Flash attention saves
+    only the output of core attention, so with it ``selective`` saves as much as ``none``. Routed tokens are
+    assumed to spread evenly over experts.
     """
     # Full recomputation repeats the forward pass from the layer's input.
     if recompute == "full":
@@ -188,9 +188,15 @@ class LayerImplementation:
         ``recompute`` overrides the field of the same name. See `saved_activation_bytes`.
         """
         return saved_activation_bytes(
-            shape, block, layout.tensor, layout.expert_tensor, layout.token_shards, recompute,
-            self.dtype_bytes, self.fused,
-        )  # fmt: skip
+            shape,
+            block,
+            layout.tensor,
+            layout.expert_tensor,
+            layout.token_shards,
+            recompute,
+            self.dtype_bytes,
+            self.fused,
+        )
 
     def local_layer(self, shape: ModelShape, layout: ParallelLayout) -> LocalLayer:
         """Return the properties of a layer of this implementation on one rank of ``layout``."""

@@ -391,22 +391,22 @@ class ModelShape:
     @cached_property
     def tensor_count(self) -> int:
         """Count the tensors of the checkpoint; a fused tensor counts once per source."""
-        layers = 0
+        layer_tensors = 0
         for block, count in self._block_counts.items():
             for weight in self._weights[block]:
                 copies = 1
                 if weight.expert:
                     copies = self.experts
-                layers += count * copies * len(weight.sources)
+                layer_tensors += count * copies * len(weight.sources)
 
         # Outside the layers: embedding, final norm, output layer, learned positions.
-        return layers + 1 + self._norm_tensors + (not self.tied) + (self.learned_positions > 0)
+        return layer_tensors + 1 + self._norm_tensors + (not self.tied) + (self.learned_positions > 0)
 
     def attention_flops(self, context: float) -> float:
         """Return the forward FLOPs of one token's mixers in all layers at a mean context length.
 
-        ``context`` is the number of keys that the token attends to: s for the full convention, s/2 for a
-        causal mask. The products of projections are not counted.
+        ``context`` is the number of keys that the token attends to: the sequence length without a mask, half
+        of it with a causal mask. Projections are not counted.
         """
         total_flops = 0.0
         for layer_count, sliding_count, flops_per_key, flops_per_token in self._mixer_flops:

@@ -136,7 +136,7 @@ def is_base_model(repo: str) -> bool:
 
 
 def _source_repo(preset: Mapping[str, Any]) -> str | None:
-    """Return the Hub repository from which a preset's config.json is, or None."""
+    """Return the Hub repository of a preset's config.json, or None if the preset has no repository."""
     match = _PRESET_SOURCE.match(str(preset["source"]))
     if match is None:
         return None
@@ -252,6 +252,7 @@ def list_untrainable_features(shape: ModelShape) -> list[str]:
     for field, untrainable_value, noun in _UNTRAINABLE_FEATURES:
         value = getattr(shape, field)
         has_feature = value == untrainable_value
+        # None stands for any true value.
         if untrainable_value is None:
             has_feature = bool(value)
         if has_feature:

@@ -216,7 +216,7 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
     return UserError(
         f"the scales {name} do not belong to their weight",
         where=file,
-        expected=f"the blocks of config.json in a weight of {list(weight)}, or a scale per row or tensor",
+        expected=f"a scale per block of config.json, per row or per tensor of a weight of {list(weight)}",
         got=str(list(scales)),
         fix="use the config.json that belongs to these weights",
     )
@@ -231,7 +231,7 @@ def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> Us
     if scales is not None:
         got = f"blocks {list(blocks)} with scales {list(scales)}"
     return UserError(
-        f"the blocks {name} have no scales of their shape",
+        f"the blocks of mxfp4 in {name} do not have one scale each",
         where=file,
         expected=f"blocks of {MXFP4_BLOCK // 2} bytes, with a scale of 1 byte for each",
         got=got,

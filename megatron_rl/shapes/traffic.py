@@ -226,7 +226,7 @@ class SharedBytes:
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Return, by node, the bytes of each replica rank's weights that its actor ranks have together."""
+        """Return, by node, the bytes of each replica rank's weights on the actor ranks of the node."""
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
             shards_of_node[rank // gpus_per_node] |= shards
@@ -486,16 +486,16 @@ class _Engine:
         replicated_experts: list[list[int]] = []
         experts: dict[tuple[int, int], list[int]] = {}
         experts_per_rank = self.shape.experts // trainer.expert
-        one_expert = self._count_expert_bytes(_sharded_weights(routed_weights), trainer.expert_tensor)
-        (one_replicated,) = self._count_expert_bytes(_replicated_weights(routed_weights), 1)
+        expert_bytes = self._count_expert_bytes(_sharded_weights(routed_weights), trainer.expert_tensor)
+        (replicated_expert_bytes,) = self._count_expert_bytes(_replicated_weights(routed_weights), 1)
         for expert in range(trainer.expert):
             local_experts = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
             expert_counts = [
                 self._count_common_experts(local_experts, engine_rank)
                 for engine_rank in range(self.replica_size)
             ]
-            replicated_experts.append(_multiply_lists(expert_counts, one_replicated))
-            for expert_tensor, sizes in enumerate(one_expert):
+            replicated_experts.append(_multiply_lists(expert_counts, replicated_expert_bytes))
+            for expert_tensor, sizes in enumerate(expert_bytes):
                 experts[expert, expert_tensor] = _multiply_lists(expert_counts, sizes)
 
         (replicated_bytes,) = self._common_bytes(_replicated_weights(dense_weights), 1)
@@ -515,6 +515,8 @@ class _Engine:
         if not self.whole_experts:
             return self._common_bytes(weights, trainer_ranks)
         complete_bytes = replace(self, replica_size=1)._common_bytes(weights, trainer_ranks)
+
+        # Every engine rank has the same bytes of a complete expert: repeat the single column.
         return [sizes * self.replica_size for sizes in complete_bytes]
 
     def _count_common_experts(self, trainer_experts: range, engine_rank: int) -> int:
@@ -672,7 +674,7 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
     rows = len(costs)
     columns = len(costs[0])
     if rows != columns * capacity:
-        raise ValueError(f"{rows} rows do not fill {columns} places of {capacity}")
+        raise ValueError(f"{rows} rows do not fill {columns} columns of {capacity} rows")
 
     # Search for the smallest limit on the largest cost under which an assignment exists.
     limits = sorted(set(chain.from_iterable(costs)))
@@ -705,7 +707,10 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
 
 
 def _is_assignable(costs: Sequence[Sequence[int]], capacity: int, limit: int) -> bool:
-    """Return whether all rows fit in columns with costs of at most ``limit`` (augmenting paths)."""
+    """Return whether every row can be assigned to a column at a cost of at most ``limit``.
+
+    A column takes at most ``capacity`` rows. The assignment is built with augmenting paths.
+    """
     # Rows that are assigned to each column.
     assigned_rows: list[list[int]] = [[] for _ in costs[0]]
 

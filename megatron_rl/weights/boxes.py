@@ -94,7 +94,10 @@ class _Overlap(NamedTuple):
     """Ranks that need the destination box."""
 
 
-def compute_regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
+def compute_regions(
+    sources: Sequence[BoxGroup],
+    destinations: Sequence[BoxGroup],
+) -> list[Region]:
     """Compute the regions that cover every destination box exactly once.
 
     Tensors keep the order of the destinations; the regions of a tensor are sorted by start. Equal tuples of
@@ -377,7 +380,10 @@ class BoxIndex:
         return inner_boxes
 
 
-def split_expert_boxes(boxes: Iterable[TensorBox], expert_storage: FusedExperts | None) -> list[TensorBox]:
+def split_expert_boxes(
+    boxes: Iterable[TensorBox],
+    expert_storage: FusedExperts | None,
+) -> list[TensorBox]:
     """Replace the boxes of fused expert tensors by boxes of one tensor per expert; keep all other boxes.
 
     ``expert_storage`` describes the fused tensors; None for a model with one tensor per expert. A box must
@@ -411,11 +417,12 @@ def _expert_box(
         dims.reverse()
     output_dim, *inner_dims = dims
     box_begin = box.start[output_dim]
+    box_end = box_begin + box.size[output_dim]
     output_stride = box.stride[output_dim]
 
     # Indices of the expert's outputs in the fused tensor, up to the end of the box. Outputs before the start
     # of the box are skipped: `first_output` is the first one inside it.
-    outputs = range(location.begin, box_begin + box.size[output_dim], location.step)
+    outputs = range(location.begin, box_end, location.step)
     if location.step == 1:
         outputs = range(location.begin, location.end)
     first_output = max(0, -(-(box_begin - location.begin) // location.step))
@@ -426,14 +433,17 @@ def _expert_box(
     assert location.expert is not None
     expert_offset = (location.expert - box.start[0]) * box.stride[0]
     skipped_offset = (outputs[first_output] - box_begin) * output_stride
+    inner_start = [box.start[dim] for dim in inner_dims]
+    inner_size = [box.size[dim] for dim in inner_dims]
+    inner_stride = [box.stride[dim] for dim in inner_dims]
     yield TensorBox(
         name,
-        start=(first_output, *(box.start[dim] for dim in inner_dims)),
-        size=(num_outputs, *(box.size[dim] for dim in inner_dims)),
+        start=(first_output, *inner_start),
+        size=(num_outputs, *inner_size),
         rank=box.rank,
         storage=box.storage,
         offset=box.offset + expert_offset + skipped_offset,
-        stride=(output_stride * location.step, *(box.stride[dim] for dim in inner_dims)),
+        stride=(output_stride * location.step, *inner_stride),
     )
 
 

@@ -288,7 +288,7 @@ class Execution:
         views = self._destination_views(region)
         first_checksum, *copy_checksums = [BoxChecksum(view, region.start, region.dtype) for view in views]
 
-        # Each copy in a further storage is added once, and the first is subtracted once more for it.
+        # Each further storage adds its checksum with weight 1, and lowers the weight of the first one by 1.
         receiver_number = region.receivers.index(self._rank) + 1
         terms = [_Term(region_index, False, -receiver_number - len(copy_checksums), first_checksum)]
         for checksum in copy_checksums:

@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, compute_regions, needed_bytes
+from megatron_rl.weights.boxes import (
+    BoxGroup,
+    BoxIndex,
+    Region,
+    compute_regions,
+    needed_bytes,
+)
 from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
 from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, largest_message_bytes
 
@@ -89,7 +95,10 @@ class ReshardPlan:
             peers_by_rank[receiver].add(sender)
         return {rank: len(rank_peers) for rank, rank_peers in peers_by_rank.items()}
 
-    def bytes_inside_and_across_nodes(self, node_of: Mapping[int, int]) -> tuple[int, int]:
+    def bytes_inside_and_across_nodes(
+        self,
+        node_of: Mapping[int, int],
+    ) -> tuple[int, int]:
         """Return the sent bytes (inside nodes, across nodes); ``node_of`` maps a rank to its node."""
         intra_node = 0
         inter_node = 0
@@ -188,10 +197,9 @@ def schedule_phases(
 ) -> Schedule:
     """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
 
-    The first candidate has as many pairs per phase as can have messages of ``message_bytes``, and sends large
-    regions without staging. If a rank then has more than `MAX_MESSAGES` messages, later candidates pack
-    larger regions together. If that is not enough, they have fewer pairs per phase, which makes messages
-    larger.
+    The first schedule has the largest number of pairs per phase with messages of at least ``message_bytes``,
+    and sends large regions without staging. If a rank then has more than `MAX_MESSAGES` messages, larger
+    regions are packed together. If that is not enough, phases get fewer pairs, so that messages are larger.
     """
     round_by_pair = _assign_rounds(plan.pair_bytes)
     size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
@@ -259,10 +267,10 @@ def _assign_rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     for sender, receiver in largest_first:
         occupied_mask = send_masks[sender] | receive_masks[receiver]
         # The lowest bit that is not set.
-        first_free = ~occupied_mask & (occupied_mask + 1)
-        send_masks[sender] |= first_free
-        receive_masks[receiver] |= first_free
-        round_by_pair[sender, receiver] = first_free.bit_length() - 1
+        free_bit = ~occupied_mask & (occupied_mask + 1)
+        send_masks[sender] |= free_bit
+        receive_masks[receiver] |= free_bit
+        round_by_pair[sender, receiver] = free_bit.bit_length() - 1
     return round_by_pair
 
 
@@ -450,7 +458,8 @@ def _split_into_bundles(group: Sequence[Region], shares: SharesByReceiver) -> It
         bundle_starts.update(starts)
 
     current_senders: dict[int, int] = {}
-    for first, end in itertools.pairwise([*sorted(bundle_starts), len(group)]):
+    bounds = [*sorted(bundle_starts), len(group)]
+    for first, end in itertools.pairwise(bounds):
         for receiver, starts in sender_starts.items():
             if first in starts:
                 current_senders[receiver] = starts[first]

@@ -41,7 +41,7 @@ class _SourceBox:
     offset: int
     """Position of the box's first element in the storage, in elements."""
     stride: tuple[int, ...]
-    """Distance of two neighbours of each dimension in the storage, in elements."""
+    """Distance in the storage between neighbouring elements of each dimension, in elements."""
 
 
 class _Axis(NamedTuple):
@@ -50,11 +50,11 @@ class _Axis(NamedTuple):
     dim: int | None
     """Dimension of the source tensor; None for a broadcast dimension."""
     step: int
-    """Distance of two neighbours in the source tensor, in coordinates of ``dim``."""
+    """Distance between neighbouring elements in the source tensor, in coordinates of ``dim``."""
     length: int
     """Number of elements."""
     destination_stride: int
-    """Distance of two neighbours in the destination's storage, in elements."""
+    """Distance between neighbouring elements in the destination's storage, in elements."""
 
 
 _COPYING_OPS = {
@@ -388,8 +388,8 @@ def _find_axes(
     for axis in axes:
         if axis.dim is not None:
             last_coordinates[axis.dim] += axis.step * (axis.length - 1)
-    for position, size in zip(last_coordinates, source_box.size, strict=True):
-        if position >= size:
+    for coordinate, size in zip(last_coordinates, source_box.size, strict=True):
+        if coordinate >= size:
             raise TraceError(f"a view of {source_box.name!r} crosses the edges of its dimensions")
 
     # Convert from coordinates in the box to coordinates in the source tensor.

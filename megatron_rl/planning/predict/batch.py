@@ -44,7 +44,7 @@ class ResponseLengths:
         """Return the mean of the squared response length, in tokens squared."""
         if self.scale is None:
             return self.limit**2
-        # Second moment of the exponential distribution with its tail at the limit.
+        # Second moment of min(X, limit), where X is exponential with this scale.
         ratio = self.limit / self.scale
         return 2.0 * self.scale**2 * (1.0 - (1.0 + ratio) * exp(-ratio))
 

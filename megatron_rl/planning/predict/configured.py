@@ -151,10 +151,10 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
         raise UserError(
             "this configuration cannot be planned",
             where="CONFIG",
-            expected="steps of reinforcement learning in half precision, an engine in the ranks, and the "
-            "model's config.json",
+            expected="reinforcement learning in half precision with an engine in the ranks, and the model's "
+            "config.json",
             got=f"job {config.job}, {dtype}, engine {config.rollout.engine}, model {config.model.path}",
-            fix="plan MODEL --gpus N searches without a configuration; copy config.json into model.path",
+            fix="plan without a configuration: plan MODEL --gpus N, or copy config.json into model.path",
         )
 
     # The search places one model for each of its roles.
@@ -200,7 +200,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> PlacementPr
 
 
 def layout_overrides(problem: PlacementProblem, plan: PlacementPlan, report: CheckReport) -> tuple[str, ...]:
-    """Return the overrides with which a checked configuration has the layout of a plan."""
+    """Return the overrides that give a checked configuration the layout of a plan."""
     config = report.config
     settings = plan_settings(problem, plan, Paths(config.model.path))
     layout_values: dict[str, Any] = {

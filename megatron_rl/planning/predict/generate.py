@@ -47,7 +47,7 @@ class RolloutLayout:
     memory_fraction: float = 0.6
     """Fraction of a GPU's memory that the engine reserves."""
     engine: str = "current"
-    """Name of the engine's constants."""
+    """Name of the engine's constants in constants.json."""
 
     @property
     def gpus(self) -> int:
@@ -92,29 +92,30 @@ class DecodeCost:
     hit_probability: float
     """Mean probability that a sequence is routed to a given expert."""
     load_spread: float
-    """Standard deviation of an expert's load over its mean."""
+    """Standard deviation of an expert's load, relative to the mean load."""
     pipeline: int
     """Number of pipeline stages, over which the sequences are divided."""
 
     def seconds(self, batch: float, context: float) -> float:
-        """Return the seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
-        batch = batch / self.pipeline
+        """Return the seconds of one step of ``batch`` sequences with ``context`` cached tokens on average."""
+        # The pipeline stages compute different sequences at the same time.
+        sequences = batch / self.pipeline
         weight_seconds = self.dense_weights
         if self.expert_weights:
-            hits = max(1.0, batch) * self.hit_probability
+            hits = max(1.0, sequences) * self.hit_probability
             weight_seconds += self.expert_weights * fraction_of_experts_read(hits, self.load_spread)
         # Matrix products overlap with reading the weights, so the slower of the two counts.
-        read_or_compute = max(weight_seconds, self.compute_per_sequence * batch)
-        cache_seconds = self.per_cached_token * batch * context
-        return self.fixed + self.per_sequence * batch + cache_seconds + read_or_compute
+        slower_seconds = max(weight_seconds, self.compute_per_sequence * sequences)
+        cache_seconds = self.per_cached_token * sequences * context
+        return self.fixed + self.per_sequence * sequences + cache_seconds + slower_seconds
 
 
 def fraction_of_experts_read(hits: float, spread: float) -> float:
     """Return the fraction of experts that a step reads if ``hits`` sequences use an expert on average.
 
-    Expert loads are gamma-distributed with ``spread`` as standard deviation over mean, and the hits of an
-    expert are Poisson-distributed: popular experts have many hits, and other experts are not read. Without
-    spread the fraction is 1 - exp(-hits).
+    Expert loads are gamma-distributed, with a standard deviation of ``spread`` times the mean, and the hits
+    of an expert are Poisson-distributed: popular experts have many hits, and other experts are not read.
+    Without spread the fraction is 1 - exp(-hits).
     """
     if not spread:
         return 1.0 - exp(-hits)

@@ -175,7 +175,8 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
     """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
-    Bytes are counted by kernel: norms and residuals, rotary angles and heads, the activation, permutations.
+    The kernels are norms, residual additions, rotary embeddings, copies of heads, the activation, and
+    permutations of routed tokens.
     ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of ranks over which the tokens of
     norms are sharded (sequence parallelism).
     """
@@ -383,7 +384,7 @@ class TrainChoice:
     lora: Lora | None = None
     """Adapters that are trained instead of the weights, or None if the weights are trained."""
     exchanges_heads: bool = True
-    """Whether context-parallel ranks exchange heads around attention, or else gather keys and values."""
+    """Whether context-parallel ranks exchange heads around attention instead of gathering keys and values."""
 
     @property
     def layers(self) -> LayerImplementation:
@@ -678,12 +679,12 @@ def predict_optimizer_step(
 
 
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
-    """Return the factor by which uneven routing slows every layer: the largest load of a rank over the mean.
+    """Return the factor by which uneven routing slows every layer: a rank's largest load / the mean load.
 
     Pretraining benchmarks force an even load; reinforcement learning does not. ``spread`` is the standard
-    deviation of an expert's load over its mean. For an expert-parallel rank with E / ep experts the deviation
-    is spread / sqrt(E / ep), and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean
-    (expected maximum of normal variables).
+    deviation of an expert's load, relative to the mean. For an expert-parallel rank with E / ep experts the
+    deviation is spread / sqrt(E / ep), and the largest of ep such loads is sqrt(2 ln ep) deviations above the
+    mean (expected maximum of normal variables).
     """
     if not model.experts or layout.expert == 1:
         return 1.0
@@ -771,8 +772,8 @@ def peak_training_memory(
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
     """Combine the memories of a role's pipeline stages: the fullest stage, and the largest states."""
     fullest_memory = max(memories, key=lambda memory: memory.total)
-    most_states = max(memory.states for memory in memories)
-    return RoleMemory(replace(fullest_memory, overhead=RUNTIME_BYTES), most_states)
+    max_state_bytes = max(memory.states for memory in memories)
+    return RoleMemory(replace(fullest_memory, overhead=RUNTIME_BYTES), max_state_bytes)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:

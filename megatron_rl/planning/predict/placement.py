@@ -110,7 +110,7 @@ class PlacementProblem:
     lora: Lora | None = None
     """Adapters of the actor that are trained instead of its weights, or None."""
     engine: str = "current"
-    """Name of the engine's constants."""
+    """Name of the engine's constants in constants.json."""
     sync_seconds: SyncSeconds = planned_sync_seconds
     """Prediction of a weight sync."""
     memory_fraction: float | None = None
@@ -124,7 +124,7 @@ class PlacementProblem:
     context_parallel: bool = False
     """Whether rows may be sharded over context-parallel ranks."""
     exchanges_heads: bool = True
-    """Whether context-parallel ranks exchange heads around attention, or else gather keys and values."""
+    """Whether context-parallel ranks exchange heads around attention instead of gathering keys and values."""
     shared_stage_split: bool = True
     """Whether all roles have the same split into uneven pipeline stages: a configuration has only one."""
     max_pipeline: int = MAX_PIPELINE

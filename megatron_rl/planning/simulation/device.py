@@ -351,7 +351,7 @@ def _patch_accelerator_functions() -> Iterator[None]:
             flash_attention = _aten._scaled_dot_product_flash_attention
             return flash_attention(query, key, value, dropout, causal, scale=scale)[0]
 
-        # The kernel with a mask adds it to the scores, in their dtype.
+        # The kernel for masks takes the mask as a bias, which it adds to the scores in their dtype.
         bias = None
         if mask is not None:
             bias = torch.zeros_like(mask, dtype=query.dtype)
@@ -367,7 +367,7 @@ def _patch_accelerator_functions() -> Iterator[None]:
         )[0]
 
     def tensor_of_values(data: Any, **options: Any) -> Tensor:
-        """Create a tensor from ``data``; scalars on the device are read first, which counts them."""
+        """Create a tensor from ``data``, and count a read for each scalar on the device."""
         return torch_tensor(_host_values(data), **options)
 
     setattr(functional, _ATTENTION, fused_attention)

@@ -150,7 +150,7 @@ class Attention(Mixer):
         """Count the elements per token of a rank's queries, keys, values and outputs."""
         heads = shape.heads / tensor
         kv_heads = self.key_value_heads(shape) / tensor
-        # If the context size does not divide the key-value heads, they are repeated for every head.
+        # If the context size does not divide the key-value heads, they are repeated for every query head.
         if kv_heads % context:
             kv_heads = heads
         return (heads + kv_heads) * 2 * self.key_size(shape)
@@ -244,8 +244,8 @@ class Attention(Mixer):
             # Inputs and normalised values in float32.
             norm_elements = 2 * (heads + kv_heads) * head_dim * layer.float32_elements
 
-        # In float32, keys are saved as a view of the complete projection, and queries too if they are
-        # contiguous.
+        # In float32, keys are saved as a view of the complete projection, and so are queries if there are
+        # several key-value heads: queries are contiguous then.
         saves_views = shape.qk_norm and layer.dtype_bytes == 4
         if saves_views:
             viewed_heads = kv_heads

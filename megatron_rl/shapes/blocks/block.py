@@ -41,13 +41,13 @@ class LocalLayer:
     """Bytes of an element of the model's dtype."""
     fused: bool
     """Whether the layer is Transformer Engine's. Otherwise it is a plain Megatron layer with this package's
-    norm and attention, in which only the core of attention is fused."""
+    norm and attention, in which only core attention is fused."""
     recompute: str = "none"
-    """``none``, or ``selective`` to recompute the core of attention: everything between its projections."""
+    """``none``, or ``selective`` to recompute core attention: everything between its projections."""
 
     @property
     def float32_elements(self) -> float:
-        """Return the bytes of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
+        """Return the size of a float32 number in elements of the model's dtype, such as 2 for bfloat16."""
         return 4 / self.dtype_bytes
 
     def plain_norm_elements(self, width: float, output: bool = True) -> float:
@@ -131,7 +131,7 @@ class Mixer(ABC):
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token apart from `flops_per_key`, without projections."""
+        """Return the forward FLOPs of one token that do not depend on its keys, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
@@ -155,7 +155,7 @@ class Mixer(ABC):
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return the further heads that tensor parallelism divides, besides query and key-value heads.
+        """Return the other heads that tensor parallelism shards, besides query and key-value heads.
 
         Keys are plural nouns for errors, values are numbers of heads.
         """

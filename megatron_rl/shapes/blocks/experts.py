@@ -65,9 +65,9 @@ class Experts(FeedForward):
         return shape.experts_per_token * shape.expert_width + shape.shared_width
 
     def saved_elements(self, layer: LocalLayer) -> float:
-        """Count the saved elements per token: of experts, inputs of routed experts, and router."""
+        """Count the saved elements per token of all experts, of routed experts' inputs, and of the router."""
         shape = layer.shape
-        # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
+        # A rank routes its shard of the tokens: all tokens without sequence parallelism.
         experts_per_token = shape.experts_per_token / layer.token_shards
         shared_elements = count_mlp_elements(layer, shape.shared_width / layer.tensor)
         routed_elements = _count_expert_elements(layer) * experts_per_token
@@ -79,21 +79,22 @@ class Experts(FeedForward):
         return shared_elements + routed_elements + (input_elements + router_elements)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of its copies for the routed experts.
+        """Count the elements per token of the copies of a token for its routed experts.
 
-        The copies are sorted, exchanged between ranks, sorted by expert, computed, and combined.
+        Copies exist at once in five states: sorted, exchanged between ranks, sorted by expert, computed, and
+        combined.
         """
         shape = layer.shape
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of hidden states of any feed-forward, plus the output of shared experts."""
-        return 4 + (shape.shared_width > 0)
+        """Return the number of hidden states alive at once, including the output of shared experts."""
+        return super().live_hidden_states(shape) + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the temporary elements per token: unsaved copies of routed tokens, or two gradients.
+        """Count the elements per token of temporary tensors, each as large as a token's copies for experts.
 
-        Only fused layers have the gradients.
+        Plain layers have all states of the copies except the saved one, fused layers have two gradients.
         """
         shape = layer.shape
         copies = ROUTED_COPIES - 1
@@ -166,10 +167,10 @@ def _count_router_elements(layer: LocalLayer) -> float:
         return 2.0 * shape.experts
 
     # Logits of all experts in the model's dtype, and a mask of the selected experts, a byte each.
-    all_experts = shape.experts * (1 + 1 / layer.dtype_bytes)
+    all_expert_elements = shape.experts * (1 + 1 / layer.dtype_bytes)
     # Probabilities and indices of the selected experts: five numbers of 4 bytes for each of them.
-    selected = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
-    return all_experts + selected
+    selected_expert_elements = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
+    return all_expert_elements + selected_expert_elements
 
 
 KIND = Experts

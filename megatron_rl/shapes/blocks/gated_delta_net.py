@@ -89,7 +89,7 @@ class GatedDeltaNet(Mixer):
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token: projections, convolution, repeated heads and outputs.
 
-        Selective recomputation has no effect: a delta net has no core of attention. In fused layers the
+        Selective recomputation has no effect: a delta net has no core attention. In fused layers the
         kernels of flash-linear-attention recompute the states of chunks in the backward pass.
         """
         shape = layer.shape
@@ -116,7 +116,7 @@ class GatedDeltaNet(Mixer):
         return 6.0 * shape.linear_qk * shape.linear_v_head_dim
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a row's float32 state matrices and of its last convolution inputs."""
+        """Return the bytes of a sequence's float32 state matrices and of its last convolution inputs."""
         matrix_bytes = _count_state_elements(shape) * _STATE_BYTES
         conv_input_bytes = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
         return matrix_bytes + conv_input_bytes
