@@ -147,7 +147,7 @@ def stored_shapes(shapes: Mapping[str, Shape], expert_format: FusedExperts | Non
             shape_by_stored_name[name] = shape
             continue
 
-        # The last expert has the highest index, and up ends after gate.
+        # Later tensors overwrite the shape: the last expert has the highest index, and up ends after gate.
         expert_count = location.expert + 1
         if location.transposed:
             shape_by_stored_name[location.name] = (expert_count, shape[1], location.end)

@@ -20,7 +20,7 @@ from megatron_rl.shapes.model import ModelShape
 RUNTIME_BYTES = 5 * 2**30
 """Bytes of a GPU that CUDA, NCCL and allocator fragmentation occupy."""
 NVLINK_PEER_BYTES = 450 * 2**20
-"""Bytes of NCCL's buffers for messages with one more rank of a node.
+"""Bytes of NCCL's buffers for messages with one peer on the same node.
 
 On 8 H100s an all-to-all took 3.3 GB for 7 peers: 32 channels with 10 and 2 MiB each (NVIDIA/nccl issue 1685).
 """
@@ -321,9 +321,9 @@ class OptimizerChoice:
     offload: bool = False
     """Whether optimizer states are in host memory."""
     gradient_bytes: float = 4
-    """Bytes per parameter of its gradient."""
+    """Bytes of the gradient of a parameter."""
     state_bytes: float = 12
-    """Bytes per parameter of its float32 master weight and Adam's two moments."""
+    """Bytes of a parameter's float32 master weight and Adam's two moments."""
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,8 @@ def load_presets() -> Mapping[str, Mapping[str, Any]]:
 def load_shape(reference: str | Mapping[str, Any]) -> ModelShape:
     """Load the shape of a model.
 
-    ``reference``: a text for `find_named_config`, the values of a config.json, or a mapping with such values
-    as ``config`` and with a ``name``.
+    ``reference``: a name or path for `find_named_config`, the content of a config.json, or a mapping with
+    this content as ``config`` and a ``name``.
     """
     if isinstance(reference, Mapping):
         config = reference.get("config", reference)

@@ -330,8 +330,8 @@ def shared_bytes(
 
     ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
     ``settings`` are Megatron's settings for uneven stages. ``whole_experts`` selects vLLM's expert
-    parallelism. With ``lora`` only adapters are sent; tensors that a family fuses into one count with an A
-    each.
+    parallelism. With ``lora`` only adapters are sent; each tensor has a separate A, even if the family fuses
+    it with others.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
@@ -688,8 +688,8 @@ def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
             low = middle + 1
     limit = limits[low]
 
-    # Costs are scaled by more than the number of rows, so that keeping a row in its column (at most 1 per
-    # row) breaks ties only; a pair above the limit costs more than any allowed assignment.
+    # Scale the costs by rows + 1, so that the tie-break, at most 1 per row, decides only between equal sums
+    # of costs. A pair above the limit costs more than any allowed assignment.
     forbidden = (sum(max(row) for row in costs) + 1) * (rows + 1)
     matrix = []
     for index, row in enumerate(costs):

@@ -73,7 +73,7 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 """Groupings of roles that share GPUs, by algorithm; for PPO they include HybridFlow's figure 12."""
 
 _STATE_FACTORS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on the states of an idle role, as multiples of its smallest states; the last value is no limit."""
+"""Limits on an idle role's states, as multiples of its smallest states; the last value means no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05

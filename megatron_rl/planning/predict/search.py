@@ -162,7 +162,11 @@ def rollout_layouts(
     engine: str,
     max_sequences: int | None = None,
 ) -> Iterator[RolloutLayout]:
-    """Yield the rollout layouts on all GPUs by tensor-parallel size; key-value heads may be replicated."""
+    """Yield the rollout layouts on all GPUs, in ascending order of tensor-parallel sizes.
+
+    Key-value heads may be replicated. ``memory_fraction``, ``engine`` and ``max_sequences`` are fields of
+    `RolloutLayout`.
+    """
     for tensor in _POWERS:
         if tensor > gpus or gpus % tensor or model.heads % tensor:
             continue
@@ -230,8 +234,10 @@ def training_front(
     forward pass. A plan is on the front if it has less peak memory, or smaller states between steps, than
     every faster plan. The list is empty if no plan fits.
 
-    ``trained``: whether the model trains, or only runs forward passes. ``even_stages``: whether every
-    pipeline stage must have the same number of layers. ``counter``: counts the layouts that are tried.
+    ``trained``: whether the model trains, or only runs forward passes. ``recomputes``, ``micro_batches``:
+    settings to try. ``offload_allowed``, ``context_allowed``: whether plans may offload the optimizer, or
+    shard rows over context-parallel ranks. ``exchanges_heads``: see `TrainChoice`. ``even_stages``: whether
+    every pipeline stage must have the same number of layers. ``counter``: counts the layouts that are tried.
     """
     counter = counter or SearchCount()
     memory_limit = machine.usable_memory
@@ -320,7 +326,10 @@ def rollout_plans(
     max_sequences: int | None = None,
     counter: SearchCount | None = None,
 ) -> list[RolloutPlan]:
-    """Return the rollout layouts of ``gpus`` GPUs in which the model and a row fit, fastest first."""
+    """Return the rollout layouts of ``gpus`` GPUs in which the model and a row fit, fastest first.
+
+    ``memory_fraction``, ``engine`` and ``max_sequences`` are fields of `RolloutLayout`.
+    """
     plans = []
     for layout in rollout_layouts(model, gpus, memory_fraction, engine, max_sequences):
         # A replica without a row would idle.

@@ -23,7 +23,7 @@ from megatron_rl.shapes.memory import find_representative_stages
 from megatron_rl.shapes.traffic import byte_text
 
 SIMULATED_LAYERS = (
-    "models of plain layers with PyTorch's fused attention, no engine; the estimate is of the same"
+    "plain layers with PyTorch's fused attention, without an engine; the estimate assumes the same"
 )
 _PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
 """Phase of the estimate -> name in the table; during generation the models are idle ("at rest")."""

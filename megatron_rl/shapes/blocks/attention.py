@@ -197,8 +197,8 @@ class Attention(Mixer):
         head_dim = self.key_size(shape)
         heads = shape.heads / layer.tensor
         if shape.sinks:
-            # PyTorch's attention instead: it repeats keys and values for every query head. Four tensors have
-            # one more dimension for the sink, which is padded to a multiple of 8.
+            # Models with sinks use PyTorch's attention, which repeats keys and values for every query head.
+            # Four tensors have one more dimension for the sink, padded to a multiple of 8.
             return heads * (4 * (head_dim + 8) + head_dim)
 
         # Tensors with all query heads: queries and output, the gate, and queries before their norm. Tensors
@@ -238,7 +238,7 @@ class Attention(Mixer):
         if shape.qk_norm:
             norm_elements = layer.plain_norm_elements((heads + kv_heads) * head_dim, output=False)
         if self.value_norm:
-            # The input in float32, and one number of each head.
+            # The input in float32, and one number per head.
             norm_elements += kv_heads * (head_dim + 1) * layer.float32_elements
         if shape.whole_qk_norm:
             # Inputs and normalised values in float32.

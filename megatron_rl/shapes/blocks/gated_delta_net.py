@@ -64,7 +64,7 @@ class GatedDeltaNet(Mixer):
             Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections
         ]
         if shape.linear_interleaved:
-            # The rows of one key head, of all projections, are together.
+            # Each tensor has the rows of all its projections for the first key head, then for the next head.
             key_heads = shape.linear_k_heads
             pitches = {"qkvz": 2 * (key_rows + value_rows) // key_heads, "ba": 2 * value_heads // key_heads}
             sources = [
@@ -73,7 +73,7 @@ class GatedDeltaNet(Mixer):
             ]
         yield _make_weight("in_proj.weight", "sections", *sources)
 
-        # One filter per channel of queries, keys and values, sharded as the channels are.
+        # One filter per channel of queries, keys and values, sharded like the channels.
         filters = [
             Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows")
             for rows in (key_rows, key_rows, value_rows)
