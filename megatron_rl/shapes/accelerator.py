@@ -107,7 +107,7 @@ class AcceleratedRole:
         ]
         key_and_value_sizes = list(chain.from_iterable(head_sizes))
 
-        # The table ascends by capability: the last match has the largest head size.
+        # The table ascends by capability: the last match applies.
         max_head_size = 0
         for capability, head_size in _LARGEST_FUSED_HEAD.items():
             if capability <= self.capability:

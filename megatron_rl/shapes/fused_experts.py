@@ -172,7 +172,7 @@ def expert_tensors(stored_name: str, shape: Shape, expert_format: FusedExperts) 
     if match is None or len(shape) != _DIMENSIONS[match["kind"]]:
         return {stored_name: TensorLocation(stored_name)}
 
-    # Matrices and parameter that the stored tensor contains.
+    # The stored tensor contains the weights or the biases of one or two matrices of each expert.
     matrices = ("down_proj",)
     if match["matrix"] == "gate_up_proj":
         matrices = ("gate_proj", "up_proj")

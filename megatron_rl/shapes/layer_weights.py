@@ -144,17 +144,17 @@ class Weight:
     def local_shape(self, shards: int) -> tuple[int, ...]:
         """Return the shape on one of ``shards`` tensor-parallel ranks, in Megatron's own layers."""
         rows = sum(source.shape[0] for source in self.sources)
-        trailing = self.sources[0].shape[1:]
+        other_sizes = self.sources[0].shape[1:]
 
         if self.cut in ("whole", "stacked"):
-            return (rows, *trailing)
+            return (rows, *other_sizes)
         # The vocabulary is padded until all ranks have equally many rows.
         if self.cut == "vocabulary":
-            return (-(-rows // shards), *trailing)
+            return (-(-rows // shards), *other_sizes)
         if self.cut == "columns":
-            return (rows, trailing[0] // shards)
+            return (rows, other_sizes[0] // shards)
         # All other cuts divide the rows.
-        return (rows // shards, *trailing)
+        return (rows // shards, *other_sizes)
 
 
 def is_buffer(name: str) -> bool:

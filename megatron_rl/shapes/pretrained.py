@@ -125,10 +125,11 @@ class PretrainedModel:
         A tied output layer is omitted: its values are the embedding's.
         """
         # The embedding comes before the layers, the final norm and the output layer after them.
-        before_layers = self.outer_weights(True, False)
-        all_outer = self.outer_weights(True, True)
+        first_weights = self.outer_weights(True, False)
+        all_outer_weights = self.outer_weights(True, True)
+        last_weights = all_outer_weights[len(first_weights) :]
 
-        for weight in before_layers:
+        for weight in first_weights:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 
@@ -140,7 +141,7 @@ class PretrainedModel:
                 renamed_weights[common_weights] = self.weights(layer)
             yield from self._list_layer_tensors(layer, renamed_weights[common_weights])
 
-        for weight in all_outer[len(before_layers) :]:
+        for weight in last_weights:
             for source in weight.sources:
                 yield CheckpointTensor(source.name, source)
 

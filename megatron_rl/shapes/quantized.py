@@ -216,7 +216,7 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
     return UserError(
         f"the scales {name} do not belong to their weight",
         where=file,
-        expected=f"a scale per block of config.json, per row or per tensor of a weight of {list(weight)}",
+        expected=f"a scale per block (as in config.json), row or tensor of a weight of {list(weight)}",
         got=str(list(scales)),
         fix="use the config.json that belongs to these weights",
     )

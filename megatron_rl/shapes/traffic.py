@@ -117,7 +117,7 @@ def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
 def engine_experts(experts: int, rank: int, replica_size: int) -> range:
     """Return the experts of a rank under vLLM's expert parallelism, which distributes complete experts.
 
-    If the number of experts is not divisible, the first ranks have one more.
+    If the number of ranks does not divide the number of experts, the first ranks have one expert more.
     """
     # vLLM's `determine_expert_map` with linear placement.
     quotient, remainder = divmod(experts, replica_size)

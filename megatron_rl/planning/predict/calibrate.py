@@ -65,7 +65,7 @@ def _require_file(path: Path, option: str) -> Path:
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
     """Read the metrics of a run's steps, without the first step, which includes warm-up.
 
-    A single step is returned nevertheless. Raises UserError for a run without steps.
+    If the run has only one step, that step is returned. Raises UserError for a run without steps.
     """
     path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)
@@ -80,7 +80,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
             where=option,
             expected="one of " + ", ".join(f"time/{name}" for name in PHASES),
             got=", ".join(sorted(metric_names)[:LISTED_METRICS]) or "no numbers",
-            fix="give the folder of a run of at least one step",
+            fix="give the folder of a run with at least one step",
         )
 
     if len(steps) == 1:

@@ -176,9 +176,8 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     """Return the bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
 
     The kernels are norms, residual additions, rotary embeddings, copies of heads, the activation, and
-    permutations of routed tokens.
-    ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of ranks over which the tokens of
-    norms are sharded (sequence parallelism).
+    permutations of routed tokens. ``tensor`` is the tensor-parallel size, and ``token_shards`` the number of
+    ranks over which the tokens of norms are sharded (sequence parallelism).
     """
     # An average layer is the mean of all layers.
     moe_fraction = model.moe_layers / model.layers
@@ -665,7 +664,7 @@ def predict_optimizer_step(
     seconds_per_layer = layer.forward + layer.backward
     head_seconds = layer.head_forward + layer.head_backward
 
-    # The backward pass repeats the forward pass, or its attention.
+    # With recomputation the backward pass repeats the forward pass, or only its attention.
     if choice.recompute == "full":
         seconds_per_layer += layer.forward
     elif choice.recompute == "selective":
@@ -679,7 +678,7 @@ def predict_optimizer_step(
 
 
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
-    """Return the factor by which uneven routing slows every layer: a rank's largest load / the mean load.
+    """Return the slowdown of every layer by uneven routing: the largest load of a rank / the mean load.
 
     Pretraining benchmarks force an even load; reinforcement learning does not. ``spread`` is the standard
     deviation of an expert's load, relative to the mean. For an expert-parallel rank with E / ep experts the
