@@ -336,7 +336,7 @@ def expert_fields(
         reader.refuse(
             "a token is sent to more experts than a layer has",
             "num_experts_per_tok",
-            f"at most {experts}, as {count_key} has",
+            f"at most {experts}, the value of {count_key}",
         )
     return {
         "experts": experts,

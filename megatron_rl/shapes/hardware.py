@@ -276,7 +276,7 @@ def _check_value(value: Any, packaged_value: Any, path: str) -> Any:
     if not packaged_value:
         max_value = _LARGEST_FACTOR
     if "_seconds" in path:
-        min_value = 0.0  # an overhead may be absent altogether
+        min_value = 0.0  # an overhead may be zero
 
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not min_value <= value <= max_value:
@@ -305,7 +305,7 @@ def build_constants(data: Mapping[str, Any]) -> Constants:
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
-    # The constants of one engine are separate from the constants of all engines.
+    # Separate the constants of each engine from the constants that are equal for all engines.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 

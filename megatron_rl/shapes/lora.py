@@ -94,7 +94,7 @@ class AdaptedModel(PretrainedModel):
 
     def peft_config(self) -> dict[str, Any]:
         """Return the content of PEFT's configuration file, adapter_config.json."""
-        # PEFT declares an integer.
+        # PEFT declares lora_alpha as an integer.
         alpha: float = self.alpha
         if alpha.is_integer():
             alpha = int(alpha)

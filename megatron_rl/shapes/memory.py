@@ -160,7 +160,8 @@ def _count_live_elements(block: Block, layer: LocalLayer) -> float:
 def count_microbatches_in_flight(layout: ParallelLayout, stage: int, microbatches: int) -> float:
     """Return the number of micro-batches whose activations a pipeline stage stores at once.
 
-    The result is a fraction if only some chunks of the stage are stored. 1F1B: min(m, p - s). Interleaved:
+    The result is a fraction if only some chunks of the stage are stored. With m micro-batches, stage s of p
+    stages stores min(m, p - s) in the 1F1B schedule. With v chunks per stage, the interleaved schedule stores
     2 (p - s - 1) + (v - 1) p + 1 chunks of 1 / v of a stage (Narayanan et al. 2021, section 2.2).
     """
     stages = layout.pipeline

@@ -115,8 +115,8 @@ def published_repo(reference: str) -> str | None:
     """Return the Hugging Face Hub repository of a preset, as ORG/NAME, or None if it has no weights there.
 
     For a preset of a base model this is the repository of the instruction-tuned model, which has a chat
-    template. ``reference`` is the name of a preset. A text with a slash is a repository already and returned
-    unchanged.
+    template. ``reference`` is the name of a preset. A name with a slash is already a repository and is
+    returned unchanged.
     """
     if "/" in reference:
         return reference

@@ -330,8 +330,8 @@ def shared_bytes(
 
     ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
     ``settings`` are Megatron's settings for uneven stages. ``whole_experts`` selects vLLM's expert
-    parallelism. With ``lora`` only adapters are sent; each tensor has a separate A, even if the family fuses
-    it with others.
+    parallelism. With ``lora`` only adapters are sent. Each tensor counts with a separate A, even if the
+    family fuses it with others.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 

@@ -233,7 +233,7 @@ class Execution:
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
         """Return this rank's checksums of ``regions``, as holder if ``is_reference``, else as receiver."""
-        # Without verification `_terms` are never built: they compile a checksum per region.
+        # Without verification `_terms` are never built: they prepare a checksum for each region.
         if not regions:
             return []
 

@@ -293,7 +293,7 @@ class _Assignment:
         peers: set[int],
     ) -> tuple[list[Share], int]:
         """Divide a receiver's bytes over several holders; return the shares and the remaining bytes."""
-        # Current peers first, then the largest budgets, to need few senders.
+        # Current peers first, then the largest budgets, so that few senders are needed.
         budget_by_holder = self._budgets[demand.holders]
         holders = sorted(
             demand.holders,

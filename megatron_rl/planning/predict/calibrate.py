@@ -182,7 +182,7 @@ def _require_plausible_seconds(
             where=f"{run_dir}/metrics.jsonl: time/{name}",
             expected=f"{lower_bound:.3g} to {upper_bound:.3g} s with {gpu}",
             got=f"{measured_seconds:.3g} s",
-            fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
+            fix="name the GPU that it ran on with --gpu; a run on a host cannot be used",
         )
         errors.append(error)
     if errors:

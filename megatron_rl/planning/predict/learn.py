@@ -90,7 +90,7 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
     """Return the seconds of a token exchange (all-to-all) over ``size`` consecutive ranks, in one direction.
 
-    ``sent_bytes`` is the total of a rank, which sends each token to its ``copies`` experts. Across nodes a
+    ``sent_bytes`` are the bytes of one rank, which sends each token to its ``copies`` experts. Across nodes a
     token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437 section
     3.2.2).
     """

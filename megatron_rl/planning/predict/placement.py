@@ -643,7 +643,7 @@ class SearchResult:
 
 
 def job_sizes(gpus: int) -> Iterator[int]:
-    """Yield the numbers of GPUs to try, in descending order: all GPUs, then 2^a and 3 x 2^a of them.
+    """Yield the numbers of GPUs to try, in descending order: all GPUs, then smaller numbers 2^a and 3 x 2^a.
 
     Fewer GPUs can be faster, since a number with few divisors allows few layouts, and a small batch does not
     fill a large job.

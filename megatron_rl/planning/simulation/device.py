@@ -199,7 +199,7 @@ class Simulation(TorchDispatchMode):
 
     def _release_storage(self, key: int) -> None:
         """Subtract the bytes of a storage that was freed; ``key`` is its address."""
-        # Forget the values: another storage may get the same address.
+        # Remove its assigned values: another storage may get the same address.
         self._values.pop(key, None)
         _, size = self._alive.pop(key)
         self._bytes -= size

@@ -209,7 +209,7 @@ def _make_full_rows(
 
     There are at most as many micro-batches as in a step.
     """
-    # Fill a micro-batch with rows of equal length, with as few and long rows as possible.
+    # Fill a micro-batch with as few rows as possible, all of the same length.
     token_limit = batch.tokens_per_microbatch
     rows_per_microbatch = -(-token_limit // batch.longest_row)
     length = token_limit // rows_per_microbatch
