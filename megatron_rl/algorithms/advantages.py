@@ -210,7 +210,7 @@ SCALE_MEANING = "Whether advantages are divided by the standard deviation."
 
 @dataclass(frozen=True)
 class GroupAdvantage(Advantage):
-    """Estimator with one advantage per response, from a comparison of the prompt's samples."""
+    """Estimator of one advantage per response, which compares the samples of a prompt."""
 
     compares_samples: ClassVar[bool] = True
 
@@ -263,7 +263,10 @@ class Grpo(GroupAdvantage):
             )
 
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute each row's reward minus its group's mean: [B], scaled with ``scale_by_std``."""
+        """Compute each row's reward minus its group's mean: [B].
+
+        With ``scale_by_std`` it is divided by the standard deviation of the group or of the step.
+        """
         size, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
         # A single response is its own mean: subtracting it would give advantage 0 for any reward.

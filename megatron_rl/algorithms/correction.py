@@ -145,7 +145,7 @@ class Correction(Piece):
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
             token_weights, is_counted = _select_counted_values(weights.double(), mask)
-            # A weight is limited at the threshold, or outside the band, which sets it to 0.
+            # A weight is limited if it was cut to the threshold, or set to 0 outside the band.
             is_limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 is_limited = token_weights == 0
@@ -218,7 +218,7 @@ def rejection_mask(
     """Mark the tokens that every measure accepts: [N] bool, a subset of ``mask``.
 
     A measure is ``token_`` (drops tokens), ``seq_sum_``, ``seq_mean_`` or ``seq_max_`` (drop responses)
-    followed by the divergence that it sums, averages or maximises:
+    followed by a divergence, taken per token or as the response's sum, mean or maximum:
 
     - ``k1`` = -log rho, accepted within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note
       the sign: ``1/hi <= rho <= 1/lo``. There is no ``seq_max_k1``.
@@ -330,7 +330,7 @@ def _reduce_divergence(
     elif reduction == "seq_mean":
         row_values = ragged.masked_row_means(divergence, mask, lengths)
     else:
-        # Only k2 and k3 are maximised: they are at least 0, so the 0 outside the mask never wins.
+        # Maximum, only of k2 and k3: they are at least 0, so the 0 outside the mask never wins.
         row_values = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
     return ragged.broadcast_rows(row_values, lengths, len(mask))
 

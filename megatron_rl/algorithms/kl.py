@@ -248,8 +248,8 @@ class ReverseKl(Distillation):
     """Reverse KL to the teacher on the actor's own samples, as an advantage of each token.
 
     ``coef (log p_teacher - log p_actor)`` of the sampled token, which is minus the k1 estimate of
-    KL(actor || teacher). As an advantage of a policy gradient without discount, its expected gradient is that
-    of the KL of the next token, at the states that the actor visits.
+    KL(actor || teacher). Used as the advantage of an undiscounted policy gradient, its expected gradient is
+    that of the next token's KL, averaged over the prefixes that the actor samples.
 
     Source: On-policy distillation, thinkingmachines.ai/blog/on-policy-distillation (2025); per-token reverse
     KL on own samples: MiniLLM, arXiv:2306.08543, and GKD, arXiv:2306.13649.
@@ -365,7 +365,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
     - ``k1`` (``kl``): x; ``abs``: ``|x|``; ``k2`` (``mse``): ``x^2 / 2``
     - ``k3`` (``low_var``, ``low_var_kl``): ``exp(-x) - 1 + x`` with -x clamped to +-20, the result to +-10
     - a trailing ``+`` (``k3+``) keeps the value and takes the gradient of k2. The expected gradient of k2 is
-      that of the true KL; the gradients of k1 (expectation 0) and k3 are not.
+      that of the true KL. The expected gradient of k1 is 0, and that of k3 is biased.
 
     k1 and k3 are unbiased (k3 up to its clamp); k3 has the smaller variance and is never negative.
 

@@ -140,7 +140,7 @@ def scoring_pass_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
     """
     updates = config.batch.optimizer_steps * config.batch.epochs
     if updates > 1:
-        return f"a batch is trained on in {updates} optimizer steps, and only the first has the old weights"
+        return f"each batch has {updates} optimizer steps, and only the first has the old weights"
 
     if algorithm.needs_scoring_pass:
         keys = " and ".join(f"algorithm.{name}" for name in algorithm.needs_scoring_pass)

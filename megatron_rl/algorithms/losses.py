@@ -99,7 +99,7 @@ class PolicyLoss(Piece, ABC):
     def select(self, minibatch: TrainBatch, generator: torch.Generator) -> Tensor | None:
         """Select the tokens [N] bool of a mini-batch that get a different loss; None without a selection.
 
-        By default the selection of the mini-batch stays. ``generator`` is for random selections.
+        The default keeps the selection that the mini-batch has. ``generator`` is for random selections.
         """
         return minibatch.selected
 
@@ -152,7 +152,7 @@ def squared_log_ratio(policy_loss: PolicyLoss, micro: TrainBatch, log_probs: Ten
     """Compute the squared log ratio of new to old policy at each token: [N], 0 outside the mask.
 
     ``log_ratio_of`` "token" squares each token's log ratio. "response" squares the sum over the response and
-    divides the square equally among its tokens: the sum over a row is then the square for any length.
+    divides the square equally among its tokens, so that the sum over a row is the square at any length.
     ``log_probs`` [N] carries the gradient.
 
     Source: Kimi k1.5, arXiv:2501.12599, equation 3.
@@ -353,7 +353,7 @@ class Dppo(PolicyLoss):
         # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
 
-        # Divergence between old and new probability, in float64: p - q cancels digits of close policies.
+        # Divergence between old and new probability, in float64: p - q loses digits for close policies.
         log_p = log_probs.detach().double()
         log_q = old_log_probs.double()
         p = log_p.exp()
@@ -501,13 +501,13 @@ class Gmpo(PolicyLoss):
         # Take the more pessimistic of the clipped and the unclipped log ratio, as PPO does. Multiplication by
         # the sign of A turns its maximum of losses into a minimum of log ratios.
         sign = advantages.sign()
-        difference = log_probs - old_log_probs
-        clamped = difference.clamp(-self.clip_low, self.clip_high)
-        pessimistic = sign * torch.minimum(sign * difference, sign * clamped)
-        is_clipped = sign * difference > sign * clamped
+        log_ratios = log_probs - old_log_probs
+        clipped_log_ratios = log_ratios.clamp(-self.clip_low, self.clip_high)
+        pessimistic_log_ratios = sign * torch.minimum(sign * log_ratios, sign * clipped_log_ratios)
+        is_clipped = sign * log_ratios > sign * clipped_log_ratios
 
         # The mean in log space is the geometric mean: one extreme token changes it less than the product.
-        row_ratios = ragged.masked_row_means(pessimistic, mask, lengths).exp()
+        row_ratios = ragged.masked_row_means(pessimistic_log_ratios, mask, lengths).exp()
         row_advantages = ragged.masked_row_means(advantages, mask, lengths)
         loss = ragged.broadcast_rows(-row_advantages * row_ratios, lengths, len(log_probs))
         return TokenLoss(loss, {"clip_fraction": is_clipped})
@@ -517,8 +517,8 @@ class Gmpo(PolicyLoss):
 class Topr(PolicyLoss):
     """Tapered off-policy REINFORCE: plain for good responses, weighted by the capped ratio for bad ones.
 
-    Tokens with A > 0: ``l = -A log_prob``. Others: ``l = -sg[min(R_i, 1)] A log_prob`` with the response's
-    full ratio to its sampling policy, however old that is:
+    Tokens with A > 0: ``l = -A log_prob``. Others: ``l = -sg[min(R_i, 1)] A log_prob`` with the full
+    importance ratio of the response to the policy that sampled it, which may be several updates old:
     ``R_i = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. The loss is stable off policy without a
     KL term; on policy it is REINFORCE. The paper sums over tokens: ``seq-mean-token-sum``.
 
@@ -546,11 +546,11 @@ class Topr(PolicyLoss):
 class Vespo(PolicyLoss):
     """Policy gradient with a smooth weight of the response's full importance ratio, without a clip.
 
-    ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the ratio of the response
-    to its sampling policy, however old, ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On
-    policy the weight is 1. It is largest at ``W = power / decay`` and falls to 0 for responses that have
-    become far less or far more likely. ``power`` and ``decay`` are ``*_positive`` for A >= 0 and
-    ``*_negative`` otherwise.
+    ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the full importance
+    ratio of the response to the policy that sampled it, which may be several updates old:
+    ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On policy the weight is 1. It is largest
+    at ``W = power / decay`` and falls to 0 for responses that have become far less or far more likely.
+    ``power`` and ``decay`` are ``*_positive`` for A >= 0 and ``*_negative`` otherwise.
 
     Source: VESPO, arXiv:2602.10693 (the weights of its code and of TRL).
 

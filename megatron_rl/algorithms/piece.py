@@ -72,7 +72,7 @@ class Piece:
         return False
 
     def within(self, max_response_tokens: int) -> Self:
-        """Return the piece with the settings that default to the run's response limit in tokens.
+        """Fill in the unset settings that default to the run's response limit in tokens; return a new piece.
 
         Subclasses with such settings override this.
         """

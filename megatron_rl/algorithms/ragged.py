@@ -92,7 +92,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -
     token_count = values.shape[0]
     # Tokens from each position to the end of its row, itself included.
     row_ends = torch.cumsum(lengths, 0)[rows]
-    remaining = row_ends - torch.arange(token_count, device=values.device)
+    remaining_tokens = row_ends - torch.arange(token_count, device=values.device)
 
     row_factor = torch.as_tensor(discount, dtype=values.dtype, device=values.device).expand(len(lengths))
     factor = row_factor[rows]
@@ -104,7 +104,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -
     reach = 1
     while reach < max_length:
         shifted = torch.cat([values[reach:], values.new_zeros(reach)])
-        values = values + torch.where(remaining > reach, factor * shifted, 0)
+        values = values + torch.where(remaining_tokens > reach, factor * shifted, 0)
         factor = factor * factor
         reach = 2 * reach
     return values

@@ -176,7 +176,7 @@ class _Check:
         invalid: Keys whose value has an error.
         tree: The configuration as the user wrote it.
         accelerator: Defaults that apply because the run uses accelerators.
-        elsewhere: Whether the run will be on other machines; packages that this machine lacks are then no
+        elsewhere: Whether the run will be on other machines; packages that this machine lacks are then not
             errors.
         derived: Key -> reason, for values that are derived before the rules are applied.
     """
@@ -465,7 +465,7 @@ def _check_with_inputs(
     if config.job == TRAIN and "rollout" in layouts:
         check.add_errors(host_engine_errors(config, inputs.shape, for_this_machine=training))
 
-    # Wait for Megatron's validation only without errors so far: it would report the same mistakes again.
+    # Wait for Megatron's validation only if there are no errors: it would report the same mistakes again.
     if not check.errors:
         trial_errors, check.untried = trial.wait_for_result(
             _build_trial_roles(inputs, layouts), config.model.dtype, training
@@ -791,7 +791,7 @@ def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
     if key is None or not _KEY.fullmatch(key):
         return error
 
-    # A key inside a mapping that is one value has the origin of the mapping.
+    # A mapping can be a single value: keys inside it have the mapping's origin.
     origin = origins.get(key)
     parent = key
     while origin is None and "." in parent:

@@ -106,7 +106,7 @@ class DataSet:
 
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
-        reader: Reader of its records; it has the key that names the data set, and its fields.
+        reader: Reader of its records, with the key of the data set and the names of the record fields.
         limit: Largest valid number of tokens of a prompt together with its response, or of a prompt alone
             for data without responses; None if not available.
         limited_by: The key that sets ``limit``.
@@ -515,7 +515,7 @@ class TokenCounter:
 
     @cached_property
     def thoughts_end_tag(self) -> str | None:
-        """Return the closing tag of reasoning, such as ``</think>``, if rendered prompts open reasoning.
+        """Return the tag that closes a reasoning block, such as ``</think>``, if rendered prompts open one.
 
         Returns None for prompts without an opening tag.
         """

@@ -91,7 +91,7 @@ class Inputs:
     Attributes:
         config: The configuration.
         files: Findings about files.
-        is_valid: Function that returns whether no value at, below or above the given keys has an error.
+        is_valid: Function that returns whether all values at, below and above the given keys are valid.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         before_run: Whether this is a check before the run. The run itself reads all data, connects to the
             servers and reports the limits that its kernel does not enforce, so its own check does not.
@@ -214,7 +214,7 @@ def _check_models(inputs: Inputs) -> None:
     inputs.errors.extend(provider_errors(config.model, actor_model))
 
     for section, path in explicit_model_paths(config).items():
-        # An error about the name of a named model, such as a reward model, is at the section, not its path.
+        # For a named model, such as a reward model, an invalid name is reported with the section as the key.
         key = f"{section}.path"
         if spec_at(section).named:
             key = section
@@ -455,7 +455,7 @@ def _output_layer_errors(model: PretrainedModel, key: str, config: RunConfig) ->
 def _find_shipped_config(shipped_models: Path | None, path: Path) -> Path | None:
     """Return the config.json for the model at ``path`` in the folder ``shipped_models``, or None.
 
-    It is in OWNER/NAME or in NAME, where these are the last two names of ``path``.
+    It is in the subfolder OWNER/NAME or NAME, for a ``path`` that ends in OWNER/NAME.
     """
     if shipped_models is None:
         return None
@@ -601,7 +601,7 @@ def _check_later_turns(inputs: Inputs, data: DataConfig) -> None:
     try:
         require_later_turns(chat, data)
     except UserError as error:
-        # Without arguments of their own, all data sets have the same error.
+        # Data sets that use the template arguments of `data` all have the same error: report it once.
         if all(error.where != earlier_error.where for earlier_error in inputs.errors):
             inputs.errors.append(error)
 

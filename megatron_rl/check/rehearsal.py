@@ -44,16 +44,16 @@ _MAX_PROCESSES = 8
 
 
 class _ImportFailure(LoadFailed):
-    """Error of a failed import; ``ended`` is true if the process exited or did not finish the import."""
+    """Error of a failed import; ``process_failed`` is true if the process exited or timed out."""
 
-    ended = True
+    process_failed = True
 
 
 def try_imports(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ...] = ()) -> list[UserError]:
-    """Import each object of the user in a separate process; return the errors of the imports.
+    """Import each function or class of the user in a separate process; return the import errors.
 
-    ``object_paths``: key of the configuration -> ``file.py:Name`` or ``module:Name`` of the object that it
-    names.
+    ``object_paths`` maps configuration keys to the objects that they name: ``file.py:Name`` or
+    ``module:Name``.
 
     An import that ends its process, or never finishes, is an error. An import that raises is an error only
     for the keys in ``reported_keys``: `check` imports the code of the other keys itself, and reports the
@@ -69,7 +69,7 @@ def try_imports(object_paths: Mapping[str, str], *, reported_keys: tuple[str, ..
 
     errors: list[UserError] = []
     for (key, object_path), failure in zip(user_paths.items(), failures, strict=True):
-        if failure is not None and (failure.ended or key in reported_keys):
+        if failure is not None and (failure.process_failed or key in reported_keys):
             expected = "file.py:Name or module:Name that can be imported"
             errors.append(failure.as_error(object_path, key, expected))
     return errors
@@ -90,7 +90,7 @@ def _try_import(object_path: str) -> _ImportFailure | None:
     reason = escape_unprintable(str(reply["raised"]))
     details = escape_unprintable(str(reply.get("text", "")))
     failure = _ImportFailure(reason, details)
-    failure.ended = False
+    failure.process_failed = False
     return failure
 
 

@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or saved with other build settings.
+    """Return the errors for trained roles that the checkpoint lacks, or contains with other build settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
     Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.

@@ -151,7 +151,7 @@ def check_preference_loss(loss: str) -> Iterator[UserError]:
 
 
 def unused_setting_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield the warnings about settings of stages that have no effect."""
+    """Yield the warnings about stage settings that have no effect."""
     for plan in stage_plans(config):
         settings = plan.settings
         unused_settings: list[tuple[str, str, str]] = []  # setting, reason, alternative

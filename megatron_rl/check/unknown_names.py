@@ -119,7 +119,10 @@ class _UnknownSetting:
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
-        """Return an error about this setting; ``source`` is text about the project that uses its name."""
+        """Return an error about this setting.
+
+        ``source`` is appended to ``got``: the project that uses the name, such as ", a name of verl".
+        """
         name = self.path
         if name == self.error.path:
             name = self.error.key
@@ -285,7 +288,7 @@ def _guess_error(setting: _UnknownSetting) -> UserError | None:
         if replacements:
             return _did_you_mean_error(setting, replacements)
 
-    # A field of vLLM or Megatron that the run sets or refuses: the error of its rule contains the reason.
+    # vLLM or Megatron has the field, but the run sets or refuses it: the error of that rule has the reason.
     for key in _pass_through_keys(setting):
         first_problem = _try_replacement(setting, key, setting.value).problems[0]
         return _absent_error(setting, first_problem.message)

@@ -389,7 +389,7 @@ def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             f"evaluation sets without a reward function: {', '.join(lacking_sets)}",
             where=f"evaluation.sets.{lacking_sets[0]}.reward",
-            expected="a reward of every set, or reward.function: rewards of sources are of their rows alone",
+            expected="a reward of every set, or reward.function: a source's reward is only for its own rows",
             got="neither",
             fix=f"set evaluation.sets.{lacking_sets[0]}.reward, or reward.function",
         )

@@ -130,7 +130,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 
 def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield the warning about settings with which a resumed run may differ in spite of `deterministic`."""
+    """Yield the warning about settings that can make a resumed run differ despite ``deterministic``."""
     if not config.deterministic:
         return
     if config.rollout.order == "open":
@@ -212,7 +212,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about ``routing_replay: update`` in steps without a scoring pass to replay."""
+    """Yield the warning about ``routing_replay: update`` without a scoring pass, whose routing it replays."""
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -224,7 +224,7 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 
 
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about responses of older weights for which the loss has no correction."""
+    """Yield the warning about responses from older weights if the loss does not correct for their age."""
     correction = algorithm.correction
     is_corrected = correction.is_active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:
@@ -442,7 +442,7 @@ def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
         first_field = next(iter(untried_fields))
         package = "vLLM" if field_kind == "rollout.vllm" else "Megatron-Core"
         yield UserError(
-            f"{', '.join(untried_fields)} of `{path}` passes to {package} as it is, and was never tried here",
+            f"{', '.join(untried_fields)} of `{path}`: passed to {package} unchanged, and never tried here",
             where=f"{path}.{first_field}",
             expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[field_kind]))}",
             got=", ".join(f"{name}: {value}" for name, value in untried_fields.items()),

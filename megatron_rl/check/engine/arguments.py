@@ -265,7 +265,7 @@ def host_engine_errors(
 ) -> Iterator[UserError]:
     """Yield the errors for sampling with vLLM's CPU build: chunked prefill, and models without a kernel.
 
-    A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
+    A configuration with ``gpu`` describes a run on other machines, except with ``for_this_machine``.
     """
     # Of the engines, only vLLM is limited to kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities

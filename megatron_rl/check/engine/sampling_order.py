@@ -98,7 +98,7 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 
 
 def _uniform_share_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``data.uniform_share`` below 1 with sampling ahead, whose ranks get no rewards."""
+    """Yield the error for ``data.uniform_share`` below 1 on ranks that sample ahead and get no rewards."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -150,7 +150,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.partial:
         # A response that is carried over from the previous step is one version older.
         min_staleness += 1
-        reasons.append("one more for rollout.partial to carry any response over")
+        reasons.append("one more if rollout.partial carries responses over")
     if config.hybrid_engine.every != 1:
         min_staleness += versions_between_syncs(config)
         reasons.append("the versions between two syncs (hybrid_engine.every)")

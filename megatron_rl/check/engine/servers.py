@@ -41,9 +41,9 @@ _FILE_SETTINGS = (
 def comparable_settings(settings: Mapping[str, Any], key_prefix: str = "") -> dict[str, Any]:
     """Return the settings of a config.json that a server with the same model must report unchanged.
 
-    These are the top-level values, and the numbers in the sections of rotary positions under keys such as
-    ``rope_scaling.factor``. vLLM renames keys of other sections. ``key_prefix`` is the prefix of the
-    returned keys.
+    These are the top-level values, and the numbers in the sections for rotary positions, with keys such as
+    ``rope_scaling.factor``. Other sections are left out, since vLLM renames their keys. ``key_prefix`` is the
+    prefix of the returned keys.
     """
     comparable: dict[str, Any] = {}
     for name, value in settings.items():
@@ -193,7 +193,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the errors for a checkpoint at ``path`` that servers load as another model than the trainer.
+    """Yield the errors for a checkpoint at ``path`` from which servers and the trainer load different models.
 
     A server loads the complete model of a multimodal checkpoint, with other tensor names, but the run trains
     only its language model. For sparse attention, a server's model has an indexer that the trainer's lacks.
@@ -214,7 +214,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
         return
     architecture = model.family.architecture
     yield UserError(
-        f"rollout.engine={rollout.engine} loads the whole multimodal model, of which a part is trained",
+        f"rollout.engine={rollout.engine} loads the whole multimodal model, and only a part is trained",
         where="rollout.engine",
         expected=f"a checkpoint of {architecture}, or {engines_with(in_process=True, tensor_parallel=True)}",
         got=path,

@@ -44,13 +44,13 @@ class AppliedDefault:
     roles: tuple[str, ...]
     """Roles to which the default applies; empty for an environment variable, which applies to the job."""
     row: AcceleratorDefault
-    """Field with its value, the condition of the default, and the reason."""
+    """Row of the table of defaults: the field, its value, the condition and the reason."""
 
 
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
     """Return the name of the run's GPUs, or None for a run on hosts without GPUs.
 
-    A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
+    A configuration with ``gpu`` describes a run on other machines, except with ``for_this_machine``.
     """
     if config.gpu is not None and not for_this_machine:
         return config.gpu
@@ -69,8 +69,8 @@ def accelerated_roles(
 ) -> dict[str, AcceleratedRole]:
     """Return the roles that have a Megatron model on the run's GPUs: name -> role; empty without GPUs.
 
-    Another machine than this one is assumed to have Transformer Engine, which ``launch/setup.sh --gpu``
-    installs.
+    If the run will be on other machines, they are assumed to have Transformer Engine, which
+    ``launch/setup.sh --gpu`` installs.
     """
     gpu = target_gpu(config, for_this_machine)
     if gpu is None:

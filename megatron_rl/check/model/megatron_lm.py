@@ -215,7 +215,7 @@ def _write_model_folder(
     key: str,
     folder: Path,
 ) -> MegatronCheckpoint:
-    """Write the Hugging Face folder of a Megatron checkpoint: config.json, tokenizer, and a pointer to it.
+    """Write a Hugging Face folder for a Megatron checkpoint: config.json, tokenizer, and a pointer file.
 
     ``folder`` is the folder that is written, and ``key`` the configuration key that names the checkpoint.
     Returns the checkpoint. Raises UserError or UserErrors for a folder with other files, and for a checkpoint
@@ -320,8 +320,8 @@ def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, ke
     """Return the folder with the model's tokenizer; raise UserError for an actor without a tokenizer.
 
     It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's
-    arguments name, and the other roles have the actor's. Returns None for these before the actor's folder is
-    written.
+    arguments name, and the other roles have the actor's. Returns None for another role if the
+    actor's folder is not written yet.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)

@@ -435,7 +435,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
 
-    # With either setting, experts are chosen in code to which Megatron does not attach the losses.
+    # Either setting selects routing code to which Megatron does not attach the auxiliary losses.
     for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
         if coefficients and values.get(name) == excluded:
             yield UserError(
@@ -700,7 +700,10 @@ class TrialRole:
             yield self._refusal_error("optimizer", message, path, self.optimizer.megatron)
 
     def _refusal_error(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
-        """Return the error for Megatron's ``message`` about one of the ``values`` at the key ``path``."""
+        """Return the error for Megatron's ``message`` about one of the ``values`` at the key ``path``.
+
+        ``component`` is the refused part of the role: "model", "DDP" or "optimizer".
+        """
         # Megatron's message usually names the field.
         fields = [name for name in values if name in message or len(values) == 1]
         key = path

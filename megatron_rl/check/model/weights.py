@@ -149,13 +149,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     # Offsets count from the end of the header.
     data_start = _LENGTH_BYTES + header_length
     data_end = 0
-    stored: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, attributes in header.items():
         if name == "__metadata__":
             continue
 
         begin, end = attributes["data_offsets"]
-        stored[name] = StoredTensor(
+        tensors[name] = StoredTensor(
             shape=tuple(attributes["shape"]),
             dtype=str(attributes["dtype"]),
             file=path,
@@ -167,11 +167,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     # A download that was cut short has fewer bytes than its header lists.
     if data_start + data_end != size:
         raise ValueError(f"{size} bytes where its header has {data_start + data_end}")
-    return stored
+    return tensors
 
 
 def _count_findings(files: FileFindings) -> tuple[int, int, int]:
-    """Return the numbers of errors, missing files and unmade directories, to detect new findings."""
+    """Return the numbers of errors, missing files and directories to be made, to detect new findings."""
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
@@ -337,8 +337,8 @@ def _dequantised_tensors(
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint after dequantisation, and the errors for their scales.
 
-    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. No
-    tensor data is read or converted: these are headers.
+    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. All
+    tensors are headers: no data is read or converted.
     """
     scales_name_by_weight = scales_by_weight(stored_tensors)
     tensor_scale_by_weight: dict[str, str] = {}
