@@ -128,7 +128,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
     A misspelling changes one or two letters of a word, the order of the words, or the separators between
     them. Names that differ in digits or in words of one or two letters are distinct names, not misspellings
-    (`top_p` and `top_k`, `h100` and `h200`). No suggestion is better than a wrong one.
+    (`top_p` and `top_k`, `h100` and `h200`). A wrong suggestion would be worse than none.
 
     Example:
         >>> nearest("clip_hihg", ["clip_low", "clip_high"]), nearest("top_n", ["top_p", "top_k"])

@@ -116,6 +116,7 @@ def watch_launcher() -> None:
     launcher = os.getppid()
 
     def watch() -> None:
+        """Wait until the launcher dies, then exit this process."""
         # When the launcher dies, the kernel assigns another parent process.
         while os.getppid() == launcher:
             time.sleep(_CHECK_SECONDS)

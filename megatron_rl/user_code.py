@@ -177,13 +177,13 @@ def missing_python_file_error(location: str, key: str, noun: str = "file") -> Us
         f"the {noun} {location} does not exist",
         where=key,
         expected="an existing Python file",
-        got=f"no such file, seen from {Path.cwd()}",
+        got=f"no such file; the current directory is {Path.cwd()}",
         fix="correct the path; it is relative to the directory the run is started in",
     )
 
 
 def require_python_file(location: str, key: str, noun: str = "file") -> None:
-    """Raise UserError if ``location`` is the path of a Python file that does not exist."""
+    """Raise UserError about the setting ``key`` if ``location`` is the path of a missing Python file."""
     if location.endswith(".py") and not Path(location).is_file():
         raise missing_python_file_error(location, key, noun)
 
@@ -211,7 +211,7 @@ def load_object(path: str, key: str) -> Any:
 
 
 def import_user_module(location: str, key: str) -> ModuleType:
-    """Import ``module.name`` or ``file.py``; raise UserError if the import fails for any reason."""
+    """Import ``module.name`` or ``file.py``; raise UserError about the setting ``key`` if that fails."""
     require_python_file(location, key)
     try:
         return load_module(location)

@@ -633,7 +633,7 @@ def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
 
 
 def _prompts_text(max_tokens: int | None) -> str:
-    """Describe the prompts of a row in a table of limits; without ``max_tokens``, the row `more`."""
+    """Describe the prompts that a row of a limit table covers; ``max_tokens`` is None in the row `more`."""
     if max_tokens is None:
         return "longer prompts"
     return f"prompts up to {max_tokens:,}"
@@ -693,13 +693,13 @@ def _stage_row(plan: StagePlan) -> _BatchRow:
     """Return the row about the length of a stage: its records per step, and its steps or epochs."""
     settings = plan.settings
     # The records of a stage are rows or pairs.
-    rows_per_step = _count_text(settings.records_per_step, settings.UNIT)
+    records_text = _count_text(settings.records_per_step, settings.UNIT)
     if settings.steps is None:
         # Epochs can be a fraction.
         epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
-        return f"{plan.where}: {epochs}", f"steps of {rows_per_step}"
+        return f"{plan.where}: {epochs}", f"steps of {records_text}"
     total = f"{_count_text(settings.steps * settings.records_per_step, settings.UNIT)} in all"
-    return f"{plan.where}: {_count_text(settings.steps, 'step')} x {rows_per_step}", total
+    return f"{plan.where}: {_count_text(settings.steps, 'step')} x {records_text}", total
 
 
 def _data_passes_text(steps: int, batch: BatchPlan, record_count: int | None) -> str:
@@ -903,7 +903,7 @@ def _server_lines(config: RunConfig) -> list[str]:
 
 
 def _weight_sync_lines(report: CheckReport) -> list[str]:
-    """Return lines with the bytes of a weight sync, and for comparison of one that gathers whole tensors."""
+    """Return lines with the bytes of a weight sync, and the bytes that gathering whole tensors would need."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None

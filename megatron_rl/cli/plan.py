@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
             got=f"MODEL {args.model}, --gpus {args.gpus}",
         )
 
-    # A plain model has no keys to override.
+    # A model without a configuration has no keys to override.
     if args.overrides:
         raise UserError(
             "overrides apply to a configuration, and a model is named",
@@ -284,7 +284,7 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
 
 
 def _search_placements(args: argparse.Namespace) -> int:
-    """Search placements for a plain model, print the best, and write the files that the options name."""
+    """Search placements for the model on the command line, print the best, and write the requested files."""
     problem = make_problem(args)
     started = time.monotonic()
     result = search_simplest_placements(problem, args.split)

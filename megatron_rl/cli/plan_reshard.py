@@ -129,18 +129,18 @@ def run(arguments: argparse.Namespace) -> int:
     # Our traffic is counted in the plan; for comparison, formulas give the traffic of other systems.
     summary = summarise_transfer(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     is_colocated = not arguments.rollout_ranks
-    peer_bytes = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
+    bytes_by_method = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
     planning_seconds = time.perf_counter() - start
 
     if arguments.json:
         rank_counts = {"actor_ranks": actor.size, "rollout_ranks": len(rollout_ranks), "engine_ranks": tensor}
         record = rank_counts | dataclasses.asdict(summary)
-        record |= {"peers": peer_bytes, "planning_seconds": planning_seconds}
+        record |= {"peers": bytes_by_method, "planning_seconds": planning_seconds}
         print(json.dumps(record, indent=1))
     else:
         replicas = len(rollout_ranks) // tensor
         layouts = f"{actor.size} actor ranks -> {replicas} engine replicas of {tensor} ranks"
-        print("\n".join(_summary_lines(summary, peer_bytes, layouts, planning_seconds)))
+        print("\n".join(_summary_lines(summary, bytes_by_method, layouts, planning_seconds)))
     return 0
 
 

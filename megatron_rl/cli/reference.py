@@ -139,12 +139,12 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     # A shared table is on the page of its first path. Sort the actor's path first.
     for paths in paths_by_class.values():
         paths.sort(key=lambda path: not path.startswith("actor."))
-    subject_of: dict[str, str] = {}
+    subject_by_key: dict[str, str] = {}
     for subject, (_, keys) in SUBJECTS.items():
-        subject_of |= dict.fromkeys(keys, subject)
+        subject_by_key |= dict.fromkeys(keys, subject)
     sections: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
     for section, paths in paths_by_class.items():
-        subject = subject_of[paths[0].partition(".")[0]]
+        subject = subject_by_key[paths[0].partition(".")[0]]
         sections[subject].append((section, paths))
     return sections
 
@@ -189,7 +189,7 @@ def _section_table(section_type: type, paths: list[str]) -> str:
 
 
 def _piece_table(key: str, kind: PieceKind) -> str:
-    """Return the table of the named pieces of one kind, with their settings and bounds."""
+    """Return the table of the named pieces of the key ``algorithm.KEY``, with their settings and bounds."""
     rows = []
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
@@ -374,6 +374,7 @@ def replace_equations(text: str) -> str:
     """
 
     def to_formula(match: re.Match[str]) -> str:
+        """Return the formula of an equation in backticks, or other text in backticks unchanged."""
         # A docstring may break an equation over two lines.
         equation = " ".join(match[1].split())
         tex = FORMULAS.get(equation)
@@ -400,18 +401,18 @@ def algorithms_page() -> str:
         blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(links)}.\n")
 
     # A class that is a piece of several kinds is described under the first kind.
-    first_kind: dict[type, str] = {}
+    first_kind_by_class: dict[type, str] = {}
     for key, kind in KINDS.items():
         for piece in kind.named.values():
-            first_kind.setdefault(type(piece), key)
+            first_kind_by_class.setdefault(type(piece), key)
 
     for key, kind in KINDS.items():
         # A line for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
-        describing_kinds = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
+        describing_kinds = dict.fromkeys(first_kind_by_class[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]
-        for piece_class, described_under in first_kind.items():
-            if described_under == key:
+        for piece_class, first_kind in first_kind_by_class.items():
+            if first_kind == key:
                 text = replace_equations(_markdown_docstring(piece_class))
                 blocks.append(f"### {key}: {piece_class.__name__}\n\n{text}\n")
     return "\n".join(blocks)

@@ -14,7 +14,7 @@ from megatron_rl.trainer.logging import redirect_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command-line arguments of ``train`` and of the stages' commands to their parser."""
+    """Add the command-line arguments that ``train`` and the commands of the stages have in common."""
     add_config_arguments(parser)
 
 

@@ -24,6 +24,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
     """
 
     def fill_lora(path: str, section: Any) -> Any:
+        """Return the role's section at ``path`` with complete adapter settings."""
         lora = getattr(section, "lora", None)
         if lora is None:
             return section

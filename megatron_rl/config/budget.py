@@ -185,7 +185,8 @@ class SimulatedRank:
         With lazy initialisation Gloo connects a pair of ranks at their first message, and its collectives
         exchange with ranks at distances of 1, 2, 4 and so on, in both directions.
         """
-        return sum(min(members - 1, 2 * (members - 1).bit_length()) for _, members in self.groups)
+        peer_counts = [num_ranks - 1 for _, num_ranks in self.groups]
+        return sum(min(num_peers, 2 * num_peers.bit_length()) for num_peers in peer_counts)
 
 
 def memory_plan(
@@ -336,7 +337,10 @@ def layers_by_stage(config: RunConfig, layout: ParallelLayout, shape: ModelShape
 
 
 def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> LayerImplementation:
-    """Return the dtype size, fusion and recomputation of a model's layers, on which its memory depends."""
+    """Return the properties of a model's layers on which its memory depends.
+
+    ``recompute`` names the activations that the backward pass recomputes: none, selective or full.
+    """
     is_fused = config.model.attention == "transformer_engine" and not shape.plain_layers
     return LayerImplementation(DTYPE_BYTES[config.model.dtype], is_fused, recompute)
 
@@ -352,6 +356,7 @@ def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int)
         return 16
 
     def dtype_bytes(setting: str) -> int:
+        """Return the size of an element of the dtype that ``setting`` of the optimizer names, in bytes."""
         dtype = str(optimizer.megatron.get(setting, "float32")).removeprefix("torch.")
         return _STATE_BYTES.get(dtype, 4)
 
@@ -471,6 +476,7 @@ def _trained_role_items(
         shape = shape.with_scalar_head()
 
     def item_name(content: str) -> str:
+        """Return the name of a memory item: the role, which is omitted for the actor, and the content."""
         return content if role == "actor" else f"{role} {content}"
 
     layers = _layer_properties(config, shape, learner.recompute)
@@ -501,17 +507,17 @@ def _trained_role_items(
         training_phases = ("learn",)
         turn = role
 
-    trained_count = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
+    trained_text = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
     if adapters is not None:
-        trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
+        trained_text = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
     weights = _trained_weights_item(config, role, int(memory.weights), layers, learner.offload)
     if adapters is not None and spec.shares == ADAPTED:
         weights = _adapted_weights_item(
-            config, path, weights, layers.dtype_bytes * sum(adapters), trained_count
+            config, path, weights, layers.dtype_bytes * sum(adapters), trained_text
         )
     items = [weights]
 
-    detail = f"{trained_count} x 4 B (float32)"
+    detail = f"{trained_text} x 4 B (float32)"
     items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
     if merged_bytes and not learner.is_single_stage:
         detail = "with the adapters merged into them, during a weight sync"
@@ -552,7 +558,11 @@ def _trained_role_items(
 def _trained_weights_item(
     config: RunConfig, role: str, weight_bytes: int, layers: LayerImplementation, offload: bool
 ) -> MemoryItem:
-    """Return the memory item for the weights of a trained role."""
+    """Return the memory item for the weights of a trained role.
+
+    ``weight_bytes`` is the size of all weights on the rank. With ``offload``, the weights are in host memory
+    outside the role's turn.
+    """
     phases = PHASES
     turn = None
     if offload:
@@ -590,19 +600,19 @@ def _is_shared_base(config: RunConfig) -> bool:
 
 
 def _adapted_weights_item(
-    config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
+    config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_text: str
 ) -> MemoryItem:
     """Return the memory item for the weights of the role with adapters at ``path``.
 
     A role that shares the actor's base weights has only the adapters in memory. ``weights`` is the item for
-    adapters and base together, ``adapter_bytes`` the bytes of the adapters alone, and ``trained_count`` the
+    adapters and base together, ``adapter_bytes`` the bytes of the adapters alone, and ``trained_text`` the
     number of trained parameters as text.
     """
     reason = separate_base_reason(config, path)
     if reason is None:
-        detail = f"{trained_count} and the head, over the actor's base"
+        detail = f"{trained_text} and the head, over the actor's base"
         return replace(weights, bytes=adapter_bytes, how=detail)
-    return replace(weights, how=f"{trained_count} and the head, and a separate base: {reason}")
+    return replace(weights, how=f"{trained_text} and the head, and a separate base: {reason}")
 
 
 def _forward_items(
@@ -618,6 +628,7 @@ def _forward_items(
 
     ``item_name`` prefixes the name of an item with the role. ``scoring`` is the memory of a forward pass, and
     ``tokens_per_rank`` the number of its tokens as text. The chunk of logits is resident in ``phases``.
+    ``fused`` is true for Transformer Engine's layers, of which two are counted instead of one.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
@@ -656,6 +667,7 @@ def _frozen_role_items(
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's weights, with adapters off")
 
     def item_name(content: str) -> str:
+        """Return the name of a memory item: the role and the content."""
         return f"{role} {content}"
 
     tokens_per_rank = f"{tokens // layout.context} tokens"

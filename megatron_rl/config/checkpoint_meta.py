@@ -319,7 +319,7 @@ def require_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a checkpoint is of another model; ``saved`` is the `model_identity` stored in it."""
+    """Raise UserError if a checkpoint was saved for another model; ``saved`` is its `model_identity`."""
     identity = model_identity(model)
     different_names = [name for name in identity if name in saved and saved[name] != identity[name]]
     if not different_names:

@@ -370,6 +370,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
         source = "model.path after the supervised warm-up (sft)"
 
     def fill_path(path: str, section: Any) -> Any:
+        """Return the role's section at ``path`` with a model path, and record the reason for a new one."""
         if path == "actor" or section.path is not None:
             return section
 
@@ -408,6 +409,7 @@ def _with_placement(
     actor_ranks = config.actor.layout.ranks
 
     def fill_layout(section_path: str, section: Any) -> Any:
+        """Return a role's section with a complete layout, and record the reason for each derived value."""
         path = f"{section_path}.layout"
         layout = section.layout
         explicit_layout = explicit_layouts[path]
@@ -448,6 +450,7 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
     """Fill in the optimizer settings of trained roles and the stages that train reward models."""
 
     def fill_training(path: str, section: Any) -> Any:
+        """Return a role's section with complete settings of its optimizer or its training stage."""
         if isinstance(section, RewardModelConfig):
             training = _fill_stage(section.training, f"{path}.training", config, reasons)
             return replace(section, training=training)
@@ -468,6 +471,7 @@ def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunCo
         return config
 
     def fill_ddp(path: str, section: Any) -> Any:
+        """Return a role's section without ``overlap_grad_reduce`` if its ranks can then repeat a pass."""
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
 

@@ -74,7 +74,7 @@ class EngineSpec:
     `rollout.engines.servers.Server`)."""
 
     capabilities: EngineCapabilities
-    """Capabilities, which rules and the step read."""
+    """Capabilities of the engine, which the rules of `check` and the trainer read."""
 
     start_command: str | None = None
     """``module:function`` that returns the lines of the command that starts a server for a configuration;

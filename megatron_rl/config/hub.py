@@ -87,7 +87,7 @@ def parse_hub_name(name: str) -> HubCopy | None:
     if match is None:
         return None
 
-    # Besides the pattern, the Hub forbids some names, such as names with `--`, its separator in the cache.
+    # The Hub rejects some names that match the pattern, such as names with `--`, its separator in the cache.
     try:
         validate_repo_id(match["repo"])
     except HFValidationError:

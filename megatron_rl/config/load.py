@@ -247,7 +247,10 @@ def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
 def _append_lines(
     section: Any, depth: int, section_path: str, origins: Mapping[str, Origin], lines: list[str]
 ) -> None:
-    """Append the YAML lines of the section at a path to ``lines``, indented by ``depth`` levels."""
+    """Append the YAML lines of the section at a path to ``lines``, indented by ``depth`` levels.
+
+    ``origins`` maps the path of a value to its origin, which becomes a comment on the line.
+    """
     indent = "  " * depth
     for name, value in _named_values(section):
         path = key_path(section_path, name)

@@ -35,6 +35,7 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     actor_layout = config.actor.layout
 
     def ranks_of(path: str) -> tuple[int, ...]:
+        """Return the ranks that the preset assigns to the role at ``path``."""
         if not has_halves:
             return tuple(range(world_size))
         if spec_at(path).placement == config.placement:
@@ -42,6 +43,7 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
         return tuple(range(half))
 
     def set_ranks(path: str, section: Any) -> Any:
+        """Return the role's section at ``path`` with a layout that has ranks."""
         layout = section.layout
         if layout is None:
             # A role on the actor's half gets exactly the actor's ranks, also explicit ones, so that it can

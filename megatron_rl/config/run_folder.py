@@ -105,6 +105,7 @@ class RunFolder:
         """Publish a stage's model as the run's model, by hard links if the file system supports them."""
 
         def link_or_copy(source: str, target: str) -> None:
+            """Create a hard link to a file; copy the file if the file system does not support links."""
             try:
                 os.link(source, target)
             except OSError:

@@ -109,7 +109,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
 
 def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
-    """Map the key of each leaf in the rollout section that names a sampling profile to the leaf."""
+    """Return the leaves of the rollout section that name a sampling profile, by key."""
     if not isinstance(rollout, Section):
         return {}
 

@@ -318,7 +318,7 @@ def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Fie
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
-    """Return the errors of all values in a section, at any depth."""
+    """Return the errors of all values in a section, at any depth; ``prefix`` is the section's path."""
     errors = []
     for path, description, value in iter_settings(section, prefix):
         error = description.value_error(path, value)

@@ -86,7 +86,7 @@ class Section:
         return {key: node.plain() for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-        """Yield every leaf of the tree with its dotted path."""
+        """Yield every leaf of the section with its dotted path; ``prefix`` is the path of the section."""
         for key, node in self.children.items():
             path = key_path(prefix, key)
             if isinstance(node, Section):
@@ -317,6 +317,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     """
 
     def origin_of(line: int) -> Origin:
+        """Return the origin of a value on this line."""
         return Origin("file", f"{name}:{line}")
 
     fix = "check indentation (spaces, no tabs), colons and quotes around that line"

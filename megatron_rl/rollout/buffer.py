@@ -207,13 +207,13 @@ def restore_early_rewards(
     groups: abc.Sequence[SequenceGroup],
     rewards: Mapping[str, Mapping[int, Any]],
 ) -> None:
-    """Set the early rewards of groups from ``rewards``: name of the scorer -> row -> reward."""
+    """Set the early rewards of groups from ``rewards``, the result of `merge_early_rewards`."""
     # For each row, its group and the index of its sample in the group.
-    samples = []
+    group_and_sample = []
     for group in groups:
-        samples += [(group, sample) for sample in range(len(group.sequences))]
+        group_and_sample += [(group, sample) for sample in range(len(group.sequences))]
 
     for scorer, reward_by_row in rewards.items():
         for row, reward in reward_by_row.items():
-            group, sample = samples[row]
+            group, sample = group_and_sample[row]
             group.early_rewards.setdefault(scorer, {})[sample] = reward

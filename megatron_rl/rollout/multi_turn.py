@@ -212,15 +212,19 @@ class MultiTurnScheduler(ReplicaScheduler):
         # Create a conversation for each new sequence, even if it has failed because its prompt is too long.
         for admitted_index in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[admitted_index]
-            template_kwargs = self.queue.round.groups[admitted.group].prompt.template_kwargs or ({},)
+            # The prompt is a batch of one row.
+            prompt = self.queue.round.groups[admitted.group].prompt
+            template_kwargs: abc.Mapping[str, Any] = {}
+            if prompt.template_kwargs is not None:
+                template_kwargs = prompt.template_kwargs[0] or {}
             conversation = _Conversation(
                 admitted.sequence,
-                admitted_index,
-                self._hosts.reserve_numbers(1),
-                self.engine.max_model_len,
-                self._stops,
+                number=admitted_index,
+                episode=self._hosts.reserve_numbers(1),
+                max_model_len=self.engine.max_model_len,
+                stops=self._stops,
                 round_tokens_left=self._token_round,
-                template_kwargs=template_kwargs[0] or {},
+                template_kwargs=template_kwargs,
             )
             self._conversations.append(conversation)
             self._conversation_by_episode[conversation.episode] = conversation

@@ -399,7 +399,8 @@ class ReplicaScheduler:
         output = None
         if self._computes_schedule:
             output = self._schedule_or_stop()
-        # The other ranks of a led replica receive the schedule, or None at the end of the round.
+        # If only the first rank computes the schedule, the other ranks receive it, or None at the end of the
+        # round.
         if self._is_led:
             output = broadcast_object(output, self._ranks)
         if output is None:
@@ -626,7 +627,10 @@ def _run_until_finished(
     generation_round: GenerationRound,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample until every sequence is finished or, in the open order, the round is over."""
+    """Sample until every sequence is finished or, in the open order, the round is over.
+
+    Calls ``report_finished`` after each engine step.
+    """
     # An open round continues until the learners wait, even if enough groups are already finished.
     if generation_round.rendezvous is None and _has_enough_groups(generation_round, {}):
         return
@@ -640,7 +644,10 @@ def _run_token_rounds(
     is_output_rank: bool,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample token rounds until enough groups are finished, counted over all replicas."""
+    """Sample token rounds until enough groups are finished, counted over all replicas.
+
+    Calls ``report_finished`` after each engine step.
+    """
     # Position of a sequence in the round -> token round in which it finished; equal on all ranks.
     finished_in: dict[int, int] = {}
     round_index = 0

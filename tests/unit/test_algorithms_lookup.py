@@ -259,7 +259,7 @@ def test_pieces_of_the_user_by_file(own):
     ("piece", "words"),
     [
         ("my_loss.py:Raisde", ["my_loss.py has no 'Raisde'", "did you mean 'Raised'?"]),
-        ("my_los.py:Raised", ["the file my_los.py does not exist", "seen from"]),
+        ("my_los.py:Raised", ["the file my_los.py does not exist", "the current directory is"]),
         ("my_loss_module:Raised", ["cannot import my_loss_module", "PYTHONPATH"]),
         ("broken.py:Raised", ["cannot import broken.py", "torch_of_another_name", "correct the module"]),
         ("script.py:Raised", ["cannot import script.py", "SystemExit: 3", "correct the module"]),

@@ -250,9 +250,11 @@ class DataConfig:
 class SetFields(DataConfig):
     """Record fields of one data set: the names in ``data``, with the overrides of the set's section."""
 
-    # Path of the section that overrides names.
     section_path: str = "data"
+    """Path of the section that overrides the names."""
+
     own_template: PromptTemplate = field(default_factory=PromptTemplate)
+    """System message and chat-template arguments in the section."""
 
     @property
     def prompt_template(self) -> PromptTemplate:
@@ -310,7 +312,7 @@ def reserved_kwargs_error(kwargs: Mapping[str, Any], where: str, container: str)
     return UserError(
         "arguments of the chat template that the prompt itself sets",
         where=where,
-        expected="arguments of the template's own, such as enable_thinking",
+        expected="other arguments of the template, such as enable_thinking",
         got=", ".join(reserved_names),
         fix=f"remove {reserved_names[0]} from {container}",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_rl.config.sections.bounds import MAX_TOKENS, SHARE, TOKENS, WEIGHT
 from megatron_rl.config.setting import setting
@@ -74,7 +73,7 @@ class FiltersConfig:
     def names(self) -> tuple[str, ...]:
         """Return the names of the filters that are set, in the order in which they are applied."""
         # Cheap filters come first: the user's function runs only on responses that pass the others.
-        is_set: dict[str, Any] = {
+        is_set_by_name: dict[str, bool] = {
             "empty": self.empty,
             "min_tokens": self.min_tokens > 0,
             "max_repetition": self.max_repetition < 1,
@@ -82,7 +81,7 @@ class FiltersConfig:
             "function": self.function is not None,
         }
 
-        return tuple(name for name, value in is_set.items() if value)
+        return tuple(name for name, is_set in is_set_by_name.items() if is_set)
 
     @property
     def reward(self) -> float | None:

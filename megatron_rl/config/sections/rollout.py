@@ -506,7 +506,7 @@ class RolloutConfig:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return the capabilities of the rollout engine, which rules and the step read."""
+        """Return the capabilities of the rollout engine, which the rules of `check` and the trainer read."""
         return engine_capabilities(self.engine)
 
     @property
@@ -862,7 +862,10 @@ def stop_text_error(
 
 
 def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
-    """Return the error for a stop text of several tokens if the engine stops only at token ids."""
+    """Return the error for a stop text of several tokens with an engine that stops only at token ids.
+
+    ``setting`` is the path of the setting with the text.
+    """
     choices = engines_with(stop_texts=True)
     return UserError(
         f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",

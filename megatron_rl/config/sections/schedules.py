@@ -116,7 +116,7 @@ def schedule_errors(
 
 
 def _value_at(value: ScheduledValue, step: int | None) -> float:
-    """Return a constant, or the value of a schedule over steps at ``step``; None is after the last change."""
+    """Return a constant, or the value of a schedule over steps at ``step``; for None, its last value."""
     if not isinstance(value, Mapping):
         return float(value)
 
@@ -174,7 +174,7 @@ def _number_errors(path: str, value: Any, description: Setting, lowest_number: f
 
 
 def _length_errors(path: str, value: Mapping[str, Any], length_key: str) -> Iterator[UserError]:
-    """Yield an error if the length of the schedule ``value``, its key ``length_key``, is invalid."""
+    """Yield an error if the length ``value[length_key]`` of a schedule is invalid."""
     unit, max_length = _UNITS[length_key]
     accepted, length = convert_value(int, value[length_key])
     if not accepted or not 1 <= length <= max_length:

@@ -155,7 +155,7 @@ class Engine(Generator, WeightStore, Protocol):
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of an adapter with separate storage, or None without such an adapter."""
+        """Return the storage of the adapter; None if the engine has no adapter apart from its weights."""
         ...
 
     def close(self) -> None:

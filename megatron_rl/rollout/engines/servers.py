@@ -72,9 +72,9 @@ class Server(Protocol):
         weights_name: str,
         timeout: float,
     ) -> Completion:
-        """Sample a request from the weights that `finish_update` named; raise ServerError for other weights.
+        """Sample the completion of a request with the weights ``weights_name``, see `finish_update`.
 
-        ``timeout`` is in seconds. The method is a coroutine, so that one thread can send many requests at a
+        Raises ServerError if the server has other weights. ``timeout`` is in seconds. The method is a coroutine, so that one thread can send many requests at a
         time.
         """
         ...
@@ -82,7 +82,10 @@ class Server(Protocol):
     # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
-        """Return the server's maximum number of concurrent requests; raise UserError if it does not fit."""
+        """Return the server's maximum number of concurrent requests.
+
+        Raises UserError if the server's model or settings do not fit ``config``.
+        """
         ...
 
     def require_token_sampling(self) -> None:
@@ -228,6 +231,7 @@ class ServerGenerator:
     def sampling(self) -> Iterator[None]:
         """See `Generator.sampling`."""
         # Try every server of the run again in each round, even a server that was lost in the last round.
+        # Clients begin with different servers: of equally busy servers, a request is sent to the first.
         first_index = self._client_index % max(1, len(self._servers))
         rotated_servers = self._servers[first_index:] + self._servers[:first_index]
         self._in_flight = dict.fromkeys(rotated_servers, 0)
@@ -295,7 +299,7 @@ class ServerGenerator:
         return self._session
 
     def _cancel_requests(self, numbers: list[int]) -> None:
-        """Cancel open requests and wait until their connections are dropped."""
+        """Cancel the open requests ``numbers``, and wait until their connections are dropped."""
         tasks = [self._tasks.pop(number) for number in numbers]
         for task in tasks:
             task.cancel()

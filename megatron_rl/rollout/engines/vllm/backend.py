@@ -31,13 +31,13 @@ from megatron_rl.rollout.engines.vllm.weights import LiveWeights, require_writab
 
 
 class Transfer(Protocol):
-    """Transfer of weights between the trainers and this process; a `HybridEngine` is one."""
+    """Protocol of a weight transfer between trainers and this process; `HybridEngine` implements it."""
 
     version: int
-    """Version of the weights that the next `sync` moves."""
+    """Version of the weights that the next `sync` transfers."""
 
     def sync(self) -> Any:
-        """Move the weights into the engines and verify them, as ``version``. Collective over both sides."""
+        """Transfer the weights of ``version`` and verify them. Collective over trainer ranks and workers."""
         ...
 
 
@@ -117,9 +117,10 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         parallel: Any = self.parallel_config
         worker_index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         engine_storage = LiveWeights(self.model, self.model_config.model, worker_index)
-        self._transfer, self._leave_group = _join_functions[0](
-            init_info, engine_storage, init_info.trainers + worker_index
-        )
+        # `register_backend` has stored the function.
+        (join_rendezvous,) = _join_functions
+        rank = init_info.trainers + worker_index
+        self._transfer, self._leave_group = join_rendezvous(init_info, engine_storage, rank)
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
@@ -137,7 +138,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def shutdown(self) -> None:
-        """Leave the rendezvous."""
+        """Leave the rendezvous; do nothing if this worker has not joined it."""
         if hasattr(self, "_leave_group"):
             self._leave_group()
             del self._transfer, self._leave_group
@@ -162,7 +163,12 @@ class TrainerMeeting(TrainerInitInfo):
 
 
 class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
-    """Backend in a trainer rank: sends weights to vLLM workers of another job."""
+    """Backend in a trainer rank: sends weights to vLLM workers of another job.
+
+    ``leave_group``: function that leaves the transfer's process group.
+    ``client``: vLLM's client of the workers, which only the sender calls.
+    ``is_sender``: whether this rank calls the client.
+    """
 
     init_info_cls = TrainerMeeting
 
@@ -189,7 +195,8 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         """Join the rendezvous with vLLM's workers; the sender also calls ``client`` to make the workers join.
 
         The client's call returns only after workers and trainers have planned the transfer together, so it
-        runs in a thread while this rank joins. Collective over the ranks of the rendezvous.
+        runs in a thread while this rank joins. ``source`` is not used. Collective over the ranks of the
+        rendezvous.
         """
         # The workers receive the fields without this rank's model and rank number.
         shared_fields = {
@@ -199,7 +206,9 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         pending_call = None
         if init_info.is_sender:
             pending_call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
-        transfer, leave_group = _join_functions[0](rendezvous, None, init_info.rank)
+        # `register_backend` has stored the function.
+        (join_rendezvous,) = _join_functions
+        transfer, leave_group = join_rendezvous(rendezvous, None, init_info.rank)
         if pending_call is not None:
             pending_call.result()
         return cls(transfer, leave_group, client, init_info.is_sender)

@@ -151,7 +151,7 @@ class VllmEngine:
 
         # vLLM's name of a request -> the request. Names are numbers in the order of submission.
         self._open: dict[str, _OpenRequest] = {}
-        self._submitted = 0
+        self._num_submitted = 0
         # Seed of a sequence -> its interrupted request, which vLLM still has.
         self._retained: dict[int, tuple[str, _OpenRequest]] = {}
         # Completions of requests that vLLM would refuse, until the next step.
@@ -160,7 +160,7 @@ class VllmEngine:
         self._llm: Any = self._build_llm(config, layout, dtype, seed, load, adapters)
         setup.change_engine_count(1)
         self._model: Any = get_vllm_model(self._llm)
-        self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self._vocabulary_size: int = self._llm.llm_engine.model_config.get_vocab_size()
         self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
         if routing_shape is not None and device.on_host():
             replay.install_expert_capture(get_model_runner(self._llm))
@@ -169,14 +169,20 @@ class VllmEngine:
             self._model,
             shapes or self._path,
             rank,
-            # Retained requests hold cache blocks of older weights, so the cache cannot be dropped. The salt
-            # of later requests prevents them from reading these blocks.
-            reset_cache=lambda: self._retains_requests or self._llm.reset_prefix_cache(),
+            reset_cache=self._reset_prefix_cache,
             loaded=load,
         )
         self._adapter_slots: AdapterSlots | None = None
         if adapters is not None:
             self._adapter_slots = AdapterSlots(self._llm, adapters, rank)
+
+    def _reset_prefix_cache(self) -> bool:
+        """Drop the prefix cache of older weights; return whether the engine can use the new weights."""
+        # Retained requests have cache blocks of older weights, so the cache cannot be dropped. The salt of
+        # later requests prevents them from reading these blocks.
+        if self._retains_requests:
+            return True
+        return self._llm.reset_prefix_cache()
 
     def _build_llm(
         self,
@@ -194,7 +200,7 @@ class VllmEngine:
             arguments |= weights.make_adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
         if load and not pretrained.loads_as_stored:
-            raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
+            raise ValueError(f"{self._path}: vLLM reads these weights in another format: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
         # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
@@ -302,15 +308,15 @@ class VllmEngine:
         """Submit a request, or resume the retained request that it continues.
 
         A request without tokens, or with a token outside the vocabulary, gets a failed completion. Log-probs
-        belong to the sampled distribution: at the temperature, after the filters. The tokens of a continued
-        sequence depend on where it was interrupted, except in greedy decoding, since vLLM starts a new random
-        stream for each request.
+        are computed at the sampling temperature, after the filters. The tokens of a continued sequence depend
+        on where it was interrupted, except in greedy decoding, since vLLM starts a new random stream for each
+        request.
         """
         if self._resume_retained(request):
             return
         # vLLM would raise an exception for an invalid request, which would end the run.
         is_empty = not request.tokens or request.limit < 1
-        if is_empty or max(request.tokens) >= self._vocabulary:
+        if is_empty or max(request.tokens) >= self._vocabulary_size:
             self._failed_completions.append(make_failed_completion(request.number))
             return
 
@@ -334,12 +340,18 @@ class VllmEngine:
         if self._adapter_slots is not None:
             adapter = self._adapter_slots.request
 
-        # Names are unique in the engine's life: a retained request keeps its name through updates.
-        self._submitted += 1
-        name = str(self._submitted)
+        # Never reuse a name: a retained request keeps its name through weight updates.
+        self._num_submitted += 1
+        name = str(self._num_submitted)
         self._llm.llm_engine.add_request(name, vllm_prompt, parameters, lora_request=adapter)
         search = self._stops.make_search(request.sampling, request.tokens, request.turn_tokens)
-        self._open[name] = _OpenRequest(request, parameters, support, request, search)
+        self._open[name] = _OpenRequest(
+            original=request,
+            parameters=parameters,
+            support=support,
+            current=request,
+            search=search,
+        )
 
     def _resume_retained(self, request: GenerationRequest) -> bool:
         """Reopen the retained request that ``request`` continues; return whether such a request exists."""

@@ -195,9 +195,9 @@ class _HostRequest(NamedTuple):
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Make the logits processor's state of a new request; return None if vLLM applies its filters itself.
+    """Make the logits processor's state of a new request; return None if vLLM itself filters its tokens.
 
-    ``tokens``: the request's sampled tokens, to which vLLM appends.
+    ``parameters``: vLLM's parameters of the request. ``tokens``: its sampled tokens, to which vLLM appends.
     """
     record = (parameters.extra_args or {}).get(_SAMPLING_KEY)
     if record is None:
@@ -208,7 +208,7 @@ def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostReque
 
 @cache
 def make_accelerator_processor_class() -> type:
-    """Make the class of the logits processor for vLLM's newer model runner, the one on accelerators."""
+    """Make the class of the logits processor for vLLM's newer model runner, which accelerators use."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class ScheduleProcessor(LogitsProcessor):
@@ -271,7 +271,10 @@ def install_expert_capture(runner: Any) -> None:
 
 
 def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
-    """Copy a layer's ``experts`` [tokens of the step, k] into the expert records of the step's requests."""
+    """Copy a layer's ``experts`` [tokens of the step, k] into the expert records of the step's requests.
+
+    ``runner`` is vLLM's model runner, and ``layer`` the index of the layer.
+    """
     batch = runner.input_batch
     step_bounds = runner.query_start_loc.np
     for index, request_id in enumerate(batch.req_ids):

@@ -28,14 +28,17 @@ def list_logits_processors() -> list[type]:
 
 
 def add_rules(parameters: Any, request: GenerationRequest) -> None:
-    """Add the rules of a request that vLLM does not have to its vLLM parameters."""
+    """Store the n-gram size of a request in its vLLM parameters, where the logits processor finds it."""
     ngram_size = request.sampling.no_repeat_ngram_size
     if ngram_size:
         parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: ngram_size}
 
 
 def _get_ngram_size(parameters: Any) -> int:
-    """Return the size of n-grams that a request must not repeat, or 0 without this rule."""
+    """Return the size of the n-grams that a request must not repeat, or 0 without this rule.
+
+    ``parameters`` are vLLM's sampling parameters of the request.
+    """
     return (parameters.extra_args or {}).get(_SIZE_KEY, 0)
 
 
@@ -54,7 +57,7 @@ def make_host_processor_class() -> type:
             device: torch.device,
             is_pin_memory: bool,
         ) -> None:
-            # Row of the batch -> (n of the n-grams, prompt tokens, sampled tokens) of its request.
+            # Row of the batch -> (n-gram size, prompt tokens, sampled tokens) of its request.
             self._requests: dict[int, tuple[int, list[int], list[int]]] = {}
 
         def is_argmax_invariant(self) -> bool:
@@ -80,9 +83,9 @@ def _make_host_request(
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return (n of the n-grams, prompt, output) of a new request, or None for a request without this rule.
+    """Return (n-gram size, prompt, output) of a new request, or None for a request without this rule.
 
-    vLLM appends each sampled token to ``output``.
+    ``parameters`` are vLLM's sampling parameters. vLLM appends each sampled token to ``output``.
     """
     ngram_size = _get_ngram_size(parameters)
     if not ngram_size:
@@ -93,7 +96,7 @@ def _make_host_request(
 
 @cache
 def make_accelerator_processor_class() -> type:
-    """Make the class of the logits processor for vLLM's newer model runner, the one on accelerators."""
+    """Make the class of the logits processor for vLLM's newer model runner, which accelerators use."""
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class NgramProcessor(LogitsProcessor):

@@ -177,9 +177,10 @@ def _omit_message_queues() -> None:
 
 
 def _choose_experts_without_adapters() -> None:
-    """Make vLLM choose the kernels of experts as if the engine had no adapters; adapters never adapt experts.
+    """Make vLLM choose the kernels of experts as if the engine had no adapters.
 
-    With adapters, vLLM would choose kernels that store experts in another order, or that the host lacks.
+    Experts never have adapters in the engine. With adapters, vLLM would choose kernels that store experts in
+    another order, or that the host lacks.
     """
     from vllm.model_executor.layers.fused_moe import layer as expert_layer
 
@@ -241,12 +242,12 @@ def _run_sampler_eagerly() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
-    def count_greater(values: Tensor, thresholds: Tensor) -> Tensor:
+    def count_at_least(values: Tensor, thresholds: Tensor) -> Tensor:
         """Return, for each row, the number of values that are at least the row's threshold."""
         return (values >= thresholds).sum(-1)
 
     # The results are equal to the compiled functions' results.
-    sampler.batched_count_greater_than = count_greater
+    sampler.batched_count_greater_than = count_at_least
     compiled_mask = vocab_parallel_embedding.get_masked_input_and_mask
     vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled_mask)
 

@@ -214,9 +214,9 @@ def trace_weights(
 
 
 def _find_fused_experts(model: Any) -> FusedExperts | None:
-    """Return the layout of a layer's experts in one tensor that vLLM's loader expects.
+    """Return the layout in which vLLM's loader expects all experts of a layer in one tensor.
 
-    Returns None if the loader expects a tensor per expert.
+    Returns None if the loader expects one tensor per expert.
     """
     model_config = getattr(model, "config", None)
     model_type = getattr(model_config, "model_type", "")
@@ -505,7 +505,10 @@ class AdapterSlots:
             )
 
     def _load_stand_ins(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
-        """Load stand-ins for PEFT's tensors through vLLM, and activate the adapter."""
+        """Load stand-ins for PEFT's tensors through vLLM, and activate the adapter.
+
+        ``sources`` maps the name of each tensor to its stand-in.
+        """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -536,7 +539,7 @@ class AdapterSlots:
 def _collect_adapter_storages(manager: Any) -> dict[str, Tensor]:
     """Return the storage of every adapted layer's A and B matrices, named ``LAYER.lora_MATRIX.SLICE``.
 
-    A fused layer has several slices of each matrix.
+    A fused layer has several slices of each matrix. ``manager`` is vLLM's adapter manager.
     """
     storages: dict[str, Tensor] = {}
     for name, module in manager.modules.items():
