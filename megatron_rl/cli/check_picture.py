@@ -243,9 +243,9 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
 def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
     """Return the label of a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
-    ``slots`` are the indices, within a node of ``per_node`` ranks, of the ranks that the bar covers. The
-    label lists the coordinates of these ranks on all nodes of ``kind``. The letters are t tensor, c context,
-    p pipeline and d data, and r replica in the row of the rollout, see `coordinate_legend`.
+    ``slots`` are the indices of the bar's ranks within a node, which has ``per_node`` ranks. The label lists
+    the coordinates of these ranks on all nodes of ``kind``. The letters are t tensor, c context, p pipeline
+    and d data, and r replica in the row of the rollout, see `coordinate_legend`.
     """
     coordinates = []
     for node in kind.nodes:

@@ -263,7 +263,7 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
         row_limit=float(args.prompt_tokens + args.response_tokens),
     )
 
-    # Roles with a scalar head, critic and reward model, have the model of --critic.
+    # The critic and the reward model, which have a scalar head, use the model of --critic.
     actor = load_shape(args.model)
     critic = actor
     if args.critic:

@@ -407,7 +407,7 @@ def algorithms_page() -> str:
             first_kind_by_class.setdefault(type(piece), key)
 
     for key, kind in KINDS.items():
-        # A line for pieces that are described under another kind, a section for each other piece.
+        # Write a line for the pieces described under another kind, and a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
         describing_kinds = dict.fromkeys(first_kind_by_class[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{kind_key}`.\n" for kind_key in describing_kinds if kind_key != key]

@@ -356,7 +356,7 @@ def optimizer_bytes_per_parameter(optimizer: OptimizerConfig, weight_bytes: int)
         return 16
 
     def dtype_bytes(setting: str) -> int:
-        """Return the size of an element of the dtype that ``setting`` of the optimizer names, in bytes."""
+        """Return the bytes of an element of the dtype in the optimizer's ``setting``."""
         dtype = str(optimizer.megatron.get(setting, "float32")).removeprefix("torch.")
         return _STATE_BYTES.get(dtype, 4)
 
@@ -628,7 +628,7 @@ def _forward_items(
 
     ``item_name`` prefixes the name of an item with the role. ``scoring`` is the memory of a forward pass, and
     ``tokens_per_rank`` the number of its tokens as text. The chunk of logits is resident in ``phases``.
-    ``fused`` is true for Transformer Engine's layers, of which two are counted instead of one.
+    ``fused`` is true for Transformer Engine's layers, whose activations are counted for two layers.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)

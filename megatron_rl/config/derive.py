@@ -370,7 +370,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
         source = "model.path after the supervised warm-up (sft)"
 
     def fill_path(path: str, section: Any) -> Any:
-        """Return the role's section at ``path`` with a model path, and record the reason for a new one."""
+        """Return the role's section at ``path`` with a model path; record the reason if it was unset."""
         if path == "actor" or section.path is not None:
             return section
 

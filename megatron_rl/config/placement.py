@@ -43,7 +43,7 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
         return tuple(range(half))
 
     def set_ranks(path: str, section: Any) -> Any:
-        """Return the role's section at ``path`` with a layout that has ranks."""
+        """Return the role's section at ``path`` with the ranks of its layout filled in."""
         layout = section.layout
         if layout is None:
             # A role on the actor's half gets exactly the actor's ranks, also explicit ones, so that it can
@@ -136,7 +136,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
         assert section is not None
         layouts[role_of(path)] = role_layout(section, path)
 
-    # The job of a reward model has no actor, whose sizes were the default of the layouts above.
+    # A job that trains a reward model has no actor. The layouts above used the actor's sizes as defaults.
     if config.job == "reward-model":
         del layouts["actor"]
     if config.job == TRAIN:

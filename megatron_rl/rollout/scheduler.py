@@ -616,7 +616,8 @@ def sample_round(
         for admitted in scheduler.admitted:
             admitted.sequence.finished_in = 1
 
-    # The first rank reports for its replica: the other ranks have the same tokens, or none if it is led.
+    # The first rank reports for its replica: the other ranks have the same tokens, or no tokens if
+    # only the first rank schedules.
     if not is_output_rank:
         return collect_new_tokens([], [], [], {}, routing_shape)
     return scheduler.report_new_tokens(routing_shape)

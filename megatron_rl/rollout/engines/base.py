@@ -155,7 +155,7 @@ class Engine(Generator, WeightStore, Protocol):
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of the adapter; None if the engine has no adapter apart from its weights."""
+        """Return the storage of the adapter; None if no adapter is stored separately from the weights."""
         ...
 
     def close(self) -> None:

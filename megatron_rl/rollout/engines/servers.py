@@ -74,8 +74,8 @@ class Server(Protocol):
     ) -> Completion:
         """Sample the completion of a request with the weights ``weights_name``, see `finish_update`.
 
-        Raises ServerError if the server has other weights. ``timeout`` is in seconds. The method is a coroutine, so that one thread can send many requests at a
-        time.
+        Raises ServerError if the server has other weights. ``timeout`` is in seconds. The method is a
+        coroutine, so that one thread can send many requests at a time.
         """
         ...
 

@@ -412,7 +412,7 @@ def _sample_tokens(
     filtered_logits = apply_temperature_and_filters(logits, sampling)
     tokens = draw_tokens(filtered_logits, is_greedy_row, generators)
 
-    # Normalise over the support: this is the distribution that was sampled.
+    # Normalise over the support: this is the distribution that was sampled from.
     all_log_probs = filtered_logits.log_softmax(dim=1)
     log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
     return tokens, log_probs, filtered_logits > -torch.inf

@@ -195,7 +195,7 @@ class _HostRequest(NamedTuple):
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Make the logits processor's state of a new request; return None if vLLM itself filters its tokens.
+    """Make the logits processor's state of a new request; return None if vLLM filters the tokens itself.
 
     ``parameters``: vLLM's parameters of the request. ``tokens``: its sampled tokens, to which vLLM appends.
     """
