@@ -633,7 +633,7 @@ def _limit_rows(rollout: RolloutConfig) -> list[_BatchRow]:
 
 
 def _prompts_text(max_tokens: int | None) -> str:
-    """Describe the prompts that a row of a limit table covers; ``max_tokens`` is None in the row `more`."""
+    """Describe the prompts that a row of a limit table covers; the row `more` has no ``max_tokens``."""
     if max_tokens is None:
         return "longer prompts"
     return f"prompts up to {max_tokens:,}"

@@ -388,7 +388,7 @@ def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weig
 
 @dataclass(frozen=True)
 class CheckpointMemory:
-    """Bytes of a checkpoint per rank, for the rank with the most, and the derived cost for a node.
+    """Bytes of a checkpoint on the rank with the most, and the resulting costs for a node.
 
     Example: Adam of 1e9 bfloat16 parameters on 8 data-parallel ranks of a node has ``shards`` of 1.5e9 bytes,
     ``gathered`` of 12e9, and ``weights`` of 0.25e9.

@@ -67,12 +67,12 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         if node is None or (isinstance(node, Leaf) and node.value is None):
             tree.children["rollout"] = Section()
     rollout = tree.children.get("rollout")
-    names_by_key = _profile_name_leaves(rollout) | source_profiles
-    if not isinstance(rollout, Section) or (not names_by_key and not _registered_profiles):
+    leaves_by_key = _profile_name_leaves(rollout) | source_profiles
+    if not isinstance(rollout, Section) or (not leaves_by_key and not _registered_profiles):
         return
 
     # Import the users' files first, since they register the profiles.
-    for key, leaf in names_by_key.items():
+    for key, leaf in leaves_by_key.items():
         location, _, _ = leaf.value.rpartition(":")
         if location:
             try:
@@ -87,7 +87,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
     available_profiles = {name: node for name, node in profiles.children.items() if isinstance(node, Section)}
     for name, node in profiles.children.items():
         key = f"rollout.sampling_profiles.{name}"
-        if key in names_by_key:
+        if key in leaves_by_key:
             assert isinstance(node, Leaf)
             profiles.children[name] = _find_profile(node, key, available_profiles, errors)
 
@@ -97,7 +97,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
         _find_profile(leaf, key, task_profiles, errors)
         _, _, leaf.value = leaf.value.rpartition(":")
 
-    if isinstance(run_profile, Leaf) and _KEY in names_by_key:
+    if isinstance(run_profile, Leaf) and _KEY in leaves_by_key:
         profile = _find_profile(run_profile, _KEY, available_profiles, errors)
         for setting, node in profile.children.items():
             # A command-line override has precedence over the profile.

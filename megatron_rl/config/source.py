@@ -340,8 +340,8 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
 def read_file(path: Path, errors: list[UserError], location: str | None = None) -> Section:
     """Read and parse a configuration file; return an empty section if that fails.
 
-    Errors are appended to ``errors``. ``location`` is the origin of the file's name, for an error about a
-    file that cannot be read; None for the path itself.
+    Errors are appended to ``errors``. The error for an unreadable file is reported at ``location``, the file
+    and line that name it; None reports it at the path itself.
     """
     location = location or str(path)
     try:
@@ -369,8 +369,8 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     the first of them. Sections are merged name by name. Any other value, also a list, replaces the value of
     the base, and null restores the default. Every value keeps its origin.
 
-    Returns the tree, and the files that were read, ``path`` first. None replaces the tree if a file cannot be
-    read. Errors are appended to ``errors``.
+    Returns the tree, and the files that were read, ``path`` first. If a file cannot be read, None replaces
+    the tree. Errors are appended to ``errors``.
     """
     files: list[Path] = []
     tree = _read_over_bases([path], None, files, errors)
@@ -382,8 +382,8 @@ def _read_over_bases(
 ) -> Section | None:
     """Read the last file of ``chain`` and merge it over its bases; return None if a file cannot be read.
 
-    Every file of ``chain`` is a base of the file before it. ``location`` is the origin of the last file's
-    name. All files that are read are appended to ``files``.
+    Every file of ``chain`` is a base of the file before it. ``location`` is the file and line that name the
+    last file, None for the first file. All files that are read are appended to ``files``.
     """
     files.append(chain[-1])
     error_count = len(errors)
@@ -475,7 +475,7 @@ def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserE
 def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:
     """Merge ``section`` of a file into the section ``base`` of its base file; both are at ``path``.
 
-    ``base`` is changed in place, and its values are replaced by those of ``section``.
+    ``base`` is changed in place: the values of ``section`` replace its values.
     """
     for key, node in section.children.items():
         base_node = base.children.get(key)

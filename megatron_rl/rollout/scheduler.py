@@ -336,8 +336,8 @@ class ReplicaScheduler:
 
     Collective over ``ranks``, the ranks of the replica, which must all make the same engine calls. If the
     schedule depends only on the engine's completions, every rank computes it, without communication.
-    Otherwise the replica ``is_led``: only its first rank computes the schedule (``is_leader``) and broadcasts
-    a `SchedulerOutput` per engine step. If ``stop_when`` returns true, the round ends before the next engine
+    Otherwise ``is_led`` is true: only the first rank (``is_leader``) computes the schedule, and broadcasts a
+    `SchedulerOutput` per engine step. If ``stop_when`` returns true, the round ends before the next engine
     step.
     """
 
@@ -705,8 +705,8 @@ def draw_queue_index(
 ) -> int:
     """Draw the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
 
-    The first rank draws the index, and the other ranks receive it by broadcast. If the replica ``is_led``,
-    only its first rank admits sequences, and the others get an index beyond the end of every queue.
+    The first rank draws the index, and the other ranks receive it by broadcast. With ``is_led``,
+    only the first rank admits sequences, and the others get an index beyond the end of every queue.
     """
     coordinates = layout.coordinates(rank)
     index = sys.maxsize

@@ -417,7 +417,7 @@ class Lease:
             ) from error
 
     def _claim(self, server: Server, seconds: float) -> str | None:
-        """Reserve a server for ``seconds``; return None, or the name of another holder.
+        """Reserve a server for ``seconds``; return the name of another holder, or None on success.
 
         The holder's name contains the server's URL, so that a server with two URLs is detected.
         """

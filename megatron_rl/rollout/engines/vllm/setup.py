@@ -303,6 +303,7 @@ def count_sleeping_bytes() -> int:
     """Count the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
+    # A handle is (device, size in bytes, address, memory handle).
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
@@ -327,7 +328,7 @@ def compute_host_cache_bytes(
 
 
 class _DistributedOfLayout:
-    """Replacement of torch.distributed in which the world consists of the ranks of a layout, in its order."""
+    """Replacement of torch.distributed whose world consists of a layout's ranks, in the layout's order."""
 
     def __init__(self, distributed: Any, layout: ParallelLayout) -> None:
         self._distributed = distributed

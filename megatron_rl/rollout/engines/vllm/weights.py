@@ -248,13 +248,13 @@ def _find_vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor])
     """Find the index of the first padding element of each vocabulary-parallel parameter, by name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    first_padding: dict[str, int] = {}
+    first_padding_by_name: dict[str, int] = {}
     for path, module in model.named_modules():
         name = f"{path}.weight"
         if isinstance(module, VocabParallelEmbedding) and name in parameters:
             row_size = parameters[name].stride(0)
-            first_padding[name] = module.shard_indices.num_org_elements * row_size
-    return first_padding
+            first_padding_by_name[name] = module.shard_indices.num_org_elements * row_size
+    return first_padding_by_name
 
 
 @torch.no_grad()
@@ -473,7 +473,7 @@ class AdapterSlots:
 
     The engine has one adapter slot, which every request uses. It starts as zeros, which have no effect, and
     is written in place. vLLM's loader loads stand-ins for PEFT's tensors, so vLLM treats the adapter as
-    loaded and never evicts it. vLLM does not scale the written matrices: an adapter adds B A.
+    loaded and never evicts it. vLLM does not scale the written matrices: the adapter is their product B A.
     """
 
     def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
