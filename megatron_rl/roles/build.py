@@ -87,8 +87,8 @@ from megatron_rl.shapes.pretrained import read_pretrained
 class Roles:
     """Roles of one run on this rank.
 
-    Example: GRPO with a KL penalty has the ``scorers`` ``{"reference": ...}`` and no ``reward_models``; PPO
-    has ``{"critic": ..., "reference": ...}``.
+    Example: GRPO with a KL penalty has ``forward_roles={"reference": ...}`` and no ``reward_models``; PPO has
+    ``forward_roles={"critic": ..., "reference": ...}``.
     """
 
     actor: ModelRole
@@ -99,7 +99,7 @@ class Roles:
     """Weight sync from the actor to the engine."""
     reward: RewardRole
     """Role that computes rewards outside the training process."""
-    scorers: Mapping[str, ModelRole] = field(default_factory=dict)
+    forward_roles: Mapping[str, ModelRole] = field(default_factory=dict)
     """Name -> role that runs a forward pass before the updates of a step, except the actor, in the order of
     `config.roles`."""
     reward_models: tuple[RewardModel, ...] = ()
@@ -112,36 +112,38 @@ class Roles:
     @property
     def critic(self) -> ModelRole | None:
         """Return the role with the value model, or None if the algorithm has no critic."""
-        return self.scorers.get(CRITIC.name)
+        return self.forward_roles.get(CRITIC.name)
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether rewards come from exactly one scorer, so that no weighted sum is needed."""
+        """Return whether all rewards come from one scorer of `reward`, so that no weighted sum is needed."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
-    def learners(self) -> dict[str, ModelRole]:
+    def trained_roles(self) -> dict[str, ModelRole]:
         """Return the trained roles by name: checkpoints store their weights and optimizers."""
-        learning_scorers = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
-        return {ACTOR.name: self.actor, **learning_scorers}
+        trained_forward_roles = {
+            name: role for name, role in self.forward_roles.items() if spec_of(name).trains
+        }
+        return {ACTOR.name: self.actor, **trained_forward_roles}
 
     @property
     def models(self) -> list[ModelRole]:
-        """Return every role with a Megatron model: actor, scorers and reward models."""
+        """Return every role with a Megatron model: actor, forward roles and reward models."""
         return [
             self.actor,
-            *self.scorers.values(),
+            *self.forward_roles.values(),
             *(model.role for model in self.reward_models),
         ]
 
     @contextmanager
-    def keep_learners_resident(self) -> Iterator[None]:
+    def keep_trained_roles_resident(self) -> Iterator[None]:
         """Keep weights and optimizer states of the trained roles in device memory inside the block.
 
         Use it to save and restore checkpoints.
         """
         with ExitStack() as stack:
-            for role in self.learners.values():
+            for role in self.trained_roles.values():
                 stack.enter_context(role.resident(Use.STATE))
             yield
 
@@ -191,7 +193,7 @@ def build_roles(
         actor = build_actor(config, updates=_update_count(config))
     actor.squared_probs = algorithm.needs_squared_probs
     show_part("other roles")
-    scorers = build_scorers(config, algorithm, actor)
+    forward_roles = build_forward_roles(config, algorithm, actor)
     reward_models = tuple(build_reward_model(config, name) for name in config.reward.models)
     show_part("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, log)
@@ -202,7 +204,7 @@ def build_roles(
         rollout,
         hybrid_engine,
         reward,
-        scorers,
+        forward_roles,
         reward_models,
         _build_served_teacher(config, algorithm),
         needs_scoring_pass,
@@ -280,14 +282,14 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
     return build_model_role(config, ACTOR, ACTOR.section, updates=updates)
 
 
-def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
+def build_forward_roles(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
     """Build the roles, except the actor, that run a forward pass before the updates of a step; by name.
 
     These are the roles that the algorithm needs, such as a critic, and configured roles that are independent
     of the algorithm, such as teachers. Collective over the world.
     """
     # Build them in the same order on every rank: building a model creates communicators, which is collective.
-    scorers: dict[str, ModelRole] = {}
+    forward_roles: dict[str, ModelRole] = {}
     for spec in MODEL_ROLES:
         if spec is ACTOR or spec.phase != ACTOR.phase:
             continue
@@ -297,7 +299,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
             if spec.top_outputs:
                 top_tokens = algorithm.distillation.top_tokens
             for path in spec.sections(config):
-                scorers[role_of(path)] = build_model_role(
+                forward_roles[role_of(path)] = build_model_role(
                     config,
                     spec,
                     path,
@@ -305,7 +307,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
                     actor=actor,
                     top_tokens=top_tokens,
                 )
-    return scorers
+    return forward_roles
 
 
 def build_reward_model(config: RunConfig, name: str) -> RewardModel:
@@ -358,15 +360,15 @@ def build_model_role(
     model_path, trainable = _find_starting_model(config, spec, path, section)
 
     # Share weights with the actor in one of two ways, which both need the actor's layout.
-    initial_of: ModelRole | None = None
+    shares_model_with: ModelRole | None = None
     base_owner: ModelRole | None = None
     if is_initial_actor(config, path):
-        initial_of = actor
+        shares_model_with = actor
     if spec.shares == ADAPTED and separate_base_reason(config, path) is None:
         base_owner = actor
 
-    if initial_of is not None:
-        model = initial_of.model
+    if shares_model_with is not None:
+        model = shares_model_with.model
     else:
         head = "lm"
         if spec.head == NUMBER:
@@ -416,10 +418,10 @@ def build_model_role(
         top_tokens=_request_top_tokens(config, top_tokens),
         top_outputs=spec.top_outputs,
         optimizer=optimizer,
-        prefix=spec.metric_prefix,
+        metric_prefix=spec.metric_prefix,
         offload=section.offload,
         routing_shape=routing_shape,
-        initial_of=initial_of,
+        shares_model_with=shares_model_with,
         shares_base_with=base_owner,
         measures_memory=config.batch.memory_target is not None,
     )
@@ -434,7 +436,7 @@ def adopt_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=ACTOR.outputs,
         optimizer=optimizer,
-        prefix=ACTOR.metric_prefix,
+        metric_prefix=ACTOR.metric_prefix,
     )
 
 

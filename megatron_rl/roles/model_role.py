@@ -46,11 +46,11 @@ class ModelRole:
     ``top_tokens``: request for the most likely tokens of each distribution, or None for no such outputs.
     ``top_outputs``: names of the two outputs with the ids and log-probs of the most likely tokens.
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.
-    ``prefix``: prefix of the optimizer's metrics, by default the name.
+    ``metric_prefix``: prefix of the optimizer's metrics, by default the name.
     ``offload``: whether the model is moved to host memory while the role does not run.
     ``routing_shape``: (layers, experts per token) if `infer` also returns the routing, or None.
-    ``initial_of``: role whose model this role runs with its adapters disabled, as for a reference; None if
-        the role has its own model.
+    ``shares_model_with``: role whose model this role runs with its adapters disabled, as for a reference, or
+        None if the role has a separate model.
     ``shares_base_with``: role whose base weights this role's adapters use, or None.
     ``squared_probs``: whether `infer` also returns `Scores.squared_probs`.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
@@ -69,10 +69,10 @@ class ModelRole:
         top_tokens: TopTokens | None = None,
         top_outputs: tuple[str, ...] = (),
         optimizer: Optimizer | None = None,
-        prefix: str = "",
+        metric_prefix: str = "",
         offload: bool = False,
         routing_shape: tuple[int, int] | None = None,
-        initial_of: ModelRole | None = None,
+        shares_model_with: ModelRole | None = None,
         shares_base_with: ModelRole | None = None,
         measures_memory: bool = False,
     ) -> None:
@@ -85,16 +85,16 @@ class ModelRole:
         self.top_outputs = top_outputs
         self.squared_probs = False
         self.routing_shape = routing_shape
-        self.initial_of = initial_of
+        self.shares_model_with = shares_model_with
         self.is_output_rank = device.rank() in layout.outputs()
-        self.prefix = prefix or name
+        self.metric_prefix = metric_prefix or name
         self.guard: PassGuard | None = None
         if model is not None:
             self.guard = PassGuard(name, model, measures=measures_memory)
 
-        if initial_of is not None:
+        if shares_model_with is not None:
             # Both roles move the same model between host and device, so they share its residency.
-            self.residency = initial_of.residency
+            self.residency = shares_model_with.residency
         else:
             base: Residency | None = None
             if shares_base_with is not None:
@@ -112,7 +112,7 @@ class ModelRole:
         self._optimizer = optimizer
         # The residency also moves the optimizer's states. A role that runs another role's model shares its
         # residency, and has no optimizer.
-        if self.initial_of is None:
+        if self.shares_model_with is None:
             self.residency.optimizer = optimizer
 
     def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
@@ -210,7 +210,7 @@ class ModelRole:
 
         # A reference that equals the initial actor is the actor's model with its adapters disabled.
         adapter_scope = nullcontext()
-        if self.initial_of is not None:
+        if self.shares_model_with is not None:
             adapter_scope = use_initial_policy(self.model)
             # Drop the recorded experts, which the adapted actor chose: the initial policy routes by itself.
             batch = replace(batch, experts=None)
@@ -285,7 +285,7 @@ class ModelRole:
         # The optimizer's metrics are equal on all of the role's ranks: only the first rank returns them.
         if self.model.groups.rank != self.layout.ranks[0]:
             return Metrics()
-        return Metrics({f"{self.prefix}/{name}": value for name, value in metrics.sums.items()})
+        return Metrics({f"{self.metric_prefix}/{name}": value for name, value in metrics.sums.items()})
 
     def eval_step(self, batch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Compute the metrics of an objective on a batch without gradients.

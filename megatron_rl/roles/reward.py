@@ -153,7 +153,7 @@ class RewardRole:
         learns_from_rewards: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._visible = VisibleText(tokenizer)
+        self._visible_text = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
         # One thread per function, by name: a function's processes handle one list of samples at a time, and
@@ -181,7 +181,7 @@ class RewardRole:
             # scorer adds 0 to each row's reward instead.
             answer = Answer(NO_REWARD, _NO_SCORER)
             if config.models or not learns_from_rewards:
-                answer = Answer(None, "", 0.0)
+                answer = Answer(reason=None, reward=0.0)
             self._scorers[FUNCTION] = (config.weight, NullScorer(answer))
 
     @property
@@ -247,13 +247,16 @@ class RewardRole:
             if isinstance(scorer, SourceRewards):
                 # All rows of a group are of one source.
                 thread_name = scorer.function_name(samples[0]) or name
-            samples_by_row = dict(zip(round_rows, samples, strict=True))
-            self._submit(thread_name, _score_rows, name, scorer, samples_by_row, verdicts)
+            sample_by_row = dict(zip(round_rows, samples, strict=True))
+            self._submit(thread_name, _score_rows, name, scorer, sample_by_row, verdicts)
 
     def _submit(
         self, thread_name: str, compute: Callable[..., _EarlyAnswers], *arguments: Any
     ) -> Future[_EarlyAnswers]:
-        """Call a function in the thread of this name, after the earlier calls there; return its future."""
+        """Queue a call of ``compute`` in the thread ``thread_name``; return its future.
+
+        Each name has one thread, which executes its calls in order.
+        """
         if thread_name not in self._executors:
             self._executors[thread_name] = ThreadPoolExecutor(1, thread_name_prefix=f"rewards {thread_name}")
         future = self._executors[thread_name].submit(compute, *arguments)
@@ -383,7 +386,7 @@ class RewardRole:
             # The first scorer's result contains the rewards of environments: the other scorers add 0.
             for row, answer in existing_answers.items():
                 if answer.reason is None:
-                    existing_answers[row] = Answer(None, "", 0.0)
+                    existing_answers[row] = Answer(reason=None, reward=0.0)
         return results
 
     def _add_saved_calls(
@@ -434,7 +437,7 @@ class RewardRole:
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Decode each row's response, without special tokens that `VisibleText` hides."""
-        return self._visible.decode_all(self._response_ids(rollouts))
+        return self._visible_text.decode_all(self._response_ids(rollouts))
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:
@@ -634,16 +637,17 @@ def _rows_of_rank(
     Rows are assigned to ranks round robin, or group by group if the scorer needs groups. A server's rows are
     all assigned to the first rank.
     """
-    rank = replica_group.ranks.index(replica_group.rank)
+    rank_in_group = replica_group.ranks.index(replica_group.rank)
     rank_count = len(replica_group.ranks)
 
     if isinstance(scorer, HttpReward | JudgeReward):
-        if rank == 0:
+        if rank_in_group == 0:
             return list(range(len(rollouts)))
         return []
     if GROUP not in scorer.takes:
-        return list(range(rank, len(rollouts), rank_count))
-    return [row for row, group in enumerate(rollouts.group.tolist()) if group % rank_count == rank]
+        return list(range(rank_in_group, len(rollouts), rank_count))
+    groups = rollouts.group.tolist()
+    return [row for row, group in enumerate(groups) if group % rank_count == rank_in_group]
 
 
 def collect_token_fields(rollouts: Rollouts) -> list[dict[str, list]]:
@@ -683,7 +687,7 @@ def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
         if outcome.failure is not None:
             answers[row] = Answer(outcome.failure, outcome.message)
         elif outcome.reward is not None:
-            answers[row] = Answer(None, "", outcome.reward, outcome.components)
+            answers[row] = Answer(reason=None, reward=outcome.reward, components=outcome.components)
     return answers
 
 

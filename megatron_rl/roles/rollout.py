@@ -45,7 +45,7 @@ class RolloutRole:
     ``environment``: configuration of the environment for multi-turn rollouts, or None for single responses.
         The first rank of each replica runs its processes.
     ``chat_formats``: chat formats that render an environment's messages.
-    ``routing``: (layers, experts per token) if the engine returns the routing of each token, or None.
+    ``routing_shape``: (layers, experts per token) if the engine returns the routing of each token, or None.
     ``max_in_flight``: maximum number of sequences in flight on a replica, or None for the engine's limit.
     ``parse_tool_calls``: parser of the tool calls in a turn, or None if turns have no tool calls.
     ``in_process``: whether the engine runs in the job's processes instead of servers; equal on all ranks.
@@ -58,7 +58,7 @@ class RolloutRole:
         rank: int,
         environment: EnvironmentConfig | None = None,
         chat_formats: ChatFormats | None = None,
-        routing: RoutingShape | None = None,
+        routing_shape: RoutingShape | None = None,
         max_in_flight: int | None = None,
         parse_tool_calls: ToolParser | None = None,
         in_process: bool = True,
@@ -68,15 +68,15 @@ class RolloutRole:
         self.rank = rank
         self.environment = environment
         self._chat_formats = chat_formats
-        self._routing = routing
+        self._routing_shape = routing_shape
         self._max_in_flight = max_in_flight
         self._parse_tool_calls = parse_tool_calls
         self._in_process = in_process
 
         # Only the first rank of a replica runs environments.
-        self._hosts: EnvironmentPool | None = None
+        self._environment_pool: EnvironmentPool | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
-            self._hosts = EnvironmentPool(environment)
+            self._environment_pool = EnvironmentPool(environment)
 
     def infer(
         self,
@@ -91,7 +91,7 @@ class RolloutRole:
         `gather_new_tokens`.
         """
         if self.engine is None:
-            return collect_new_tokens([], [], [], {}, self._routing)
+            return collect_new_tokens([], [], [], {}, self._routing_shape)
 
         # Each round has a separate queue in the job's store, whose key contains the number of the round: the
         # first rank draws the number, and broadcasts it.
@@ -134,7 +134,7 @@ class RolloutRole:
                 is_led,
             ),
             make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
-            routing_shape=self._routing,
+            routing_shape=self._routing_shape,
             max_in_flight=self._max_in_flight,
             on_finished=finish_callback,
         )
@@ -189,19 +189,19 @@ class RolloutRole:
         ``is_led``: whether only the first rank of the replica computes the schedule and broadcasts it.
         """
         # In the open order the rendezvous ends the round; otherwise the round ends with its last group.
-        replica = self.layout.coordinates(self.rank)
-        ranks = self.layout.groups("tensor")[replica.data]
+        coordinates = self.layout.coordinates(self.rank)
+        ranks = self.layout.groups("tensor")[coordinates.data]
         stop_when = None
         if rendezvous is not None:
             stop_when = rendezvous.is_over
 
         # Only the replica's first rank has environments; the other ranks receive its schedule.
-        if self._hosts is not None:
+        if self._environment_pool is not None:
             assert self._chat_formats is not None
             return MultiTurnScheduler(
                 engine,
                 queue,
-                self._hosts,
+                self._environment_pool,
                 self._chat_formats,
                 self._parse_tool_calls,
                 stop_when=stop_when,
@@ -213,19 +213,19 @@ class RolloutRole:
             stop_when=stop_when,
             ranks=ranks,
             is_led=is_led,
-            is_leader=replica.tensor == 0,
+            is_leader=coordinates.tensor == 0,
         )
 
     @property
     def unenforced_limits(self) -> tuple[str, ...]:
         """Describe the limits of the environments' processes that this machine cannot enforce."""
-        if self._hosts is None:
+        if self._environment_pool is None:
             return ()
-        return self._hosts.missing
+        return self._environment_pool.missing
 
     def close(self) -> None:
         """Release the engine and the environments' processes."""
-        if self._hosts is not None:
-            self._hosts.close()
+        if self._environment_pool is not None:
+            self._environment_pool.close()
         if self.engine is not None:
             self.engine.close()

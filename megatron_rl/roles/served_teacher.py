@@ -36,7 +36,7 @@ VALID = "teacher_valid"
 NO_LOG_PROBS = "the teacher's server gave no log-probs"
 """Reason of a row whose request failed."""
 
-LEAST_REST = 1e-6
+MIN_OTHER_PROBABILITY = 1e-6
 """Lower bound of the total probability of all tokens except the most likely tokens. This probability is
 computed as a difference from 1, with an error of about 1e-7, and a reverse KL uses its logarithm."""
 
@@ -75,7 +75,7 @@ class ServedTeacher:
             secret_headers(config, config.key_from),
             largest_reply=2**20 + longest_row * log_probs_per_token * _BYTES_PER_LOG_PROB,
         )
-        self._thread = ThreadPoolExecutor(1, "teacher")
+        self._executor = ThreadPoolExecutor(1, "teacher")
 
     def start_requests(self, rollouts: Rollouts, is_sender: bool) -> Future[TeacherResults]:
         """Start the requests for all rows in a thread, and return the future of their results.
@@ -83,14 +83,14 @@ class ServedTeacher:
         ``is_sender``: whether this rank sends the requests. On the other ranks the results have no rows.
         """
         if is_sender:
-            return self._thread.submit(self._request_all, rollouts)
+            return self._executor.submit(self._request_all, rollouts)
         no_rows: Future[TeacherResults] = Future()
         no_rows.set_result(TeacherResults(self._make_shard(torch.zeros(0, dtype=torch.long), [])))
         return no_rows
 
     def close(self) -> None:
         """Shut down the thread without waiting for running requests, which end with the process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _request_all(self, rollouts: Rollouts) -> TeacherResults:
         """Request the log-probs of all rows from the server; return the columns and the failed rows."""
@@ -211,5 +211,5 @@ class _RowColumns:
         padded_ids = torch.tensor(top_ids + [-1] * num_padding, dtype=torch.int32)
         self.tensors["teacher_top_ids"][position] = padded_ids
         self.tensors["teacher_top_log_probs"][position] = torch.tensor(
-            [*top_log_probs, *[BANNED] * num_padding, math.log(max(other_probability, LEAST_REST))]
+            [*top_log_probs, *[BANNED] * num_padding, math.log(max(other_probability, MIN_OTHER_PROBABILITY))]
         )

@@ -124,7 +124,7 @@ class AheadBatches:
             # Rollout ranks need these counts for the size of the next batch, but have no rewards: use the
             # first learner's counts on all ranks.
             learner_counts = [counts for counts in gather_objects(group_counts) if counts is not None]
-            self.source.informative = learner_counts[0]
+            self.source.group_counts = learner_counts[0]
 
     def _start_evaluation(self, phase: Phases) -> list[PendingRound]:
         """Sample answers to the evaluation sets on the rollout's ranks; return immediately on learners."""
@@ -152,7 +152,7 @@ class AheadBatches:
         if not self.algorithm.dynamic_sampling.further_rounds:
             return prompts_per_step
 
-        informative, total = self.source.informative
+        informative, total = self.source.group_counts
         ceiling = ROUND_CEILING * prompts_per_step
         # `prompts_to_sample` subtracts informative groups as already available, but the groups of the last
         # batch have been trained on: require their number in addition.

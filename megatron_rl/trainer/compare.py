@@ -32,9 +32,9 @@ from megatron_rl.trainer.curves import (
 from megatron_rl.trainer.report import format_pairs, format_revisions, run_metrics
 from megatron_rl.trainer.starts import Start, read_starts
 
-OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
+RUN_SPECIFIC_KEYS = ("seed", "run_dir", "prepare", "checkpoint.resume")
 """Settings that may differ between the runs of one group."""
-OF_ONE_FOLDER = ("run_dir", "prepare")
+FOLDER_SPECIFIC_KEYS = ("run_dir", "prepare")
 """Settings that differ between any two runs because they have different folders; never compared."""
 ALWAYS_EXPLICIT = ("world_size",)
 """Settings that count as set by the user, because the launcher's command line determines them."""
@@ -49,7 +49,7 @@ LAST_MEANS = (
 _MIN_SECONDS = 1e-9
 """Lower bound of the seconds in a throughput, to avoid a division by zero."""
 
-MEANING = (
+RESULTS_NOTE = (
     f"Accuracies are the last and the best measurement, other final values means of the last {WINDOW} steps. "
     f"The best reward is the highest mean over a step and the {WINDOW // 2} before and after it. "
     "± is the standard deviation over the runs of a column."
@@ -60,7 +60,7 @@ _START_TEXTS: Mapping[str, Callable[[Start], str]] = {
     "versions": lambda start: format_pairs(start.versions),
     "hardware": lambda start: format_pairs(start.hardware),
 }
-"""Facts about a run's start that are compared like settings."""
+"""Properties of a run's start that are compared like settings: name -> function that formats it."""
 
 Result = tuple[float, str]
 """Value of a result, and its format specification."""
@@ -147,18 +147,18 @@ def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Co
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return a table row for each fact about the starts that differs between groups, such as the revision.
+    """Return the table rows of revision, versions and hardware, without rows that are equal in all groups.
 
-    A row has the fact's name, then its value for each group; see `_START_TEXTS`.
+    A row has a name, such as "revision", then a value for each group.
     """
     rows: list[list[str]] = []
-    for fact_name, format_fact in _START_TEXTS.items():
+    for name, format_start in _START_TEXTS.items():
         cells: list[str] = []
         for group in groups.values():
-            fact_texts = [format_fact(run.start) for run in group if run.start is not None]
-            cells.append("; ".join(dict.fromkeys(fact_texts)) or "-")
+            start_texts = [format_start(run.start) for run in group if run.start is not None]
+            cells.append("; ".join(dict.fromkeys(start_texts)) or "-")
         if len(set(cells)) > 1:
-            rows.append([fact_name, *cells])
+            rows.append([name, *cells])
     return rows
 
 
@@ -170,7 +170,7 @@ def _group_runs(
     ``keys``: all configuration keys of the runs.
     """
     # Compare settings as JSON text, since values such as lists cannot be keys of a dictionary.
-    common_keys = [key for key in keys if key not in OF_ONE_RUN]
+    common_keys = [key for key in keys if key not in RUN_SPECIFIC_KEYS]
     runs_by_settings: dict[str, list[ComparedRun]] = {}
     for run in runs:
         settings = json.dumps([run.settings.get(key) for key in common_keys], default=str)
@@ -193,7 +193,7 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
     """Return a table row for each setting that differs between groups: its key, then a value per group."""
     rows: list[list[str]] = []
     for key in keys:
-        if key in OF_ONE_FOLDER:
+        if key in FOLDER_SPECIFIC_KEYS:
             continue
         # A cell has all distinct values of a group, since its runs may have different seeds.
         cells: list[str] = []
@@ -273,7 +273,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     """Write ``compare.html`` and ``compare.md`` into the folder ``out``; return the Markdown text."""
     comparison = compare(folders)
     group_names = list(comparison.groups)
-    notes = [*comparison.notes, MEANING]
+    notes = [*comparison.notes, RESULTS_NOTE]
 
     # Write a page for browsers, and Markdown with the same tables.
     result_columns = range(1, len(group_names) + 1)

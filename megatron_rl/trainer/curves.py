@@ -43,7 +43,7 @@ _MIN_LOGARITHMIC = 1e-100
 _HEADROOM = 1.08
 """Ratio of the top of a panel's axis to its upper limit, so that points at the limit are not cut off."""
 _LEGEND_HEADROOM = 1.35
-"""Ratio of the top of the axis to the largest value in the picture of stacked times, which has a legend."""
+"""Ratio of the top of the axis to the largest value in the plot of stacked times, which has a legend."""
 _PANEL_INCHES = (4.6, 3.3)
 """Width and height of a panel with its margins."""
 _RIGHT_INCHES = 0.15
@@ -84,7 +84,7 @@ class RunMetrics:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of a metric over the steps: title, axis and drawing style.
+    """Plot of one metric over the steps: title, axis and drawing style.
 
     Example: ``Panel("kl/ref", "KL to the reference (nats per token)")``.
     """
@@ -92,7 +92,7 @@ class Panel:
     metric: str
     """Metric of the vertical axis."""
     title: str
-    """Title of the picture, with the unit."""
+    """Title of the plot, with the unit."""
     smooth: bool = True
     """Whether a running mean is drawn over the values."""
     logarithmic: bool = False
@@ -155,7 +155,7 @@ def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
 
 
 def smooth_curve(values: Sequence[float]) -> list[float]:
-    """Return a running mean over `WINDOW` values, or over a quarter of them if the curve is short."""
+    """Return a running mean over `WINDOW` values, or over a quarter of the curve if that is shorter."""
     return running_mean(values, min(WINDOW, len(values) // 4))
 
 
@@ -188,8 +188,8 @@ def draw_figure(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
     panels += select_stage_panels(stages)
     has_times = bool(_phase_seconds(lines))
     axes = _make_axes(len(panels) + has_times)
-    for axis, (panel_lines, panel) in zip(axes, panels, strict=False):
-        _draw_panel(axis, panel_lines, panel)
+    for ax, (panel_lines, panel) in zip(axes, panels, strict=False):
+        _draw_panel(ax, panel_lines, panel)
     if has_times:
         _draw_phase_times(axes[-1], lines)
     return _style_figure(axes)
@@ -202,7 +202,7 @@ A curve has ``label``, ``colour``, ``thin``, ``steps``, ``values`` and, if the c
 Charts of one ``axis`` have the same range of steps: those of the run, or of one stage.
 """
 
-_FLAT = 1e-3
+_MAX_FLAT_FRACTION = 1e-3
 """A curve is flat if its values differ by at most this fraction of the largest one."""
 _DIGITS = 6
 """Digits of a chart's numbers, which is more than a picture can show."""
@@ -286,11 +286,13 @@ def _axis_name(panel: Panel, stages: Collection[str]) -> str:
     return ""
 
 
-def _make_chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, stacked: bool = False) -> Chart:
+def _make_chart(
+    panel: Panel, curves: Sequence[dict[str, Any]], axis_name: str, *, stacked: bool = False
+) -> Chart:
     """Return the data of one metric's chart: title, axis, limits and the given curves.
 
-    ``axis``: name of the chart's step axis, see `_axis_name`. ``stacked``: whether the curves are drawn on
-    top of one another.
+    ``axis_name``: name of the step axis, see `_axis_name`. ``stacked``: whether the curves are drawn on top
+    of one another.
     """
     values: list[float] = []
     for curve in curves:
@@ -298,12 +300,12 @@ def _make_chart(panel: Panel, curves: Sequence[dict[str, Any]], axis: str, *, st
     max_magnitude = max(abs(value) for value in values)
     return {
         "title": panel.title,
-        "axis": axis,
+        "axis": axis_name,
         "limits": panel.limits,
         "logarithmic": panel.logarithmic,
         "stacked": stacked,
         # A curve with a single value cannot rise or fall, so it does not count as flat.
-        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT * max_magnitude,
+        "flat": len(values) > len(curves) and max(values) - min(values) <= _MAX_FLAT_FRACTION * max_magnitude,
         "curves": curves,
     }
 
@@ -336,13 +338,13 @@ def _round_values(values: Sequence[float]) -> list[float]:
     return [float(f"{value:.{_DIGITS}g}") for value in values]
 
 
-def _set_title(axis: Axes, title: str) -> None:
+def _set_title(ax: Axes, title: str) -> None:
     """Set the title of a panel without parsing formulas: the name of a user's data set may contain ``$``."""
-    axis.set_title(_shorten_name(title, 60), fontsize=10, loc="left").set_parse_math(False)
+    ax.set_title(_shorten_name(title, 60), fontsize=10, loc="left").set_parse_math(False)
 
 
 def _shorten_name(name: str, max_characters: int = 32) -> str:
-    """Return a name for a picture: lone surrogates replaced, and the middle of a long name replaced by …."""
+    """Shorten a name for a plot by replacing its middle with …; also replace lone surrogates."""
     name = name.encode("utf-8", "replace").decode("utf-8")
     if len(name) <= max_characters:
         return name
@@ -372,14 +374,14 @@ def _style_figure(axes: Sequence[Axes]) -> Figure:
     """Set grid, labels and frame of the axes, and arrange them; return their figure."""
     from matplotlib.ticker import MaxNLocator
 
-    for axis in axes:
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["left", "bottom"]].set_color(GREY)
-        axis.tick_params(colors=GREY, labelsize=8)
-        axis.grid(True, color=GRID, linewidth=0.7)
-        axis.set_axisbelow(True)
-        axis.set_xlabel("step", fontsize=8, color=GREY)
+    for ax in axes:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color(GREY)
+        ax.tick_params(colors=GREY, labelsize=8)
+        ax.grid(True, color=GRID, linewidth=0.7)
+        ax.set_axisbelow(True)
+        ax.set_xlabel("step", fontsize=8, color=GREY)
 
     figure = axes[0].get_figure()
     assert figure is not None
@@ -393,7 +395,7 @@ def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
     matplotlib's layout engine measures every text and draws the figure twice, which takes three times as
     long.
     """
-    if any(len(axis.get_title(loc="left")) > _TITLE_CHARACTERS for axis in axes):
+    if any(len(ax.get_title(loc="left")) > _TITLE_CHARACTERS for ax in axes):
         figure.set_layout_engine("constrained")
         return
 
@@ -422,29 +424,29 @@ def _arrange_panels(figure: Figure, axes: Sequence[Axes]) -> None:
 
     # The labels of the vertical axes depend on the panels' height, and the left margin on the labels.
     label_pixels = [0.0]
-    for index, axis in enumerate(axes):
+    for index, ax in enumerate(axes):
         place_panel(index, left_margin=0.0)
-        label_box = axis.yaxis.get_tightbbox()
+        label_box = ax.yaxis.get_tightbbox()
         if label_box is not None:
-            label_pixels.append(axis.bbox.x0 - label_box.x0)
+            label_pixels.append(ax.bbox.x0 - label_box.x0)
     left_margin = max(label_pixels) / figure.dpi + _LABEL_GAP_INCHES
     for index in range(len(axes)):
         place_panel(index, left_margin)
 
 
-def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
+def _draw_panel(ax: Axes, lines: Lines, panel: Panel) -> None:
     """Draw one metric over the steps into the axes of its panel.
 
     A smooth panel shows the values and their running mean. Other panels show points, with labels at the first
     and the last point.
     """
     steps, values = metric_series(lines, panel.metric)
-    _set_title(axis, panel.title)
+    _set_title(ax, panel.title)
     if panel.smooth:
-        axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
-        axis.plot(steps, smooth_curve(values), color=BLUE, linewidth=1.8)
+        ax.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
+        ax.plot(steps, smooth_curve(values), color=BLUE, linewidth=1.8)
     else:
-        axis.plot(
+        ax.plot(
             steps,
             values,
             color=BLUE,
@@ -452,9 +454,9 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             marker="o",
             markersize=3.5,
         )
-        axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
+        ax.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
         _annotate_point(
-            axis,
+            ax,
             steps[0],
             values[0],
             offset=(4, -11),
@@ -462,7 +464,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             colour=GREY,
         )
         _annotate_point(
-            axis,
+            ax,
             steps[-1],
             values[-1],
             offset=(0, 7),
@@ -471,19 +473,19 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
         )
 
     if panel.limits is not None:
-        axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
+        ax.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
     if panel.logarithmic:
         spans_a_decade = max(values) >= 10 * min(values)
         if min(values) > _MIN_LOGARITHMIC and spans_a_decade:
-            axis.set_yscale("log")
+            ax.set_yscale("log")
         else:
-            axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-            axis.yaxis.get_offset_text().set(size=8, color=GREY)
-            axis.set_ylim(bottom=0)
+            ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+            ax.yaxis.get_offset_text().set(size=8, color=GREY)
+            ax.set_ylim(bottom=0)
 
 
 def _annotate_point(
-    axis: Axes,
+    ax: Axes,
     step: int,
     value: float,
     *,
@@ -495,7 +497,7 @@ def _annotate_point(
 
     ``offset``: horizontal and vertical distance of the label from the point, in 1/72 inch.
     """
-    axis.annotate(
+    ax.annotate(
         number_text(value, ".3f"),
         (step, value),
         xytext=offset,
@@ -517,13 +519,13 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
     return seconds
 
 
-def _draw_phase_times(axis: Axes, lines: Lines) -> None:
+def _draw_phase_times(ax: Axes, lines: Lines) -> None:
     """Draw the seconds of each phase over the steps, smoothed and stacked on one another."""
     # Smooth the curves, since a single slow step would make the phases of other steps too small to see.
     seconds_by_phase = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
     curves = [smooth_curve(seconds) for seconds in seconds_by_phase.values()]
-    axis.stackplot(
+    ax.stackplot(
         steps,
         curves,
         labels=[name.removeprefix("time/") for name in seconds_by_phase],
@@ -531,7 +533,7 @@ def _draw_phase_times(axis: Axes, lines: Lines) -> None:
         alpha=0.85,
     )
 
-    _set_title(axis, "time of a step (s)")
+    _set_title(ax, "time of a step (s)")
     step_totals = [sum(step_seconds) for step_seconds in zip(*curves, strict=True)]
-    axis.set_ylim(0, _LEGEND_HEADROOM * max(step_totals))
-    axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")
+    ax.set_ylim(0, _LEGEND_HEADROOM * max(step_totals))
+    ax.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")

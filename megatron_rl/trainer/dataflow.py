@@ -109,7 +109,7 @@ class Run:
             self._entered_training = Training(self._job)
             self._world = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
-            # Report the error and end this process, and thereby the job, like for an error in the block.
+            # Report the error and end this process, and thereby the job, as for an error in the block.
             self._stack.__exit__(*sys.exc_info())
             raise
         return self
@@ -463,7 +463,16 @@ class LearningRole:
 def _make_empty_prompts() -> PromptBatch:
     """Return a batch without prompts, for computations on rows that do not use their prompts."""
     empty = torch.zeros(0, dtype=torch.long)
-    return PromptBatch(empty, empty, empty, (), (), (), (), ())
+    return PromptBatch(
+        tokens=empty,
+        lengths=empty,
+        prompt_ids=empty,
+        tasks=(),
+        prompts=(),
+        ground_truths=(),
+        metadata=(),
+        sampling=(),
+    )
 
 
 def _reject_unsupported(config: RunConfig) -> None:

@@ -40,6 +40,8 @@ SUBSETS = 200
 """Number of random subsets of k answers over which majority@k is averaged, for more than k answers."""
 _TAIL_PERCENT = 2.5
 """Percentage of resamples below a 95% interval, which is also the percentage above it."""
+_MAX_MESSAGE_CHARACTERS = 300
+"""Number of characters of a failure's message that a console warning shows."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[st
     """Yield a console warning for each example of a failed reward or evaluator in ``results``."""
     for result in results:
         for source, failure in result.failures:
-            last_line = failure.message.strip().rpartition("\n")[2][-300:]
+            last_line = failure.message.strip().rpartition("\n")[2][-_MAX_MESSAGE_CHARACTERS:]
             yield f"step {step}: warning: {source} of {result.name} failed ({failure.reason}): {last_line}"
 
 

@@ -48,13 +48,14 @@ class RuleState:
 class HealthMonitor:
     """The health rules of a run on the main rank, which has the metrics of all ranks.
 
-    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` starts to fire.
+    ``print_line`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` starts to
+    fire.
     """
 
-    def __init__(self, rules: Sequence[HealthRule], say: Callable[[str], None]) -> None:
+    def __init__(self, rules: Sequence[HealthRule], print_line: Callable[[str], None]) -> None:
         self.error: UserError | None = None
         self._rules = rules
-        self._say = say
+        self._print_line = print_line
         self._has_checked_metrics = False
 
     def update(
@@ -102,7 +103,9 @@ class HealthMonitor:
                 continue
             similar_name = nearest(metric, values)
             hint = f"; did you mean {similar_name}?" if similar_name else ""
-            self._say(f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}")
+            self._print_line(
+                f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}"
+            )
 
     def _update_rule(
         self,
@@ -130,11 +133,13 @@ class HealthMonitor:
         if not state.firing:
             num_steps = step - state.begun
             value_text = _format_value(value)
-            self._say(f"step {step}: health rule {rule.name} ended after {num_steps} steps: {value_text}")
+            self._print_line(
+                f"step {step}: health rule {rule.name} ended after {num_steps} steps: {value_text}"
+            )
             return
 
         state.begun = step
-        self._say(f"step {step}: warning: {warning_text(rule, measurements)}")
+        self._print_line(f"step {step}: warning: {warning_text(rule, measurements)}")
         if rule.act == STOP and self.error is None:
             self.error = stop_error(rule, measurements)
 
@@ -267,10 +272,10 @@ def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | 
     return value / reference if reference > 0 else None
 
 
-def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest fall of an accuracy from its best value while the mean reward has risen.
+def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the largest drop of an accuracy below its best value, if the mean reward has risen since then.
 
-    Returns 0 without such a fall, and None in steps without an evaluation. The mean reward is over the steps
+    Returns 0 without such a drop, and None in steps without an evaluation. The mean reward is over the steps
     since the previous evaluation.
     """
     # Accumulate the rewards of the steps since the previous evaluation.
@@ -285,7 +290,7 @@ def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], mem
         return None
 
     # Compare each accuracy with its best value, and the mean rewards at both times.
-    falls = [0.0]
+    drops = [0.0]
     for name, accuracy in accuracies.items():
         # An evaluation before the first step has no mean reward: the next evaluation adds one.
         if not reward_count:
@@ -305,8 +310,8 @@ def _measure_fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], mem
             continue
         memory[name] = [best_accuracy, reward_at_best]
         if mean_reward > reward_at_best:
-            falls.append(best_accuracy - accuracy)
-    return max(falls)
+            drops.append(best_accuracy - accuracy)
+    return max(drops)
 
 
 Measure = Callable[[HealthRule, Mapping[str, float], Memory], float | None]
@@ -318,7 +323,7 @@ MEASURES: Mapping[str, Measure] = {
     health.SHARE_OF_STEP: _measure_share_of_step,
     health.TO_START: _measure_ratio_to_start,
     health.TO_MEDIAN: _measure_ratio_to_median,
-    health.FALL: _measure_fall_of_accuracy,
+    health.FALL: _measure_accuracy_drop,
 }
 """Measure of a rule -> its function."""
 

@@ -79,7 +79,7 @@ class Job:
     """Stream to the user's console on the main rank, to the rank's log file on others."""
     phases: Phases
     """Current phase and step of this rank."""
-    main: bool
+    is_main: bool
     """Whether this is rank 0, the only rank that writes the run folder, the console and the trackers."""
     stop: StopRequest
     """State of this rank's stop request."""
@@ -94,15 +94,15 @@ class Job:
     @property
     def token_files(self) -> TokenFiles:
         """Return the storage of tokenised data in the run folder."""
-        return TokenFiles(self.folder.tokens, self.say)
+        return TokenFiles(self.folder.tokens, self.print)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a message on the main rank's console, and indent its lines after the first.
 
         Without the indent, a message from user code, such as a reward function's, could look like lines that
         the run printed.
         """
-        if self.main:
+        if self.is_main:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
@@ -126,7 +126,7 @@ class Job:
 
         with self.phases("checkpoint"):
             path = save(self.phases.step)
-        self.say(f"stopped by {reason} after step {self.phases.step}: saved {path}; exit code {code}")
+        self.print(f"stopped by {reason} after step {self.phases.step}: saved {path}; exit code {code}")
         # No rank may end before all have written their files of the checkpoint.
         barrier()
         raise Stopped(code, error)
@@ -153,9 +153,9 @@ class Job:
         )
 
         # The main rank compares the settings with an earlier job's settings before it overwrites them.
-        if self.main:
+        if self.is_main:
             for changed_setting in self._changed_settings():
-                self.say(f"warning: this run resumes with a changed setting: {changed_setting}")
+                self.print(f"warning: this run resumes with a changed setting: {changed_setting}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
@@ -190,7 +190,7 @@ def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[J
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
-    main = device.rank() == 0
+    is_main = device.rank() == 0
     rank_text = describe_rank(config, device.rank())
     stop_seconds = config.checkpoint.stop_seconds
     assert stop_seconds is not None, "the configuration is resolved"
@@ -198,21 +198,21 @@ def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[J
         # Outermost, because a rank can be stopped while it reports a failure.
         handle_stop_signals(rank_text, phases, stop_seconds) as stop,
         report_failure(config, phases),
-        lock_run_folder(folder.path, sys.stdout) if main else nullcontext(),
-        redirect_output(folder.rank_log(device.rank()), main) as console,
+        lock_run_folder(folder.path, sys.stdout) if is_main else nullcontext(),
+        redirect_output(folder.rank_log(device.rank()), is_main) as console,
     ):
         start = None
-        if main:
+        if is_main:
             versions = installed_versions(NUMBERS_DEPEND_ON)
             start = describe_current_start(versions, _describe_hardware(), explicit_keys)
         # Innermost, so that trackers are closed before the console.
-        with open_trackers(config, folder, console) if main else nullcontext() as trackers:
+        with open_trackers(config, folder, console) if is_main else nullcontext() as trackers:
             yield Job(
                 config,
                 folder,
                 console,
                 phases,
-                main,
+                is_main,
                 stop,
                 trackers,
                 _first_start_time(config, folder),
@@ -248,7 +248,7 @@ def _first_start_time(config: RunConfig, folder: RunFolder) -> datetime:
 def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
     """Open the trackers of a job; if the job resumes, they append to the tracked run."""
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         """Print a line on the console."""
         console.write(text + "\n")
         console.flush()
@@ -259,7 +259,9 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         "versions": installed_versions(NUMBERS_DEPEND_ON),
         "hardware": _describe_hardware(),
     }
-    return Trackers(config.logging, folder, run_info, resumed=_resumes_run(config, folder), say=say)
+    return Trackers(
+        config.logging, folder, run_info, resumed=_resumes_run(config, folder), print_line=print_line
+    )
 
 
 def _describe_hardware() -> dict[str, Any]:
@@ -412,7 +414,7 @@ class StopRequest:
         self._console_descriptor = console_descriptor
         self._stop_seconds = stop_seconds
         self._can_save = False
-        self._last_request = 0.0
+        self._last_request_time = 0.0
         self._main_thread = threading.main_thread().ident
 
     @contextmanager
@@ -435,7 +437,7 @@ class StopRequest:
         second SIGUSR1 within `ECHO_SECONDS` is ignored.
         """
         # Slurm and torchrun may both deliver the same SIGUSR1: the second delivery is no second request.
-        is_echo = time.monotonic() - self._last_request < ECHO_SECONDS
+        is_echo = time.monotonic() - self._last_request_time < ECHO_SECONDS
         if signal_number == self.signal_number == signal.SIGUSR1 and is_echo:
             return
 
@@ -444,7 +446,7 @@ class StopRequest:
         if not self._can_save or self.signal_number is not None:
             self._end_after_signal(signal_number)
         self.signal_number = signal_number
-        self._last_request = time.monotonic()
+        self._last_request_time = time.monotonic()
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
         os.write(self._console_descriptor, message.encode())
 
@@ -523,7 +525,7 @@ def copy_code(job: Job) -> None:
 
     Ranks that are restarted by a launcher use the copy from before the restart. Collective over the world.
     """
-    files = _load_code_files(job) if job.main else None
+    files = _load_code_files(job) if job.is_main else None
     activate_copies(gather_objects(files)[0])
 
 
@@ -563,7 +565,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
         files = read_copy(folder / used_copy)
         if files is not None:
             return files
-        job.say(f"warning: {folder / used_copy} was changed or is not complete; the code is copied again")
+        job.print(f"warning: {folder / used_copy} was changed or is not complete; the code is copied again")
 
     files = read_user_code(contained_functions(job.config))
     if not files:
@@ -573,7 +575,7 @@ def _load_code_files(job: Job) -> dict[str, bytes]:
     new_copy = write_copy(folder, files)
     resumes = _resumes_run(job.config, job.folder)
     if used_copy and used_copy != new_copy.name and resumes:
-        job.say(f"warning: this run resumes with other code: {folder / used_copy} was used, now {new_copy}")
+        job.print(f"warning: this run resumes with other code: {folder / used_copy} was used, now {new_copy}")
     write_text(folder / CURRENT_CODE, new_copy.name + "\n")
     return files
 
@@ -583,9 +585,9 @@ HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
 """Seconds without a heartbeat after which a job on another host counts as dead: six heartbeats."""
 
-_LOCKED = (errno.EACCES, errno.EAGAIN)
+_LOCKED_ERRNOS = (errno.EACCES, errno.EAGAIN)
 """Error numbers of `flock` when another process has the lock."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Error numbers of `flock` on file systems without locks, where only heartbeats show that a job runs."""
 
 
@@ -638,9 +640,9 @@ def _acquire_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _LOCKED:
+        if error.errno in _LOCKED_ERRNOS:
             return False
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _UNSUPPORTED_ERRNOS:
             raise
     return True
 

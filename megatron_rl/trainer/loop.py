@@ -175,8 +175,8 @@ def train_step(
 ) -> StepResult | None:
     """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
-    ``state`` is the algorithm's state between steps, such as an adaptive KL coefficient. Returns None on
-    ranks that only sample. Collective over the world.
+    ``state`` is the algorithm's state between steps, such as an adaptive KL coefficient. ``phase`` measures
+    the time of each phase. Returns None on ranks that only sample. Collective over the world.
     """
     # The ranks that have the batch: all ranks, unless some only sample for later steps.
     learners = ReplicaGroup(batches.learners, phase.gather_stats)
@@ -237,7 +237,7 @@ def compute_log_probs(
     ``force_actor`` forces it. Outputs without a field in `Scores`, such as a teacher's, are stored in
     `Scores.columns`. Collective over the learners.
     """
-    roles_to_run = list(roles.scorers.values())
+    roles_to_run = list(roles.forward_roles.values())
     if force_actor or roles.scoring_pass or not actor_learns(config, roles, step):
         roles_to_run.insert(0, roles.actor)
 
@@ -252,7 +252,7 @@ def compute_log_probs(
         pending_results = served_teacher.start_requests(rollouts, is_sender)
 
     # Start all roles before any output is gathered, so that roles on disjoint ranks run in parallel. Each
-    # shard is stored with the row indices of its role; None stands for all rows.
+    # shard is stored with the row indices of its role; None means all rows.
     shards: list[tuple[list[int] | None, RowShard]] = []
     for role in roles_to_run:
         rows = rows_by_role.get(role.name)
@@ -292,7 +292,7 @@ def _rows_by_teacher(
         return {}
     teacher_by_task = teacher_of_task(config)
     task_teachers = (TEACHER.name, *teacher_by_task.values())
-    teacher_names = [name for name in roles.scorers if name in task_teachers]
+    teacher_names = [name for name in roles.forward_roles if name in task_teachers]
     default_teacher = TEACHER.name
     if roles.served_teacher is not None:
         default_teacher = roles.served_teacher.name
@@ -521,6 +521,7 @@ def step_seed(config: RunConfig, step: int) -> int:
 
     Seeds of consecutive steps are 1000 apart: round ``n`` of a step's sampling uses this seed plus ``n``.
     """
+    # Runs with different seeds have no step seeds in common, up to 1,000,002 steps.
     return (config.seed * 1_000_003 + step) * 1_000
 
 
@@ -539,7 +540,7 @@ def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 def require_accepted_tokens(metrics: Metrics) -> None:
     """Raise UserError if importance-ratio rejection removed every token of the step.
 
-    With `Correction.bypass`, this is only known after the update, from its metrics.
+    With `Correction.bypass`, only the metrics of the update contain the fraction of rejected tokens.
     """
     values = metrics.values()
     # `>=` instead of `==`: the fraction is a quotient of floating-point sums.
@@ -665,7 +666,7 @@ class Phases:
         self.current = outer_phase
 
     def metrics(self) -> Metrics:
-        """Return and reset the measurements since the last call, as metrics to be maximised over ranks."""
+        """Return the measurements since the last call as metrics, and reset them; reduce them by maximum."""
         # Report maxima: the slowest rank and the fullest device limit the job.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}

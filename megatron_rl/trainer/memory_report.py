@@ -32,7 +32,13 @@ def out_of_memory_error(
         shortage = error.shortage
     elif isinstance(error, torch.OutOfMemoryError):
         # Not in a forward or backward pass, but in generation, a weight sync or an optimizer step.
-        shortage = Shortage("", device.rank(), 0, first_line(error), describe_largest_tensors(None))
+        shortage = Shortage(
+            role="",
+            rank=device.rank(),
+            tokens=0,
+            message=first_line(error),
+            tensors=describe_largest_tensors(None),
+        )
     else:
         return None
 

@@ -14,7 +14,7 @@ from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.state import TrainerState
 
 _GIB = 2**30
-_SMALLER_DEVICE = 0.95
+_MIN_REPORTED_FRACTION = 0.95
 """Fraction of `gpu_memory_gib` that the device must report: the driver reserves some memory."""
 
 
@@ -34,10 +34,12 @@ class MicroBatchControl:
             return
         device_memory = device.read_memory()
         configured_gib = job.config.gpu_memory_gib or 0.0
-        job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as `check` estimates")
+        job.print(
+            f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as `check` estimates"
+        )
         if device_memory is None:
-            job.say("batch.memory_target: a CPU measures no memory, so the micro-batches keep this size")
-        elif device_memory.total < _SMALLER_DEVICE * configured_gib * _GIB:
+            job.print("batch.memory_target: memory is not measured on a CPU, so micro-batches keep this size")
+        elif device_memory.total < _MIN_REPORTED_FRACTION * configured_gib * _GIB:
             raise UserError(
                 "the GPU has less memory than the configuration states",
                 where="gpu_memory_gib",
@@ -50,7 +52,9 @@ class MicroBatchControl:
         """Apply the budget that was restored from a checkpoint; print it if it differs from the estimate."""
         budget = self._state.budget
         if budget is not None and budget.tokens != budget.estimate:
-            self._job.say(f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, as saved")
+            self._job.print(
+                f"batch.memory_target: micro-batches of up to {budget.tokens:,} tokens, from the checkpoint"
+            )
         self._apply_budget()
 
     def _apply_budget(self) -> None:
@@ -84,7 +88,7 @@ class MicroBatchControl:
                 resident_gib = resident_bytes / _GIB
                 mib_per_token = bytes_per_token / 2**20
                 reason = f"{resident_gib:.1f} GiB and {mib_per_token:.2f} MiB a token are in use"
-            self._job.say(
+            self._job.print(
                 f"step {self._job.phases.step}: batch.memory_target: the next micro-batches have up to "
                 f"{budget.tokens:,} tokens, {old_budget.tokens:,} before: {reason}, of "
                 f"{budget.allowed / _GIB:.1f} GiB"
@@ -102,7 +106,7 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
         return
     pass_count = int(values[SPLIT_PASSES])
     passes_text = "1 pass" if pass_count == 1 else f"{pass_count} passes"
-    job.say(
+    job.print(
         f"step {job.phases.step}: {passes_text} of a role ran out of memory and succeeded in micro-batches "
         f"of up to {int(split_tokens):,} tokens; {_advise_smaller_batches(job.config)}"
     )
@@ -111,5 +115,5 @@ def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
 def _advise_smaller_batches(config: RunConfig) -> str:
     """Return console text that names the setting for smaller micro-batches."""
     if config.batch.memory_target is not None:
-        return "the next steps have no larger ones; lower batch.memory_target"
-    return "each such pass takes its time twice; lower batch.tokens_per_microbatch"
+        return "later steps use no larger micro-batches; lower batch.memory_target"
+    return "each repetition costs the time of another pass; lower batch.tokens_per_microbatch"

@@ -62,7 +62,7 @@ def evaluate_checkpoints(
     phases = Phases()
     with report_failure(config, phases):
         hf_models = [path for path in paths if not is_checkpoint(path)]
-        _require_same_model(config, paths, hf_models)
+        _require_compatible_models(config, paths, hf_models)
 
         # Load the data first, so that its errors are raised before the ranks communicate.
         tokenizer = load_tokenizer(config.model.path, RunFolder(config.run_dir).read_first_start())
@@ -105,7 +105,7 @@ def evaluate_checkpoints(
     return metrics
 
 
-def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Sequence[Path]) -> None:
+def _require_compatible_models(config: RunConfig, paths: Sequence[Path], hf_models: Sequence[Path]) -> None:
     """Raise UserError unless all checkpoints and models in ``paths`` can be loaded into the same roles.
 
     ``hf_models``: the Hugging Face models among ``paths``.

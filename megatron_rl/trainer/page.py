@@ -63,8 +63,8 @@ def table(
     return _render("table.html", headings=headings, rows=rows, numeric=numeric_columns)
 
 
-def fact_list(rows: Sequence[tuple[str, str]]) -> Markup:
-    """Return a list of facts, such as the facts about a run, as HTML; ``rows`` are (name, value) pairs."""
+def name_value_table(rows: Sequence[tuple[str, str]]) -> Markup:
+    """Return a table of names and values, without headings, as HTML; ``rows`` are (name, value) pairs."""
     return _render("about.html", rows=rows)
 
 

@@ -128,7 +128,7 @@ class StoredSamples:
     """Samples in the format of `page.sample_browser`, by set and step."""
     counts: list[dict[str, Any]]
     """Numbers of stored and shown samples of each set and step."""
-    unreadable: list[str]
+    warnings: list[str]
     """A warning for each file that cannot be read, for example a file truncated by a crash of the machine."""
 
 
@@ -180,7 +180,7 @@ def write_report(run_dir: str | Path, console: TextIO | None = None) -> Path:
     sections = _page_sections(folder, run, rows, phases, samples)
     page.write_page(folder.report, folder.path.resolve().name, sections)
 
-    for line in samples.unreadable:
+    for line in samples.warnings:
         print(f"warning: {line}", file=console)
     files = [("learning curves:", folder.curve), ("report:", folder.report)]
     # The folder has no model while the run is in progress, or if the run exports no model.
@@ -204,7 +204,7 @@ def _page_sections(
 ) -> list[Markup]:
     """Return the sections of the page, from the run's start to its configuration."""
     sections = [
-        page.fact_list(about_rows(folder, run)),
+        page.name_value_table(run_info_rows(folder, run)),
         page.heading("Result"),
         page.table(("", "value", ""), rows, numeric_columns=(1,)),
         page.heading("Learning curves"),
@@ -221,10 +221,10 @@ def _page_sections(
         sections.append(page.paragraph(PHASES_NOTE))
 
     # Show the warnings about unreadable files even if there is no sample to show.
-    if samples.rows or samples.unreadable:
+    if samples.rows or samples.warnings:
         sections += [
             page.heading("Samples"),
-            *map(page.paragraph, samples.unreadable),
+            *map(page.paragraph, samples.warnings),
         ]
     if samples.rows:
         sections.append(page.sample_browser(samples.rows, samples.counts))
@@ -235,10 +235,10 @@ def _page_sections(
     return sections
 
 
-def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
-    """Return facts about a run as (name, value) pairs: start, command, versions, hardware, duration.
+def run_info_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
+    """Return a run's folder, start, command, versions, hardware and duration as (name, value) pairs.
 
-    Without recorded starts, the facts are only the folder and the time of the steps.
+    Without recorded starts, returns only the folder and the duration of the steps.
     """
     rows = [("folder", str(folder.path.resolve()))]
     starts = read_starts(folder)
@@ -254,8 +254,8 @@ def about_rows(folder: RunFolder, run: RunMetrics) -> list[tuple[str, str]]:
         rows.append(("hardware", format_pairs(last_start.hardware)))
 
     durations: list[str] = []
-    if starts and starts[0].moment is not None and folder.metrics.is_file():
-        seconds = folder.metrics.stat().st_mtime - starts[0].moment.timestamp()
+    if starts and starts[0].start_time is not None and folder.metrics.is_file():
+        seconds = folder.metrics.stat().st_mtime - starts[0].start_time.timestamp()
         durations.append(f"{format_clock(max(0.0, seconds))} from the start to the last step")
     _, step_seconds = metric_series(run.lines, "time/step")
     if step_seconds:
@@ -323,7 +323,7 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
     for sample in select_samples(rule, samples, HEALTH_SAMPLES):
         reward_text = "failed"
         if sample["reward"] is not None:
-            reward_text = _format_three_digits(sample["reward"])
+            reward_text = _format_three_decimals(sample["reward"])
         end_text = sample["failure"] or sample["finish"] or ""
         rows.append((sample["prompt"], sample["response"], reward_text, str(sample["length"]), end_text))
     return rows
@@ -390,7 +390,9 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
     steps, accuracies = metric_series(lines, name)
     best_index = max(range(len(accuracies)), key=accuracies.__getitem__)
     difference = number_text(accuracies[-1] - accuracies[0], "+.3f")
-    remark = f"{difference}; best {_format_three_digits(accuracies[best_index])} at step {steps[best_index]}"
+    remark = (
+        f"{difference}; best {_format_three_decimals(accuracies[best_index])} at step {steps[best_index]}"
+    )
     return name, _format_change(accuracies[0], accuracies[-1]), remark
 
 
@@ -425,7 +427,7 @@ def _stage_row(name: str, lines: Lines) -> SummaryRow:
     return name, f"{len(steps)} steps", "; ".join(changes)
 
 
-def _format_three_digits(value: float) -> str:
+def _format_three_decimals(value: float) -> str:
     """Format a number with three decimals."""
     return number_text(value, ".3f")
 
@@ -518,7 +520,7 @@ def _phase_rows(
             share_text = number_text(phase.share, ".0%")
 
         total_text = format_clock(phase.total)
-        per_step_text = f"{_format_three_digits(phase.per_step)} s"
+        per_step_text = f"{_format_three_decimals(phase.per_step)} s"
         rows.append((phase.name, total_text, per_step_text, share_text, phase.part_of))
     return rows
 
@@ -545,9 +547,10 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
         selected_files += reversed(newest_first[::stride])
     files = selected_files
 
-    # With more files, show fewer samples of each file, and shorter texts.
+    # With more files, show fewer samples of each file, and shorter prompts and responses.
     samples_per_file = min(SAMPLES_OF_A_STEP, max(MIN_SAMPLES_OF_A_STEP, SAMPLES // max(1, len(files))))
-    max_characters = _PAGE_CHARACTERS // max(1, 2 * samples_per_file * len(files))
+    text_count = 2 * samples_per_file * len(files)
+    max_characters = _PAGE_CHARACTERS // max(1, text_count)
     max_characters = min(MAX_TEXT_CHARACTERS, max(_MIN_TEXT_CHARACTERS, max_characters))
 
     samples = StoredSamples([], [], [])
@@ -556,7 +559,7 @@ def read_stored_samples(folder: RunFolder) -> StoredSamples:
             rows, num_stored = read_samples(kind, step, path, samples_per_file, max_characters)
         except Exception as error:  # anything that pyarrow, or a row with an unexpected structure, raises
             reason = first_line(error)
-            samples.unreadable.append(f"{path.name} is omitted, since it cannot be read: {reason}")
+            samples.warnings.append(f"{path.name} is omitted, since it cannot be read: {reason}")
             continue
         samples.rows.extend(rows)
         samples.counts.append({

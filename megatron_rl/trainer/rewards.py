@@ -200,7 +200,7 @@ def compute_row_rewards(
     prompts: PromptBatch,
     rollouts: Rollouts,
     replica_group: ReplicaGroup,
-    early: EarlyRewards | None = None,
+    early_rewards: EarlyRewards | None = None,
     filtered: FilteredRows = NOTHING_FILTERED,
 ) -> RowRewards:
     """Compute each row's reward: the weighted sum of the rewards of all scorers and reward models.
@@ -215,7 +215,7 @@ def compute_row_rewards(
         prompts: prompt of each row.
         rollouts: rows of the whole batch.
         replica_group: ranks that hold the batch.
-        early: rewards that were computed while other groups were sampled, or None.
+        early_rewards: rewards that were computed while other groups were sampled, or None.
         filtered: rows that filters removed.
 
     Collective over the replica group.
@@ -234,7 +234,7 @@ def compute_row_rewards(
     # Start all reward models and scorers before any result is gathered, so that reward models on disjoint
     # ranks run in parallel.
     model_shards = [model.infer(model_rollouts) for model in roles.reward_models]
-    results = roles.reward.infer(prompts, rollouts, replica_group, early, filtered)
+    results = roles.reward.infer(prompts, rollouts, replica_group, early_rewards, filtered)
 
     # Gather the rewards of scorers.
     weighted_rewards: list[Tensor] = []
@@ -533,7 +533,7 @@ class FailureWatch:
     def __init__(self, config: RewardConfig) -> None:
         self._max_fraction = config.max_invalid_fraction
         self._max_steps = config.invalid_steps
-        self._steps = 0
+        self._failing_steps = 0
 
     def check(
         self,
@@ -550,10 +550,10 @@ class FailureWatch:
         """
         # A single step with failures, for example because a server was restarted, must not end the run.
         if invalid_fraction <= self._max_fraction:
-            self._steps = 0
+            self._failing_steps = 0
             return
-        self._steps += 1
-        if self._steps < self._max_steps:
+        self._failing_steps += 1
+        if self._failing_steps < self._max_steps:
             return
 
         # Report the most common reason, which the user should fix first, with the message of one failure.
@@ -565,7 +565,8 @@ class FailureWatch:
         if messages and messages[0]:
             observed += f"\n{last_lines(messages[0], MAX_MESSAGE_CHARACTERS)}"
         raise UserError(
-            f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._steps} consecutive steps",
+            f"rewards fail in {invalid_fraction:.0%} of the samples, "
+            f"in {self._failing_steps} consecutive steps",
             where=f"reward (step {step})",
             expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
             got=observed,

@@ -165,7 +165,7 @@ class Training:
                 self.algorithm,
                 self.tokenizer,
                 templated=is_templated,
-                log=job.say,
+                log=job.print,
                 show_part=progress.show_part,
             )
         self._warn_of_missing_containment()
@@ -174,16 +174,16 @@ class Training:
         self._first_sync_metrics = Metrics()
 
         # Sources of a step's batches, and components that process its results.
-        self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
+        self.callbacks = Callbacks(config.callbacks if job.is_main else (), job.print)
         self.samples = SampleWriter(job, self.roles, self.callbacks)
         self.failures = FailureWatch(config.reward)
-        self.health = HealthMonitor(health_rules(config), job.say)
+        self.health = HealthMonitor(health_rules(config), job.print)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next_batch)
-        self.ahead: AheadBatches | None = None
+        self.ahead_batches: AheadBatches | None = None
         self.batches: BatchSource
         if config.asynchrony.steps_ahead:
-            self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
-            self.batches = self.ahead
+            self.ahead_batches = AheadBatches(config, self.roles, self.algorithm, self.source)
+            self.batches = self.ahead_batches
         else:
             self.batches = SameStepBatches(
                 config,
@@ -195,8 +195,8 @@ class Training:
 
         # The state has a reference to the queue of the batch source, so that checkpoints contain it.
         queue: list[SampledBatch] = []
-        if self.ahead is not None:
-            queue = self.ahead.queue
+        if self.ahead_batches is not None:
+            queue = self.ahead_batches.queue
         algorithm_state = initial_state(self.algorithm)
         self.state = TrainerState(
             self.prompts,
@@ -216,9 +216,9 @@ class Training:
     def _warn_of_missing_containment(self) -> None:
         """Print the limits of reward and environment processes that this machine cannot enforce."""
         for limit in self.roles.reward.unenforced_limits:
-            self.job.say(f"warning: reward workers are not contained here: {limit}")
+            self.job.print(f"warning: reward workers are not contained here: {limit}")
         for limit in self.roles.rollout.unenforced_limits:
-            self.job.say(f"warning: environments are not contained here: {limit}")
+            self.job.print(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
         """Run the remaining stages and steps, and write the model and the report."""
@@ -244,7 +244,7 @@ class Training:
             with self.phases("check engine"), self._make_progress("sync weights, compare trainer and engine"):
                 self._first_sync_metrics = check_engine(self.config, self.roles)
 
-        log = self._open_log() if self.job.main else None
+        log = self._open_log() if self.job.is_main else None
         # Discard the times of building and of stages, which are not part of a step.
         self.phases.metrics()
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
@@ -322,7 +322,7 @@ class Training:
         # "auto" selects the newest checkpoint in the run folder; a path may be in another run's folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
-            return find_newest_intact_checkpoint(self.folder.checkpoints, self.job.say)
+            return find_newest_intact_checkpoint(self.folder.checkpoints, self.job.print)
         if resume == "never":
             return None
         require_intact_checkpoint(Path(resume))
@@ -336,27 +336,27 @@ class Training:
 
     def _print_prompt_report(self, key: str, source: PromptSource) -> None:
         """Print the lengths and anomalies of the prompts of a configuration key."""
-        self.job.say(f"{key}: {source.length_report.describe()}")
+        self.job.print(f"{key}: {source.length_report.describe()}")
         for remark in source.remarks:
-            self.job.say(f"{key}: {remark}")
+            self.job.print(f"{key}: {remark}")
         for problem in source.text_warnings:
-            self.job.say(f"{key}: {format_warning(problem)}")
+            self.job.print(f"{key}: {format_warning(problem)}")
 
     def _make_progress(self, title: str) -> Progress:
         """Return a progress display named ``title``, which prints on the main rank only."""
-        return Progress(title, enabled=self.job.main, console=self.job.console)
+        return Progress(title, enabled=self.job.is_main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
-        """Restore a checkpoint, and write files of its step that are missing after a kill.
+        """Restore a checkpoint, and write the files of its step that an interrupted job did not write.
 
         Collective over the world.
         """
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
-        self.job.say(f"resumed from {path} at step {self.state.step}")
+        self.job.print(f"resumed from {path} at step {self.state.step}")
         self.microbatches.resume()
         if warning is not None:
-            self.job.say(f"data: {warning}")
+            self.job.print(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
         save_missing_for_megatron(self.config, self.roles.actor, self.state.step)
 
@@ -375,7 +375,7 @@ class Training:
                     self.job,
                 )
             else:
-                self.job.say(f"{plan.where}: complete since an earlier job, its model is {plan.model}")
+                self.job.print(f"{plan.where}: complete since an earlier job, its model is {plan.model}")
                 delete_checkpoints(plan, self.job)
             # Each stage of the actor increments the version, whether it ran in this job or an earlier one.
             if plan.role == "actor":
@@ -391,8 +391,8 @@ class Training:
         An asynchronous run also samples responses to ``step.sets``; in other runs ``step.sets`` is empty.
         Collective over the world.
         """
-        if self.ahead is not None:
-            self.ahead.sets = step.sets
+        if self.ahead_batches is not None:
+            self.ahead_batches.sets = step.sets
 
         step.result = train_step(
             self.batches,
@@ -403,8 +403,8 @@ class Training:
             step.number,
             self.phases,
         )
-        if self.ahead is not None:
-            step.answers = self.ahead.answers
+        if self.ahead_batches is not None:
+            step.answers = self.ahead_batches.answers
 
     def _end_step(
         self,
@@ -439,7 +439,7 @@ class Training:
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
         # Collect times, bytes and memory of this rank; their maxima over all ranks are reported.
-        local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        local_metrics = Metrics.maximum("time/step", seconds) + self.phases.metrics()
         local_metrics += self._pop_first_sync_metrics()
         local_metrics += self.checkpoints.finish_if_written()
         for role in self.roles.models:
@@ -481,7 +481,7 @@ class Training:
         # samples ahead, and a weight sync before every step (`hybrid_engine.every` = 1): the next batch must
         # be sampled with the weights to evaluate. Sets whose metrics decide about checkpoints or the run's
         # end must be evaluated before training continues.
-        can_defer = self.ahead is not None and not is_last and self.config.hybrid_engine.every == 1
+        can_defer = self.ahead_batches is not None and not is_last and self.config.hybrid_engine.every == 1
         has_decisive_set = any(self._is_decisive(evaluation_set) for evaluation_set in scheduled_sets)
         if scheduled_sets and can_defer and not has_decisive_set:
             set_names = tuple(evaluation_set.name for evaluation_set in scheduled_sets)
@@ -500,8 +500,11 @@ class Training:
         reasons: Counter[str],
         examples: Sequence[Failure],
     ) -> None:
-        """Raise UserError on the main rank if too many rewards failed, or filters removed all rows."""
-        if result is not None and result.batch is not None and self.job.main:
+        """Raise UserError on the main rank if too many rewards failed, or filters removed all rows.
+
+        ``reasons``, ``examples``: failed rewards of all ranks, from `SampleWriter.store_step`.
+        """
+        if result is not None and result.batch is not None and self.job.is_main:
             result.batch.require_kept_rows(step)
             self.failures.check(step, result.batch.failed_fraction, reasons, examples)
 
@@ -531,12 +534,12 @@ class Training:
         is_best = self.state.best.record(step, value, settings)
         # Every rank has the same measurements, so all ranks save or end together.
         if is_best:
-            self.job.say(
+            self.job.print(
                 f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint is retained"
             )
         elif self._patience_exhausted():
             best_step, best_value = self.state.best.kept[0]
-            self.job.say(
+            self.job.print(
                 f"step {step}: the run ends: the last {self.state.best.waited} measurements of "
                 f"{settings.best} were no better than {best_value:.4f} at step {best_step} "
                 "(evaluation.patience)"
@@ -636,7 +639,7 @@ class Training:
         for evaluation_set in self.sets:
             evaluation_set.close()
         self.roles.close()
-        if self.job.main:
+        if self.job.is_main:
             self._write_report()
 
     def _export_model(self) -> None:
@@ -645,7 +648,7 @@ class Training:
         Collective over the world.
         """
         # Remove a model that an earlier job of this run wrote.
-        if self.job.main:
+        if self.job.is_main:
             shutil.rmtree(self.folder.model, ignore_errors=True)
         barrier()
 
@@ -659,7 +662,7 @@ class Training:
         try:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:
-            self.job.say(
+            self.job.print(
                 f"warning: the run is complete, and its report cannot be written: {first_line(error)}; "
                 f"fix: correct that, and run megatron-rl report {self.folder.path}"
             )

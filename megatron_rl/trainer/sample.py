@@ -110,7 +110,7 @@ class RolloutSource:
 
     ``draw_prompts``: function that returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; checkpoints contain them.
-    ``informative``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
+    ``group_counts``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
         last batch; checkpoints contain them.
     ``limits``: automatic limits of response lengths; checkpoints contain their state.
     """
@@ -128,7 +128,7 @@ class RolloutSource:
         self._draw_prompts = draw_prompts
         self.buffer = RolloutBuffer()
         self.limits = AutoLimits(config.rollout)
-        self.informative = (0, 0)
+        self.group_counts = (0, 0)
 
     def start_round(self, prompt_count: int, seed: int) -> PendingRound:
         """Sample a round for a batch of ``prompt_count`` prompts on the rollout's ranks.
@@ -169,7 +169,7 @@ class RolloutSource:
         selected = self.buffer.select(generation_round.required, generation_round.batch_groups)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
-        early = merge_early_rewards(selected)
+        early_rewards = merge_early_rewards(selected)
         metrics = conversation_metrics(rollouts)
         metrics += compute_length_metrics(prompts, rollouts, self.config.rollout)
         if changes_temperature(self.config.rollout):
@@ -191,7 +191,7 @@ class RolloutSource:
                 drop_token_versions(rollouts),
                 greedy,
                 metrics,
-                early,
+                early_rewards,
             )
 
         # With oversampling, some groups were not selected.
@@ -201,7 +201,7 @@ class RolloutSource:
 
         if self.config.rollout.partial or self.config.hybrid_engine.every != 1:
             metrics += self._staleness_metrics(rollouts)
-        return SampledBatch(prompts, rollouts, None, metrics, early)
+        return SampledBatch(prompts, rollouts, None, metrics, early_rewards)
 
     def _staleness_metrics(self, rollouts: Rollouts) -> Metrics:
         """Return `staleness_metrics` of the selected rows, or no metrics if the run samples ahead."""
@@ -310,17 +310,17 @@ class RolloutSource:
         """Return the state for checkpoints: groups, numbers of informative groups, response lengths."""
         return {
             **self.buffer.state_dict(),
-            "informative": self.informative,
+            "informative": self.group_counts,
             "lengths": self.limits.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; restart prompts whose groups cannot be continued.
 
-        This applies after a change of `batch.samples_per_prompt` or `rollout.partial`, and to groups that are
-        too old for a smaller `asynchrony.max_staleness`. The hybrid engine's version must be restored before.
+        Groups cannot be continued if `batch.samples_per_prompt` or `rollout.partial` has changed, or if they
+        are too old for a smaller `asynchrony.max_staleness`. Restore the hybrid engine's version first.
         """
-        self.informative = tuple(state["informative"])
+        self.group_counts = tuple(state["informative"])
         # Checkpoints of older versions have no lengths.
         self.limits.load_state_dict(state.get("lengths", {}))
         self.buffer.load_state_dict(state)
@@ -448,33 +448,34 @@ def refill_filtered_rows(
     rollouts = sampled.rollouts
     row_count = len(rollouts)
     prompts = sampled.prompts.repeat(row_count // max(len(sampled.prompts), 1))
-    early = dict(sampled.early)
+    early_rewards = dict(sampled.early)
     num_refilled = 0
     for attempt in range(1, max_attempts + 1):
-        filtered = source.roles.reward.run_filters(prompts, rollouts, replica_group, early)
+        filtered = source.roles.reward.run_filters(prompts, rollouts, replica_group, early_rewards)
         removed_rows = sorted(filtered.names)
         if not removed_rows:
             break
 
         row_seeds = derive_row_seeds(seed, [attempt * row_count + row for row in removed_rows])
-        responses = _sample_rows(source, prompts.rows(removed_rows), row_seeds, seed, replica_group)
+        responses = _sample_rows(source, prompts.rows(removed_rows), row_seeds, replica_group)
         rollouts = _replace_rows(rollouts, removed_rows, responses)
         num_refilled += len(removed_rows)
 
         # Drop the verdicts and early rewards of the replaced rows; retain them for the other rows.
-        early[FILTERS] = filtered.verdicts(range(row_count))
-        for scorer, answers in early.items():
-            early[scorer] = {row: answer for row, answer in answers.items() if row not in filtered.names}
+        early_rewards[FILTERS] = filtered.verdicts(range(row_count))
+        for scorer, answers in early_rewards.items():
+            early_rewards[scorer] = {
+                row: answer for row, answer in answers.items() if row not in filtered.names
+            }
 
     metrics = sampled.metrics + Metrics.mean("filtered/refilled", float(num_refilled), float(row_count))
-    return replace(sampled, rollouts=rollouts, early=early, metrics=metrics)
+    return replace(sampled, rollouts=rollouts, early=early_rewards, metrics=metrics)
 
 
 def _sample_rows(
     source: RolloutSource,
     prompts: PromptBatch,
     row_seeds: Sequence[int],
-    round_seed: int,
     replica_group: ReplicaGroup,
 ) -> Rollouts:
     """Sample a complete response to each prompt.
@@ -483,7 +484,8 @@ def _sample_rows(
     """
     rollout = source.roles.rollout
     version = source.roles.hybrid_engine.rollout_version
-    groups = start_groups(make_waiting_groups(prompts), 1, round_seed, version)
+    groups = start_groups(make_waiting_groups(prompts), samples_per_prompt=1, seed=0, version=version)
+    # Replace the seeds that `start_groups` has derived: a response's seed must not depend on the other rows.
     for group, row_seed in zip(groups, row_seeds, strict=True):
         group.sequences[0].seed = row_seed
 

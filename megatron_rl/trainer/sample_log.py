@@ -54,9 +54,9 @@ class SampleWriter:
         for lines_at_index in zip_longest(*lines_by_rank, fillvalue=""):
             for line in dict.fromkeys(lines_at_index):
                 if line:
-                    self.job.say(line)
+                    self.job.print(line)
 
-        if self.job.main:
+        if self.job.is_main:
             for result in results:
                 columns = self._common_columns(result.prompts, result.rollouts)
                 columns["reward"] = result.rewards.tolist()
@@ -84,7 +84,7 @@ class SampleWriter:
             reasons += rank_reasons
             rank_examples += rank_failures
         examples = distinct_failures(rank_examples)
-        if not self.job.main or batch is None:
+        if not self.job.is_main or batch is None:
             return reasons, examples
 
         self._print_failures(step, reasons, examples)
@@ -93,7 +93,7 @@ class SampleWriter:
         config = self.job.config
         warning = unused_scorers_warning(config.reward, batch.rollouts.outcomes, config.data.source_rewards)
         if warning and not self._warned_of_unused_scorers:
-            self.job.say(f"step {step}: {warning}")
+            self.job.print(f"step {step}: {warning}")
             self._warned_of_unused_scorers = True
 
         # Store a table with one row per response.
@@ -124,10 +124,10 @@ class SampleWriter:
         """Print examples of failed rewards, and the counts by reason if there are more failures."""
         for failure in examples:
             message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)
-            self.job.say(f"step {step}: a reward failed ({failure.reason}): {message}")
+            self.job.print(f"step {step}: a reward failed ({failure.reason}): {message}")
         if reasons.total() > len(examples):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
+            self.job.print(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
 
     def _store_table(
         self,

@@ -147,7 +147,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
         )
 
         for remark in source.remarks():
-            job.say(f"{key}: {remark}")
+            job.print(f"{key}: {remark}")
         return source
 
     train = load_source(settings.data, "data")
@@ -259,7 +259,7 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
         if model_path_by_role.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
         # This role shares the actor's model in memory, which the stage has trained.
-        if role.initial_of is not None:
+        if role.shares_model_with is not None:
             continue
 
         with role.resident(Use.STATE):
@@ -322,7 +322,7 @@ def set_damaged_models_aside(job: Job) -> None:
             continue
 
         new_path = compute_on_first_rank(lambda plan=plan: set_aside(plan.model))
-        job.say(
+        job.print(
             f"warning: {plan.where}: its model is damaged: {summarize_damages(damages)}; "
             f"it is renamed to {new_path}, and the stage runs again"
         )
@@ -380,7 +380,7 @@ def _export_stage_model(stage: Stage, job: Job) -> None:
 
 def delete_checkpoints(plan: StagePlan, job: Job) -> None:
     """Delete the checkpoints of a completed stage, on the main rank; its model remains."""
-    if job.main:
+    if job.is_main:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
 
 
@@ -411,16 +411,16 @@ def run_only_stages(job: Job) -> None:
                 job,
             )
         else:
-            job.say(f"{plan.where}: complete since an earlier job")
+            job.print(f"{plan.where}: complete since an earlier job")
             delete_checkpoints(plan, job)
 
         path = plan.model
         if plan.role == "actor":
             path = job.folder.model
-            if job.main:
+            if job.is_main:
                 job.folder.publish_model(plan.model)
         barrier()
-        job.say(f"{plan.where}: the model is in {path}")
+        job.print(f"{plan.where}: the model is in {path}")
 
 
 def _run_steps(stage: Stage, job: Job) -> int:
@@ -438,7 +438,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     # Read the state of the stage's newest checkpoint, if there is one.
     trained_roles = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
-    newest_checkpoint = find_newest_intact_checkpoint(folder, job.say)
+    newest_checkpoint = find_newest_intact_checkpoint(folder, job.print)
     step = 0
     loss: float | None = None
     state: Mapping[str, Any] = {}
@@ -453,7 +453,7 @@ def _run_steps(stage: Stage, job: Job) -> int:
     batches, held_out = _prepare_batches(stage, job, step)
     if newest_checkpoint is not None:
         checkpoint.load_checkpoint(newest_checkpoint, trained_roles)
-        job.say(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
+        job.print(f"{stage.title}: resumed from {newest_checkpoint} at step {step}")
 
     def write_checkpoint(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         """Write the checkpoint of the current step; see `Checkpoints`."""
@@ -471,11 +471,11 @@ def _run_steps(stage: Stage, job: Job) -> int:
     checkpoints.rewrite_for_any_layout(newest_checkpoint, step, job)
     with (
         _StageLog(stage, job, None if newest_checkpoint is None else step) as log,
-        Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
+        Progress(stage.title, data.steps, enabled=job.is_main, console=job.console) as progress,
         job.stop.defer_stops(),
     ):
-        # Evaluate the loss before the first step, since it may already have reached the target.
         progress.advance(step)
+        # Evaluate the loss before the first step, since it may already have reached the target.
         if held_out is not None and newest_checkpoint is None:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
@@ -515,7 +515,9 @@ def _run_steps(stage: Stage, job: Job) -> int:
 
     if loss_target is not None:
         _require_target_loss(stage, loss)
-        job.say(f"{stage.title}: held-out loss {loss:.3f}, target reached after {step} of {data.steps} steps")
+        job.print(
+            f"{stage.title}: held-out loss {loss:.3f}, target reached after {step} of {data.steps} steps"
+        )
     return step
 
 
@@ -599,10 +601,10 @@ class _StageLog:
 
     def __init__(self, stage: Stage, job: Job, resumed_step: int | None) -> None:
         self._name = stage.plan.name
-        self._prefix = f"{stage.role.prefix}/"
+        self._prefix = f"{stage.role.metric_prefix}/"
         self._phases = job.phases
         self._log: MetricsLog | None = None
-        if job.main:
+        if job.is_main:
             self._log = MetricsLog(
                 job.folder,
                 stage.data.steps,

@@ -54,7 +54,7 @@ class Start:
     """Configuration keys that the user has set, in the file or on the command line."""
 
     @property
-    def moment(self) -> datetime | None:
+    def start_time(self) -> datetime | None:
         """Return the time of the start as a datetime, or None if the stored text is not a valid time."""
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(self.time)

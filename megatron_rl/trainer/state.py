@@ -149,7 +149,7 @@ class TrainerState:
         if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
             trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
 
-        with roles.keep_learners_resident():
+        with roles.keep_trained_roles_resident():
             return checkpoint.save_checkpoint(
                 path,
                 trained_roles,
@@ -176,7 +176,7 @@ class TrainerState:
         rollout_policy = roles.hybrid_engine.rollout_policy
         has_rollout_weights = compute_on_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
         restores_rollout_weights = has_rollout_weights and rollout_policy.every != 1
-        with roles.keep_learners_resident():
+        with roles.keep_trained_roles_resident():
             if restores_rollout_weights:
                 # Allocate the copy of the rollout policy's weights, into which the load then writes.
                 rollout_policy.capture_weights(roles.hybrid_engine.version)
@@ -247,7 +247,9 @@ class TrainerState:
 
 def _trained_roles(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
     """Return the model and optimizer of each role that checkpoints of the run contain, by role name."""
-    return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
+    return {
+        name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.trained_roles.items()
+    }
 
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
@@ -303,16 +305,17 @@ class Checkpoints:
         return path
 
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
-        """Save the restored step again if the setting is now `ANY` and the checkpoint has optimizer shards.
+        """Save the restored step again for any layout, if its checkpoint has optimizer shards of one layout.
 
+        Does nothing unless `checkpoint.optimizer_layout` is `ANY`, for example since the user has changed it.
         ``path``: the restored checkpoint, or None. Collective over the world.
         """
-        # After this, a run whose setting was changed can resume on another layout without another step.
+        # The run can then resume on another layout at once: otherwise it would have to train a step first.
         if path is None or self._layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)
-        job.say(f"step {step}: its checkpoint is rewritten for any layout")
+        job.print(f"step {step}: its checkpoint is rewritten for any layout")
 
     def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
         """Save the current step; with ``in_background``, return while the tensors are being written.
@@ -330,7 +333,7 @@ class Checkpoints:
         """Wait for the checkpoint that is being written, if any. Collective over the world."""
         if self._pending is not None:
             self._pending.finish()
-            self._write_times += Metrics({}, {"time/checkpoint_write": self._pending.seconds})
+            self._write_times += Metrics.maximum("time/checkpoint_write", self._pending.seconds)
             self._pending = None
 
     def finish_if_written(self) -> Metrics:

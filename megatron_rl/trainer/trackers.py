@@ -33,10 +33,13 @@ Columns = Mapping[str, Sequence[Any]]
 
 
 class Tracker(Protocol):
-    """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
+    """Client of one experiment tracker.
+
+    The argument ``phase`` of the methods is ``train`` for reinforcement learning, or the name of a stage.
+    """
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """Prepare for the steps of a new phase (None), or of a phase that resumes after ``resumed_step``."""
+        """Prepare for the metrics of a phase; ``resumed_step`` is the last step before a resume, or None."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -59,7 +62,7 @@ class Trackers:
 
     ``run_info``: configuration, versions and hardware of the run.
     ``resumed``: whether to continue the trackers' runs whose ids are stored in the run folder.
-    ``say``: prints a line on the console.
+    ``print_line``: prints a line on the console.
     """
 
     def __init__(
@@ -69,13 +72,13 @@ class Trackers:
         run_info: Mapping[str, Any],
         *,
         resumed: bool,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._config = config
         self._folder = folder
         self._run_info = run_info
         self._resumed = resumed
-        self._say = say
+        self._print_line = print_line
         self._trackers: dict[str, Tracker] = {}
         self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED)
 
@@ -103,7 +106,7 @@ class Trackers:
         self._enqueue("close")
         self._thread.join(time_limit)
         if self._thread.is_alive():
-            self._say(f"warning: trackers have not received all metrics within {time_limit:g} s")
+            self._print_line(f"warning: trackers have not received all metrics within {time_limit:g} s")
 
     def __enter__(self) -> Trackers:
         return self
@@ -144,7 +147,7 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             reason = first_line(error)
-            self._say(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
+            self._print_line(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
 
     def _open_tracker(self, name: str) -> None:
         """Open the tracker ``name``, and store the id of its run, which a resumed job needs."""
@@ -173,7 +176,7 @@ class Trackers:
         except ValueError:
             ids = None
         if not isinstance(ids, dict):
-            self._say(f"warning: {ids_file} cannot be read: the trackers begin a new run")
+            self._print_line(f"warning: {ids_file} cannot be read: the trackers begin a new run")
             return {}
         return ids
 
@@ -190,14 +193,14 @@ class TensorBoard:
         """Open an event file for a phase; unless the run resumes, rename the files of an earlier run."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        events = self._folder / phase
+        events_folder = self._folder / phase
         purge_step = None
         if resumed_step is None:
-            set_aside(events)
+            set_aside(events_folder)
         else:
-            _renumber_if_clock_went_back(events)
+            _renumber_if_clock_went_back(events_folder)
             purge_step = resumed_step + 1
-        self._writers[phase] = SummaryWriter(str(events), purge_step=purge_step)
+        self._writers[phase] = SummaryWriter(str(events_folder), purge_step=purge_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step as scalars of the phase's event file."""
@@ -485,13 +488,13 @@ def _to_cell(value: Any) -> Any:
     return json.dumps(value, default=str)
 
 
-def _renumber_if_clock_went_back(events: Path) -> None:
+def _renumber_if_clock_went_back(events_folder: Path) -> None:
     """Rename the existing event files if the name of a new file would not sort after their names.
 
     TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
     set back, and two runs can start in the same second.
     """
-    event_files = sorted(events.glob(_EVENTS + "*"))
+    event_files = sorted(events_folder.glob(_EVENTS + "*"))
     if not event_files or event_files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
         return
 

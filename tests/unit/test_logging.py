@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def trackers(folder: RunFolder) -> Trackers:
-    return Trackers(LoggingConfig(), folder, {}, resumed=False, say=print)
+    return Trackers(LoggingConfig(), folder, {}, resumed=False, print_line=print)
 
 
 def log_steps(
@@ -343,5 +343,5 @@ def test_a_failure_has_a_traceback_only_if_it_is_a_bug(
 def test_further_lines_of_a_text_are_no_lines_of_the_console() -> None:
     console = io.StringIO()
     job = Job(None, None, console, None, True, None)  # type: ignore[arg-type]
-    job.say("step 3: a reward failed: bad\n\x1b[31mresumed from nowhere")
+    job.print("step 3: a reward failed: bad\n\x1b[31mresumed from nowhere")
     assert console.getvalue() == "step 3: a reward failed: bad\n    \\x1b[31mresumed from nowhere\n"

@@ -409,7 +409,7 @@ def test_a_page_holds_no_more_samples_than_it_may(tmp_path: Path) -> None:
         columns = {"prompt": [str(row) for row in range(64)], "response": ["x"] * 64, "reward": [1.0] * 64}
         write_rollouts(folder, step, columns)
     samples = report.read_stored_samples(folder)
-    assert not samples.unreadable and len(samples.rows) == report.SAMPLES
+    assert not samples.warnings and len(samples.rows) == report.SAMPLES
     assert {count["step"] for count in samples.counts} == {*range(1, 101)}
     assert {(count["shown"], count["stored"]) for count in samples.counts} == {(20, 64)}
 

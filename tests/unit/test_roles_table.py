@@ -47,7 +47,7 @@ from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.roles.build import Roles, build_actor, build_scorers
+from megatron_rl.roles.build import Roles, build_actor, build_forward_roles
 from megatron_rl.trainer.loop import compute_log_probs
 from megatron_rl.trainer.rewards import ScoredBatch
 from megatron_rl.types import Rollouts, Scores
@@ -57,11 +57,11 @@ config = load_text(Path(sys.argv[1]).read_text()).valid()
 algorithm = algorithm_of(config)
 config = resolve(config, 1, algorithm).config
 actor = build_actor(config, updates=None)
-scorers = build_scorers(config, algorithm, actor)
+forward_roles = build_forward_roles(config, algorithm, actor)
 
 # The score phase asks the models alone: engine and rewards have no part in it.
-roles = Roles(actor, None, None, None, scorers)
-assert [role.name for role in roles.models] == ["actor", "tutor"] and list(roles.learners) == ["actor"]
+roles = Roles(actor, None, None, None, forward_roles)
+assert [role.name for role in roles.models] == ["actor", "tutor"] and list(roles.trained_roles) == ["actor"]
 lengths = torch.tensor([5, 7])
 mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]).bool()
 rollouts = Rollouts(

@@ -18,7 +18,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.config.sections.teacher_server import TeacherServerConfig
 from megatron_rl.megatron.log_probs import TopTokens
-from megatron_rl.roles.served_teacher import LEAST_REST, VALID, ServedTeacher, TeacherResults
+from megatron_rl.roles.served_teacher import MIN_OTHER_PROBABILITY, VALID, ServedTeacher, TeacherResults
 from megatron_rl.types import BANNED, Rollouts
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -156,7 +156,7 @@ def test_the_most_likely_tokens_are_those_that_the_actor_has(server: Teacher) ->
                 torch.testing.assert_close(log_probs[position], torch.tensor(values), rtol=1e-5, atol=1e-6)
             position += 1
     assert absent > 0, "the teacher has likely tokens that the actor has not"
-    assert float(log_probs[:, -1].exp().min()) >= LEAST_REST * 0.99
+    assert float(log_probs[:, -1].exp().min()) >= MIN_OTHER_PROBABILITY * 0.99
 
 
 def test_a_row_whose_request_fails_is_invalid_and_the_others_are_not(server: Teacher) -> None:

@@ -43,7 +43,7 @@ def trackers(folder: RunFolder, said: list[str], resumed: bool = False, **settin
         "versions": installed_versions(NUMBERS_DEPEND_ON),
         "hardware": describe_host(),
     }
-    return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, say=said.append)
+    return Trackers(LoggingConfig(**settings), folder, about, resumed=resumed, print_line=said.append)
 
 
 def run_restart_and_run_anew(folder: RunFolder, tracker: str) -> str:

@@ -31,7 +31,7 @@ from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.progress import progress_count
-from megatron_rl.roles.build import build_actor, build_reward_model, build_scorers
+from megatron_rl.roles.build import build_actor, build_forward_roles, build_reward_model
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
@@ -65,18 +65,18 @@ def simulate_step(
     with simulation.measure():
         with simulation.phase("build"):
             actor = build_actor(config, updates=config.steps)
-            scorers = build_scorers(config, algorithm, actor)
+            forward_roles = build_forward_roles(config, algorithm, actor)
             reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
         # Name the process groups, which now exist: traffic is counted by the name of the group.
-        roles = [actor, *scorers.values(), *reward_models]
+        roles = [actor, *forward_roles.values(), *reward_models]
         for role in roles:
             if role.model is not None:
                 simulation.name_groups(_groups_by_name(role.model.groups))
 
         objectives: dict[ModelRole, Any] = {actor: partial(policy_objective, algorithm)}
         actor.squared_probs = algorithm.needs_squared_probs
-        critic = scorers.get(CRITIC.name)
+        critic = forward_roles.get(CRITIC.name)
         if critic is not None:
             objectives[critic] = partial(value_objective, algorithm)
         rows = _make_full_rows(config, batch, [role.layout for role in roles])
