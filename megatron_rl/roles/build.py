@@ -116,7 +116,7 @@ class Roles:
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether all rewards come from one scorer of `reward`, so that no weighted sum is needed."""
+        """Return whether all rewards come from a single scorer, so that no weighted sum is needed."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
@@ -283,7 +283,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
 
 
 def build_forward_roles(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles, except the actor, that run a forward pass before the updates of a step; by name.
+    """Build the roles other than the actor that run a forward pass before a step's updates: name -> role.
 
     These are the roles that the algorithm needs, such as a critic, and configured roles that are independent
     of the algorithm, such as teachers. Collective over the world.

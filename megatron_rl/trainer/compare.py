@@ -147,7 +147,7 @@ def _is_explicit(key: str, explicit_keys: Collection[str], explicit_mappings: Co
 
 
 def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
-    """Return the table rows of revision, versions and hardware, without rows that are equal in all groups.
+    """Return the table rows of revision, versions and hardware, without rows whose values are all equal.
 
     A row has a name, such as "revision", then a value for each group.
     """

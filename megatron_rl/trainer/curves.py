@@ -202,7 +202,7 @@ A curve has ``label``, ``colour``, ``thin``, ``steps``, ``values`` and, if the c
 Charts of one ``axis`` have the same range of steps: those of the run, or of one stage.
 """
 
-_MAX_FLAT_FRACTION = 1e-3
+_FLAT_TOLERANCE = 1e-3
 """A curve is flat if its values differ by at most this fraction of the largest one."""
 _DIGITS = 6
 """Digits of a chart's numbers, which is more than a picture can show."""
@@ -305,7 +305,7 @@ def _make_chart(
         "logarithmic": panel.logarithmic,
         "stacked": stacked,
         # A curve with a single value cannot rise or fall, so it does not count as flat.
-        "flat": len(values) > len(curves) and max(values) - min(values) <= _MAX_FLAT_FRACTION * max_magnitude,
+        "flat": len(values) > len(curves) and max(values) - min(values) <= _FLAT_TOLERANCE * max_magnitude,
         "curves": curves,
     }
 

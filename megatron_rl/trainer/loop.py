@@ -500,7 +500,7 @@ def _make_step_result(
 def gather_step_metrics(result: StepResult | None, local_metrics: Metrics) -> Metrics:
     """Sum a step's local metrics over all ranks, and add the metrics of the batch. Collective over the world.
 
-    This is the only gather of metrics in a step. A rank that only sampled has ``result`` None, and gets the
+    This is the only gather of metrics in a step. ``result`` is None on ranks that only sampled: they get the
     sums without the metrics of the batch. Raises UserError if every token was rejected.
     """
     if result is None:
@@ -666,7 +666,7 @@ class Phases:
         self.current = outer_phase
 
     def metrics(self) -> Metrics:
-        """Return the measurements since the last call as metrics, and reset them; reduce them by maximum."""
+        """Return the measurements since the last call as metrics that are reduced by maximum; reset them."""
         # Report maxima: the slowest rank and the fullest device limit the job.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}

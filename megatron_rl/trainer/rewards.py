@@ -50,7 +50,7 @@ MAX_MESSAGE_CHARACTERS = 600
 """Maximum length of the example in the error of `FailureWatch`."""
 
 NO_RESPONSE = "the engine gave no response"
-NOT_FINITE = "a score, or their sum, is not finite"
+NOT_FINITE = "a reward, or the sum of the rewards, is not finite"
 
 
 @dataclass(frozen=True)

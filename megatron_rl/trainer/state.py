@@ -307,8 +307,8 @@ class Checkpoints:
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
         """Save the restored step again for any layout, if its checkpoint has optimizer shards of one layout.
 
-        Does nothing unless `checkpoint.optimizer_layout` is `ANY`, for example since the user has changed it.
-        ``path``: the restored checkpoint, or None. Collective over the world.
+        Does nothing unless `checkpoint.optimizer_layout` is `ANY`, for example because the user has changed
+        it. ``path``: the restored checkpoint, or None. Collective over the world.
         """
         # The run can then resume on another layout at once: otherwise it would have to train a step first.
         if path is None or self._layout != ANY or is_gathered(read_meta(path)):
