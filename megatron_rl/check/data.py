@@ -491,7 +491,7 @@ class TokenCounter:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
         added_tokens = added_token_texts(self.tokenizer)
-        bos = self.renderer.special.get("bos_token")
+        bos = self.renderer.special_tokens.get("bos_token")
         return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
 
     @cached_property

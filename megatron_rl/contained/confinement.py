@@ -429,7 +429,7 @@ def _switch_user(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Limit the number of threads and processes, if the kernel counts them separately.
+    """Limit the number of threads and processes, if the kernel counts those of contained code separately.
 
     Otherwise set no limit, since it would apply to all tasks of the trainer's user.
     """
@@ -592,6 +592,7 @@ def _find_exceeded_limit(
 ) -> int | None:
     """Return the exit code for a limit that the worker's processes exceed, or None within the limits.
 
+    ``scratch`` is the descriptor of the file system in memory for temporary files, or None.
     ``count_shared``: whether shared mappings are included in the memory.
     """
     # The worker and the first process of the namespace do not count.
@@ -638,16 +639,16 @@ def kill_descendants() -> None:
 
 def kill_processes_started_with(variable: str) -> None:
     """Kill each process that was started with the environment ``variable``, given as NAME=value."""
-    killed: set[int] = set()
+    killed_processes: set[int] = set()
     # Repeat until no new process is found: processes may start others until they are killed.
     while True:
-        running = set(_processes_started_with(variable.encode())) - killed
-        if not running:
+        new_processes = set(_processes_started_with(variable.encode())) - killed_processes
+        if not new_processes:
             return
-        for process in running:
+        for process in new_processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        killed |= running
+        killed_processes |= new_processes
 
 
 def _processes_started_with(variable: bytes) -> Iterator[int]:
@@ -686,7 +687,10 @@ def _private_bytes(process: int) -> int:
 
 
 def _scratch_bytes(scratch: int | None) -> int:
-    """Return the bytes of temporary files in memory, including deleted files that are still open."""
+    """Return the bytes of temporary files in memory, including deleted files that are still open.
+
+    ``scratch`` is the descriptor of their file system, or None.
+    """
     if scratch is None:
         return 0
     file_system = os.fstatvfs(scratch)
@@ -705,8 +709,8 @@ def _shared_bytes(processes: Iterable[int]) -> int:
             for line in maps:
                 if "/dev/zero (deleted)" in line:
                     addresses, _, offset, _, inode, *_ = line.split()
-                    first, last = (int(address, 16) for address in addresses.split("-"))
-                    end = int(offset, 16) + last - first
-                    end_by_inode[inode] = max(end_by_inode.get(inode, 0), end)
+                    first_address, end_address = (int(address, 16) for address in addresses.split("-"))
+                    end_offset = int(offset, 16) + end_address - first_address
+                    end_by_inode[inode] = max(end_by_inode.get(inode, 0), end_offset)
 
     return sum(end_by_inode.values())

@@ -153,7 +153,8 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
     machine_column = list(_MACHINES).index(machine)
 
-    # Refuse calls of other machines, such as 32-bit calls, which have other numbers. Refuse new calls.
+    # Refuse calls of other architectures, such as 32-bit calls, whose numbers have other meanings. Refuse
+    # calls that are newer than this list.
     program = [
         _encode_instruction(_LOAD, _MACHINE),
         _encode_instruction(_EQUAL, _MACHINES[machine], 1, 0),

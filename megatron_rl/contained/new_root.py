@@ -202,7 +202,7 @@ def _set_tree_attributes(
 
 
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether ``owner`` has access to the root of a tree, by its owner or by permissions for others.
+    """Return whether ``owner`` can access the root of a tree, as its owner or by the permissions for others.
 
     ``descriptor`` is an open tree. Write permission is required unless ``attributes`` are read-only.
     """
@@ -280,8 +280,11 @@ def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     user_paths = [tree.path for tree in user_trees]
     for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
         # Of several outer trees, the tree with the longest path determines whether this path is hidden.
-        outer_trees = [outer for outer in attached_trees if f"{tree.path}/".startswith(f"{outer.path}/")]
-        innermost_tree = max(outer_trees, key=lambda outer: len(outer.path), default=None)
+        outer_trees: list[_Tree] = []
+        for attached_tree in attached_trees:
+            if f"{tree.path}/".startswith(f"{attached_tree.path}/"):
+                outer_trees.append(attached_tree)
+        innermost_tree = max(outer_trees, key=lambda outer_tree: len(outer_tree.path), default=None)
 
         if innermost_tree is None or _is_hidden(tree.path, innermost_tree):
             _attach_tree(tree)
@@ -292,9 +295,9 @@ def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
             os.close(tree.descriptor)
 
 
-def _is_hidden(path: str, outer: _Tree) -> bool:
-    """Return whether the tree ``outer`` hides a path in it, or a folder that contains the path."""
-    return outer.hides_entries and path[len(outer.path) :].startswith("/.")
+def _is_hidden(path: str, outer_tree: _Tree) -> bool:
+    """Return whether ``outer_tree`` hides a path in it, or a folder that contains the path."""
+    return outer_tree.hides_entries and path[len(outer_tree.path) :].startswith("/.")
 
 
 def _attach_tree(tree: _Tree) -> None:

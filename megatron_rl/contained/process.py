@@ -89,7 +89,11 @@ class LoadFailed(Exception):
         key: str,
         expected: str,
     ) -> UserError:
-        """Return the UserError for user code that failed to load; ``key`` is the setting that names it."""
+        """Return the UserError for user code that failed to load.
+
+        ``description`` names the code, such as "the environment game:Game", ``key`` is the setting with its
+        path, and ``expected`` describes a valid value of the setting.
+        """
         details = f"\n{self.details}" if self.details else ""
         return UserError(
             f"{description} cannot be loaded{details}",

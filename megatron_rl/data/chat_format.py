@@ -2,7 +2,7 @@
 
 A chat template renders only complete conversations, and may render an old turn differently from the sampled
 text. The one idea: the text between two turns comes from an artificial conversation. The template renders
-``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the close of the turn,
+``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the end of the turn,
 the new messages, and the opening of the next turn. A trained turn is the text that the template writes after
 the opening of the turn, up to the first end token. So sampled turns are never tokenised again.
 
@@ -212,8 +212,9 @@ class ConversationText:
         self._has_steady_tails = True
 
     def render_tail(self, new_messages: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
-        """Render the text between two assistant turns: close, ``new_messages`` and the next opening.
+        """Render the text between two assistant turns.
 
+        This is the end of the first turn, ``new_messages``, and the opening of the second turn.
         ``history`` are the messages before the first of the two turns. Raises UserError if the template omits
         the content of a new message.
         """
@@ -236,13 +237,13 @@ class ConversationText:
     def after_turn(self) -> str | None:
         """Text that the template writes after a turn, or None if it cannot render an example conversation.
 
-        Some templates write nothing after the last turn, and close a turn by opening the next message. For
-        these, it is the text from the turn to the end of the next question.
+        Some templates write nothing after the last turn, and close a turn only when the next message opens.
+        For such a template, the result also contains the next message, a question.
         """
         with suppress(UserError):
-            close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], add_generation_prompt=False)
-            if close.strip():
-                return close
+            text = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], add_generation_prompt=False)
+            if text.strip():
+                return text
             return self._after_sentinel([*_QUESTION, _SENTINEL_TURN, *_FOLLOW_UP])
         return None
 
@@ -284,7 +285,7 @@ class ConversationText:
         opening = self.opening.strip()
         if opening and text.lstrip().startswith(opening):
             text = text.lstrip()[len(opening) :].lstrip("\n")
-        bos = self._renderer.special.get("bos_token")
+        bos = self._renderer.special_tokens.get("bos_token")
         if bos:
             text = text.removeprefix(bos)  # the prompt begins with it
 
@@ -376,15 +377,17 @@ class ConversationText:
             if without_fields == conversation:
                 raise _template_error(f"it leaves out the {further_fields[0]} of a message", [conversation])
 
-        # The usual case: the turn is the text after its opening, up to an end token or to the turn's close.
+        # The usual case: the turn is the text after its opening, up to an end token or to the closing text.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
             turn_with_end = cut_at_end(turn, self.end_texts)
             if turn_with_end:
                 return turn_with_end
-            close = self._after_sentinel([*history, _SENTINEL_TURN], tools, add_generation_prompt=False)
-            if turn.endswith(close):
-                return turn[: len(turn) - len(close)]
+            closing_text = self._after_sentinel(
+                [*history, _SENTINEL_TURN], tools, add_generation_prompt=False
+            )
+            if turn.endswith(closing_text):
+                return turn[: len(turn) - len(closing_text)]
 
         # The opening may start thoughts with a tag that the template omits from a rendered turn. The turn is
         # then the content of the message.
@@ -424,11 +427,11 @@ class ConversationText:
 
 
 def cache_by_kwargs(make: Callable[[Mapping[str, Any]], _Made]) -> Callable[[Mapping[str, Any]], _Made]:
-    """Return ``make``, a function of a template's arguments, with a cache of its last results.
+    """Wrap ``make``, a function of a template's arguments, in a cache of its last results.
 
-    ``make`` gets the arguments as the template does, which reads them from JSON.
+    ``make`` gets the arguments after a round trip through JSON, like the template itself.
     """
-    # Texts are keys, since arguments may be lists and mappings.
+    # The keys of the cache are JSON texts, since lists and mappings cannot be hashed.
     cached_make = lru_cache(CACHED_KWARGS)(lambda text: make(json.loads(text)))
     return lambda kwargs: cached_make(json.dumps(dict(kwargs), default=str))
 
@@ -476,11 +479,11 @@ def find_turn_end(
         return None
 
     # 200 characters contain the longest end token, and encoding them is cheap.
-    close = text.after_turn.lstrip()
-    ids = list(encode(close[:200]))
+    closing_text = text.after_turn.lstrip()
+    ids = list(encode(closing_text[:200]))
     if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
-        return TurnEnd(close, None)
-    return TurnEnd(close, int(ids[0]))
+        return TurnEnd(closing_text, None)
+    return TurnEnd(closing_text, int(ids[0]))
 
 
 def unnamed_turn_end_warning(
@@ -713,8 +716,8 @@ class PlainText:
 class ChatTemplate(PlainText):
     """Chat format of the tokenizer's chat template, with the arguments ``kwargs`` of the template.
 
-    The constructor raises UserError for a tokenizer without a template, and for a template whose tails depend
-    on earlier messages.
+    The constructor raises UserError for a tokenizer without a template, and for a template in which the text
+    after a turn depends on earlier messages.
     """
 
     def __init__(
@@ -761,26 +764,26 @@ class ChatFormats:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
         self.tokenizer = tokenizer
         self._templated = templated
-        self.text = PlainText(tokenizer)
+        self.plain_text = PlainText(tokenizer)
         """Format without a template, which also decodes responses."""
         self._template_format = cache_by_kwargs(partial(ChatTemplate, tokenizer))
 
     def prompt_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """Return the chat format of conversations that start with a prompt of the data set.
 
-        ``kwargs`` are the prompt's arguments of the template. Raises UserError as `ChatTemplate` does.
+        ``kwargs`` are the template arguments of the prompt. Raises UserError as `ChatTemplate` does.
         """
         if self._templated:
             return self._template_format(kwargs)
-        return self.text
+        return self.plain_text
 
     def environment_format(self, kwargs: Mapping[str, Any]) -> ChatFormat:
         """Return the chat format of conversations that an environment starts.
 
         This is the chat template, if the tokenizer has one, even for a data set whose prompts are text: an
-        environment supplies messages. ``kwargs`` are the record's arguments of the template. Raises UserError
+        environment supplies messages. ``kwargs`` are the template arguments of the record. Raises UserError
         as `ChatTemplate` does.
         """
         if getattr(self.tokenizer, "chat_template", None):
             return self._template_format(kwargs)
-        return self.text
+        return self.plain_text

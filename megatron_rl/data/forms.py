@@ -279,10 +279,10 @@ class RecordReader:
 
         if self._null_arguments:
             yield self._names_warning(
-                "arguments of calls that are null, which the model reads and learns",
+                "arguments of calls that are null, which the model is trained on",
                 self._null_arguments,
-                expected="arguments that the call has",
-                fix="leave them out, if a table was exported to JSON and filled them in",
+                expected="only the arguments that a call sets",
+                fix="remove them, if they were added when a table was exported to JSON",
             )
 
         # The user may have misspelt an argument: suggest similar names that the template contains.
@@ -347,13 +347,13 @@ class RecordReader:
         if self._first_prompt is None:
             self._first_prompt = (isinstance(prompt, str), record.where)
 
-        first_is_text, first_where = self._first_prompt
+        first_is_text, first_location = self._first_prompt
         if not first_is_text or not isinstance(prompt, list) or self.data.chat_template is True:
             return
         raise UserError(
             "a data set has prompts of two kinds: text, and messages for the chat template",
             where=f"{record.where} ({self.setting})",
-            expected=f"text, as in {first_where}",
+            expected=f"text, as in {first_location}",
             got=f"{len(prompt)} messages in `{self.data.prompt_field}`",
             fix=f"set {self.data.setting_of('chat_template')}=true, by which text is a message of the user, "
             "or convert the records",
@@ -371,7 +371,7 @@ class RecordReader:
         raise UserError(
             "a prompt ends with a message of the assistant, after which another one would begin",
             where=f"{record.where} ({self.setting})",
-            expected="messages whose last is not the assistant's",
+            expected="messages that end with a message of another role",
             got=f"the assistant's {prompt[-1]['content'][:80]!r} as the last of {len(prompt)} messages",
             fix=fix,
         )
@@ -500,7 +500,7 @@ class RecordReader:
         if self.template is None or role in (*ROLES, *self._template_words):
             return
 
-        # Suggest a role of templates, also for a misspelt alias.
+        # Suggest the most similar role; for a misspelt alias, the role that it stands for.
         suggestion = nearest(role, (*ROLES, *_ROLE_ALIASES)) or nearest(role.lower(), ROLES)
         fix = "correct the role"
         if suggestion is not None:
@@ -896,7 +896,8 @@ def _normalise_weight(message: dict[str, Any]) -> None:
                 repr(value),
                 f"set `{name}` to 0 or 1",
             )
-        is_trained = is_trained and bool(value) is (name in _TRAINED_IF_TRUE)
+        if bool(value) != (name in _TRAINED_IF_TRUE):
+            is_trained = False
 
     # A loss mask within a turn is not supported.
     span_key = next((name for name in _SPAN_WEIGHTS if message.get(name)), None)

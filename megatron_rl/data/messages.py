@@ -76,9 +76,9 @@ def require_fields(
 
         # Nested fields are candidates, too: verl has `reward_model.ground_truth`.
         nested_fields: list[str] = []
-        for outer, value in record.values.items():
+        for field, value in record.values.items():
             if isinstance(value, Mapping):
-                nested_fields.extend(f"{outer}.{inner}" for inner in value)
+                nested_fields.extend(f"{field}.{key}" for key in value)
 
         if name in record.values:
             message = f"`{name}` is null in a record"
@@ -368,8 +368,8 @@ def split_responses(
 def require_responses(record: Record, fields: Mapping[str, str], setting: str) -> None:
     """Raise UserError for the first of ``fields`` whose value is not a response.
 
-    A response is text, or messages that begin and end with the assistant's. ``fields`` maps names to the
-    settings that name them.
+    A response is text, or messages that begin and end with a turn of the assistant. ``fields`` maps the
+    fields of responses to the settings that name them.
     """
     for name, key in fields.items():
         value = record.values[name]
@@ -378,7 +378,7 @@ def require_responses(record: Record, fields: Mapping[str, str], setting: str) -
         raise UserError(
             f"the field `{name}` is not a response",
             where=f"{record.where} ({setting})",
-            expected="text, or messages, all with text, that begin and end with the assistant's",
+            expected="text, or messages with text that begin and end with a turn of the assistant",
             got=f"{type(value).__name__}: {str(value)[:80]}",
             fix=f"correct the record, or {key}",
         )
@@ -462,7 +462,7 @@ def _is_text_turn(messages: Sequence[Any]) -> bool:
 
 
 def _are_turns(messages: Any) -> bool:
-    """Return whether a value is a valid response of messages: its first and last are the assistant's.
+    """Return whether a value is a list of messages that begins and ends with a turn of the assistant.
 
     Every message must have a role, and text or calls.
     """

@@ -170,7 +170,7 @@ class MixedPrompts:
 
     def _find_source(self, prompt_id: int, tokens: Tensor) -> str | None:
         """Return the source whose record with this id has the prompt ``tokens``, or None."""
-        # Ids move if records were added to a data set, even if these are over the limit of tokens.
+        # The ids shift if records were added to a data set, including records over the token limit.
         if prompt_id >= self._id_ends[-1]:
             return None
         name, record = self._find_record(prompt_id)

@@ -75,8 +75,8 @@ def render_prompts(
             raise UserError(
                 "a prompt has no tokens",
                 where=f"{records[row].where} ({setting})",
-                expected="messages of which the chat template writes something",
-                got=f"no text from {str(records[row].values[data.prompt_field])[:80]}",
+                expected="messages that the chat template renders to at least one character",
+                got=f"an empty text for {str(records[row].values[data.prompt_field])[:80]}",
                 fix="correct the record's messages, or the chat template of model.path",
             )
         texts[row] = text
@@ -86,8 +86,8 @@ def render_prompts(
 def require_later_turns(chat: ConversationText, data: DataConfig) -> None:
     """Raise UserError unless the chat template can continue the conversations of a data set.
 
-    The template is rendered with the set's own arguments, which an environment's turns have, too. Records may
-    replace them: a record with bad arguments fails alone.
+    The template is rendered with the data set's own arguments. Arguments of single records are not checked
+    here: an invalid argument fails only the episodes of its record.
     """
     kwargs = data.prompt_template.kwargs
     try:
@@ -211,7 +211,11 @@ def response_warnings(
     chat: ConversationText | None,
     end_texts: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about responses with text after an end token, and turns that the template changes."""
+    """Yield warnings about responses with text after an end token, and turns that the template changes.
+
+    ``fields`` are the fields of responses, and ``end_texts`` the texts of the tokens that end responses.
+    ``chat`` renders conversations with the chat template; None means that there is no template.
+    """
     # A response may have text after its end, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
     continued_records = [
@@ -235,14 +239,14 @@ def response_warnings(
     rewritten_records = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
     if rewritten_records:
         yield _records_warning(
-            "the chat template renders earlier turns differently once others follow, such as without their "
-            "thoughts; they are trained on, and read by later turns, as the data have them",
+            "the chat template renders earlier turns differently when later turns follow, for example "
+            "without their thoughts; the model is trained on each turn as it is in the data",
             rewritten_records,
             len(first_records),
             setting,
             expected="turns that are rendered the same in every position, or one trained turn per record",
-            fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, after the "
-            "others as the template renders them",
+            fix=f"set {setting.rpartition('.')[0]}.turns=last to train only on the last turn, after the "
+            "earlier turns as the template renders them",
         )
 
 
@@ -258,7 +262,10 @@ def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
 
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
-    """Return whether the template renders a complete conversation differently from its single turns."""
+    """Return whether the template renders a complete conversation differently from its single turns.
+
+    ``fields`` are the fields of responses.
+    """
     if not uses_chat_template(record, data):
         return False
 

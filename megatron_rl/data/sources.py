@@ -167,16 +167,16 @@ class ShuffledOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``; raises UserError for a state with different data, seed or shuffling."""
         # Compare the fingerprint first, so that the error for different data names the data and not the seed.
-        current = self.state_dict()
+        current_state = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
-            if state[name] == current[name]:
+            if state[name] == current_state[name]:
                 continue
             noun = "data set" if name == "fingerprint" else name
             raise UserError(
                 f"the checkpoint was made with another {noun}",
                 where="data",
                 expected=f"{name} {state[name]}",
-                got=f"{name} {current[name]}",
+                got=f"{name} {current_state[name]}",
                 fix="resume with the data, seed and shuffling of the checkpoint, or start a new run",
             )
 
@@ -249,11 +249,11 @@ class PromptSource:
         self.templated = templated
         """Whether the prompts were rendered by the tokenizer's chat template."""
 
-        ends = end_token_ids(tokenizer, model_path, templated=self.templated)
+        end_ids = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
-        self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
+        self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, end_ids)
         self._step = 1
-        self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
+        self.text_warnings = list(self._text_warnings(tokenizer, end_ids, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
         # A template that writes the date renders different prompts tomorrow, so checkpoints store the time.
@@ -264,7 +264,7 @@ class PromptSource:
 
         # Select the records within the limit. Their indices are the items of the order.
         lengths = [len(ids) for ids in self._tokens]
-        self._ids, self.length_report = drop_over_long(
+        self._indices, self.length_report = drop_over_long(
             lengths,
             self._records,
             data.max_prompt_tokens,
@@ -274,10 +274,10 @@ class PromptSource:
         )
 
         # The fingerprint covers only prompts within the limit: a run cannot resume if these prompts change.
-        row_lengths = [lengths[row] for row in self._ids]
-        row_tokens = (self._tokens[row] for row in self._ids)
+        row_lengths = [lengths[index] for index in self._indices]
+        row_tokens = (self._tokens[index] for index in self._indices)
         self._order = ShuffledOrder(
-            len(self._ids),
+            len(self._indices),
             seed,
             data.shuffle,
             compute_fingerprint(row_lengths, row_tokens),
@@ -285,16 +285,19 @@ class PromptSource:
         )
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._indices)
 
     def _text_warnings(
         self,
         tokenizer: Any,
-        ends: Sequence[int],
+        end_ids: Sequence[int],
         model_path: str | None,
         setting: str,
     ) -> Iterator[UserError]:
-        """Yield the warnings about the chat template and about the texts of the first records."""
+        """Yield the warnings about the chat template and about the texts of the first records.
+
+        ``end_ids`` are the ids of the tokens that end responses.
+        """
         if self.templated and model_path:
             warning = turn_end_warning(tokenizer, model_path)
             if warning is not None:
@@ -303,7 +306,7 @@ class PromptSource:
         # A rendering mistake is in every record, so examining the first records is enough.
         records = self._records[:EXAMINED_RECORDS]
         texts = self._texts[:EXAMINED_RECORDS]
-        end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+        end_texts = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
         yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
 
     @property
@@ -339,8 +342,8 @@ class PromptSource:
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
-        # `_ids` is sorted: find the item of the order by bisection.
-        item = bisect_left(self._ids, prompt_id)
+        # `_indices` is sorted: find the item of the order by bisection.
+        item = bisect_left(self._indices, prompt_id)
         self._order.set_uniform(item, is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
@@ -428,9 +431,9 @@ class PromptSource:
 
     def _make_batch(self, positions: Sequence[int]) -> PromptBatch:
         """Return the prompts at ``positions`` as a batch; positions count only prompts within the limit."""
-        ids = [self._ids[position] for position in positions]
-        records = [self._records[row] for row in ids]
-        tokens = [self._tokens[row] for row in ids]
+        indices = [self._indices[position] for position in positions]
+        records = [self._records[index] for index in indices]
+        tokens = [self._tokens[index] for index in indices]
 
         # The task of a record without a task is the name of its source. A profile of the record's own task
         # takes precedence over the profile of the source.
@@ -452,7 +455,7 @@ class PromptSource:
             sampling.append(self._sampling_parameters(profile, len(row)))
         sources = None
         if self._source is not None:
-            sources = (self._source,) * len(ids)
+            sources = (self._source,) * len(indices)
 
         # Omit the template's arguments if neither the data set nor a record of the batch has any.
         template_kwargs = None
@@ -466,9 +469,9 @@ class PromptSource:
         return PromptBatch(
             tokens=concatenate_rows(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
-            prompt_ids=torch.tensor(ids, dtype=torch.long),
+            prompt_ids=torch.tensor(indices, dtype=torch.long),
             tasks=tuple(tasks),
-            prompts=tuple(self._texts[row] for row in ids),
+            prompts=tuple(self._texts[index] for index in indices),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
             sampling=tuple(sampling),
@@ -559,7 +562,7 @@ def load_prompts(
         profile=profile,
     )
 
-    # An environment continues conversations, which not every template with every argument can.
+    # An environment adds turns to a conversation. Some templates, or some arguments, do not support this.
     chat = conversation_text(tokenizer)
     if config.rollout.environment is not None and prompts.templated and chat is not None:
         require_later_turns(chat, data)
@@ -691,15 +694,17 @@ def encode_responses(
     fields: dict[str, str],
     max_tokens: int,
     setting: str,
-    ends: Sequence[int],
+    end_ids: Sequence[int],
     records: Sequence[Record],
     every_turn: bool = False,
 ) -> EncodedData:
     """Normalise records and tokenise their prompts and responses.
 
-    ``fields`` maps the fields of responses to the settings that name them. ``ends`` are the ids of the tokens
-    that end responses. Raises UserError for a record that lacks one of the fields, and for a value that is
-    not a response. See `RecordReader` for the values and `_ResponseEncoder` for the tokens.
+    ``fields`` maps the fields of responses to the settings that name them. ``end_ids`` are the ids of the
+    tokens that end responses. With ``every_turn`` all turns of a conversation are trained on, else the last.
+
+    Raises UserError for a record that lacks one of the fields, and for a value that is not a response. See
+    `RecordReader` for the values and `_ResponseEncoder` for the tokens.
     """
     # Convert records to the normal form, with conversations split into prompt and response.
     template = template_source(getattr(tokenizer, "chat_template", None))
@@ -710,7 +715,7 @@ def encode_responses(
     prompt_encoder = PromptEncoder(tokenizer, data, setting)
     prompt_texts, prompt_tokens = prompt_encoder.encode(records, max_tokens)
     alternative_fix = "set sft.turns=last" if every_turn else None
-    response_encoder = _ResponseEncoder(prompt_encoder, ends, alternative_fix)
+    response_encoder = _ResponseEncoder(prompt_encoder, end_ids, alternative_fix)
     response_columns = [
         response_encoder.encode(records, prompt_texts, prompt_tokens, field, max_tokens) for field in fields
     ]
@@ -726,26 +731,27 @@ class _ResponseEncoder:
     tokenised at once. If a token would span two pieces, the pieces are tokenised separately instead, since
     the policy samples after the tokens of the prompt alone.
 
-    A turn without an end token (``ends``) gets the chat template's end token, or else the first of ``ends``.
-    ``alternative_fix`` is appended to the error for a template that cannot render conversations.
+    ``end_ids`` are the ids of the tokens that end responses. A turn without such a token gets the chat
+    template's end token, or else the first of ``end_ids``. ``alternative_fix`` is appended to the error for a
+    template that cannot render conversations.
     """
 
-    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], alternative_fix: str | None) -> None:
+    def __init__(self, prompts: PromptEncoder, end_ids: Sequence[int], alternative_fix: str | None) -> None:
         self._prompts = prompts
         self._alternative_fix = alternative_fix
-        self._plain_end = ends[0]
-        self._template_end = ends[0]
-        self._ends = frozenset(ends)
+        self._plain_end_id = end_ids[0]
+        self._template_end_id = end_ids[0]
+        self._end_ids = frozenset(end_ids)
         tokenizer = prompts.tokenizer
-        self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+        self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
         self._chat: ConversationText | None = None
 
         # A template may end turns with a token that the model's files do not define as an end token.
         if prompts.renderer is not None:
             turn_end = template_turn_end(tokenizer)
             if turn_end is not None and turn_end.token is not None:
-                self._template_end = turn_end.token
-                self._ends |= {turn_end.token}
+                self._template_end_id = turn_end.token
+                self._end_ids |= {turn_end.token}
                 self._end_texts.append(tokenizer.convert_ids_to_tokens(turn_end.token))
             self._chat = ConversationText(prompts.renderer, self._end_texts)
 
@@ -794,7 +800,9 @@ class _ResponseEncoder:
         responses = []
         for record, row_tokens in zip(records, tokens_of_rows, strict=True):
             assert row_tokens is not None
-            end_token = self._template_end if uses_chat_template(record, data) else self._plain_end
+            end_token = self._plain_end_id
+            if uses_chat_template(record, data):
+                end_token = self._template_end_id
             trained_turns = _trained_turns(record.values[field])
             responses.append(self._join_pieces(row_tokens[1:], end_token, trained_turns))
         return responses
@@ -820,7 +828,7 @@ class _ResponseEncoder:
                 response.append(~tokens)
                 continue
 
-            if not len(tokens) or int(tokens[-1]) not in self._ends:
+            if not len(tokens) or int(tokens[-1]) not in self._end_ids:
                 tokens = numpy.append(tokens, numpy.int32(end_token))
             last_token = tokens[-1]
             response.append(tokens if trained_turns[index // 2] else ~tokens)
@@ -853,11 +861,12 @@ def load_responses(
 ) -> ResponseSource:
     """Load the data set of prompts with responses at ``path``; ``setting`` is its configuration key.
 
-    ``fields`` maps the fields of responses to the settings that name them. ``data`` names the other fields;
-    None means the section ``data`` of the configuration.
+    ``fields`` maps the fields of responses to the settings that name them. A row (prompt and response) has at
+    most ``max_tokens`` tokens. With ``every_turn`` all turns of a conversation are trained on, else the last.
+    ``data`` names the other fields; None means the section ``data`` of the configuration.
     """
     data = data or config.data
-    ends = end_token_ids(tokenizer, config.model.path)
+    end_ids = end_token_ids(tokenizer, config.model.path)
     encode = partial(
         encode_responses,
         tokenizer,
@@ -865,10 +874,18 @@ def load_responses(
         fields,
         max_tokens,
         setting,
-        ends,
+        end_ids,
         every_turn=every_turn,
     )
-    inputs = ("responses", *data.record_fields, *fields, data.chat_template, max_tokens, ends, every_turn)
+    inputs = (
+        "responses",
+        *data.record_fields,
+        *fields,
+        data.chat_template,
+        max_tokens,
+        end_ids,
+        every_turn,
+    )
     encoded = files.load_or_encode(path, setting, tokenizer, inputs, encode)
 
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
@@ -886,12 +903,15 @@ def _text_warnings(
     data: DataConfig,
     setting: str,
 ) -> Iterator[UserError]:
-    """Yield the warnings about the texts of the first records, and about the template that renders them."""
+    """Yield the warnings about the texts of the first records, and about the template that renders them.
+
+    ``fields`` are the fields of responses.
+    """
     records = encoded.records[:EXAMINED_RECORDS]
     uses_template = any(uses_chat_template(record, data) for record in records)
-    ends = end_token_ids(tokenizer, config.model.path, templated=uses_template)
-    end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
-    chat = conversation_text(tokenizer, ends)
+    end_ids = end_token_ids(tokenizer, config.model.path, templated=uses_template)
+    end_texts = [tokenizer.convert_ids_to_tokens(token) for token in end_ids]
+    chat = conversation_text(tokenizer, end_ids)
 
     # Warn about a template that ends turns with an undefined end token, or that opens thoughts in the prompt.
     if uses_template:

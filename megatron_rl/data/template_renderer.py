@@ -84,19 +84,19 @@ class Rendering(NamedTuple):
 class TemplateRenderer:
     """Renderer of one tokenizer's chat templates, which runs them in a separate process.
 
-    ``templates`` are the source texts of the templates, by name. ``special`` are the special tokens that they
-    may write, by name, and ``now`` is the time that they use as the current time. The process starts with the
-    first rendering, and ends with `close` or when this object is deleted.
+    ``templates`` are the source texts of the templates, by name. ``special_tokens`` are the special tokens
+    that they may write, by name, and ``now`` is the time that they use as the current time. The process
+    starts with the first rendering, and ends with `close` or when this object is deleted.
     """
 
     def __init__(
         self,
         templates: Mapping[str, str],
-        special: Mapping[str, str],
+        special_tokens: Mapping[str, str],
         now: datetime | None = None,
     ) -> None:
         self.templates = dict(templates)
-        self.special = dict(special)
+        self.special_tokens = dict(special_tokens)
         self.now = now or datetime.now()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
@@ -104,10 +104,16 @@ class TemplateRenderer:
         """Reason why a single rendering ended the process, or None. After that no rendering is sent alone."""
         self._lock = threading.Lock()
 
-    def matches(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
+    def matches(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        now: datetime | None,
+    ) -> bool:
         """Return whether the renderer has these templates, tokens and time; ``now`` None means any time."""
         is_same_time = now is None or now == self.now
-        return self.templates == templates and self.special == special and is_same_time
+        has_same_tokens = self.special_tokens == special_tokens
+        return self.templates == templates and has_same_tokens and is_same_time
 
     @property
     def has_clock(self) -> bool:
@@ -201,7 +207,11 @@ class TemplateRenderer:
         self._finalizer = weakref.finalize(self, _end_process, process)
 
         # Send the first line of the protocol.
-        setup = {"templates": self.templates, "special": self.special, "now": self.now.isoformat()}
+        setup = {
+            "templates": self.templates,
+            "special_tokens": self.special_tokens,
+            "now": self.now.isoformat(),
+        }
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(setup) + "\n")
@@ -250,14 +260,16 @@ def get_renderer(tokenizer: Any) -> TemplateRenderer | None:
         return None
 
     templates = dict(template) if isinstance(template, Mapping) else {DEFAULT: template}
-    special_tokens = tokenizer.special_tokens_map.items()
-    special = {name: str(text) for name, text in special_tokens if isinstance(text, str)}
+    special_tokens: dict[str, str] = {}
+    for name, text in tokenizer.special_tokens_map.items():
+        if isinstance(text, str):
+            special_tokens[name] = str(text)
     now = getattr(tokenizer, TIME_ATTRIBUTE, None)
 
     # The tokenizer's template or time may have been changed after its first rendering.
     renderer = _RENDERERS.get(tokenizer)
-    if renderer is None or not renderer.matches(templates, special, now):
-        renderer = TemplateRenderer(templates, special, now)
+    if renderer is None or not renderer.matches(templates, special_tokens, now):
+        renderer = TemplateRenderer(templates, special_tokens, now)
         _RENDERERS[tokenizer] = renderer
     return renderer
 
@@ -338,14 +350,15 @@ def _render_request(
     """
     messages, tools, add_generation_prompt, kwargs = request
 
-    # Reject other tools, as transformers does: a template would fail on them with an obscure error.
+    # Reject tools that are not a list of JSON schemas, as transformers does: a template would fail on them
+    # with an obscure error.
     are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if tools is not None and not are_schemas:
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
 
     # Arguments of the user may replace special tokens, but not the variables of the conversation.
     variables = {
-        **setup["special"],
+        **setup["special_tokens"],
         **kwargs,
         "messages": messages,
         "tools": tools,

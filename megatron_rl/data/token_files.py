@@ -76,7 +76,7 @@ class EncodedData:
     """Warnings about the records, for the console."""
 
     def digest(self) -> str:
-        """Return a digest of 16 hexadecimal digits of the records' fields and order."""
+        """Return a digest (16 hexadecimal digits) of the records' fields and order."""
         lines = self.lines
         if lines is None:
             lines = [_record_json(record) for record in self.records]
@@ -149,13 +149,13 @@ class TokenFiles:
         try:
             self.folder.mkdir(exist_ok=True)
             with _exclusive_lock(file.with_suffix(".lock")) as was_locked:
-                stored = self._read_if_intact(file, setting, was_locked)
-                if stored is None and not was_locked:
+                stored_data = self._read_if_intact(file, setting, was_locked)
+                if stored_data is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
                     _write_token_file(file, encoded)
-                    stored = _read_token_file(file)
-            if stored is not None:
-                return stored
+                    stored_data = _read_token_file(file)
+            if stored_data is not None:
+                return stored_data
         except (OSError, _CannotStore) as error:
             reason = str(error)
 
@@ -171,15 +171,16 @@ class TokenFiles:
         ``was_locked``: whether another process held the lock before. That process has written the file or
         verified its digest, so the digest is not verified again.
         """
-        # List the folder instead of testing for the file: a network file system caches absent files.
+        # List the folder instead of testing for the file: after a failed test, a network file system may
+        # report the file as absent for some time.
         if file.name not in os.listdir(file.parent):
             return None
 
         damage = None if was_locked else _find_damage(file)
         if damage is None:
-            stored = _read_token_file(file)
-            if stored is not None:
-                return stored
+            stored_data = _read_token_file(file)
+            if stored_data is not None:
+                return stored_data
             damage = "cannot be read"
 
         self.warn(f"warning: {setting}: {file} {damage}; the data set is tokenised again")

@@ -399,8 +399,8 @@ def encode_pieces(
     """Tokenise the complete text of each row, and split its tokens (int32) at the pieces of the text.
 
     A row has the consecutive pieces of one text, such as a prompt and the turns after it. A row becomes
-    None if a token spans two pieces, or if `encode_texts` would truncate its text. Every row becomes None for
-    a tokenizer without offsets.
+    None if a token spans two pieces, or if its text is so far over ``limit`` tokens that `encode_texts` would
+    truncate it. Every row becomes None for a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
@@ -528,35 +528,36 @@ def drop_over_long(
     limit: int,
     policy: str,
     setting: str,
-    limited_by: str,
+    limit_setting: str,
 ) -> tuple[list[int], LengthReport]:
     """Return the indices of the items within ``limit`` tokens, and a report.
 
     ``policy`` is ``drop`` or ``error``. Raises UserError for an item over the limit under ``error``, and
-    under either policy if no item is within the limit. ``setting`` and ``limited_by`` are the configuration
-    keys of the data set and of the limit.
+    under either policy if no item is within the limit. ``setting`` and ``limit_setting`` are the
+    configuration keys of the data set and of the limit.
     """
     # Raise if the policy is `error`, or if no item would remain.
-    over_long = [index for index, length in enumerate(lengths) if length > limit]
-    maximum = max(lengths)
-    if over_long and (policy == "error" or len(over_long) == len(lengths)):
-        first = over_long[0]
-        fix = f"raise {limited_by}"
+    over_long_indices = [index for index, length in enumerate(lengths) if length > limit]
+    max_length = max(lengths)
+    if over_long_indices and (policy == "error" or len(over_long_indices) == len(lengths)):
+        first_index = over_long_indices[0]
+        fix = f"raise {limit_setting}"
         if policy == "error":
             fix += ", or set data.over_long=drop"
         raise UserError(
-            f"{len(over_long)} of {len(lengths)} items of {setting} are longer than the limit",
-            where=f"{records[first].where} ({setting})",
+            f"{len(over_long_indices)} of {len(lengths)} items of {setting} are longer than the limit",
+            where=f"{records[first_index].where} ({setting})",
             expected=f"at most {limit} tokens",
-            got=f"{_format_length(lengths[first], limit)} tokens there; "
-            f"the longest has {_format_length(maximum, limit)}",
+            got=f"{_format_length(lengths[first_index], limit)} tokens there; "
+            f"the longest has {_format_length(max_length, limit)}",
             fix=fix,
         )
 
     # Under the policy `drop` the remaining items keep their order.
-    dropped = set(over_long)
-    remaining = [index for index in range(len(lengths)) if index not in dropped]
+    remaining_indices = [index for index, length in enumerate(lengths) if length <= limit]
     examples = tuple(
-        f"{records[index].where} ({_format_length(lengths[index], limit)} tokens)" for index in over_long[:3]
+        f"{records[index].where} ({_format_length(lengths[index], limit)} tokens)"
+        for index in over_long_indices[:3]
     )
-    return remaining, LengthReport(len(lengths), len(over_long), limit, maximum, examples)
+    report = LengthReport(len(lengths), len(over_long_indices), limit, max_length, examples)
+    return remaining_indices, report

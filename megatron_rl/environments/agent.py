@@ -306,8 +306,9 @@ async def _respond(
 async def _read_body(request: web.Request) -> bytes:
     """Read the body of a request; raises RequestPayloadError for a malformed body.
 
-    aiohttp 3.14 does not end the read if a bad chunk arrives after the headers: it queues the error like a
-    next request of the connection. Before the body is complete, a queued message is always such an error.
+    aiohttp 3.14 does not end the read if a malformed chunk arrives after the headers: it queues the error as
+    if it were the next request of the connection. A message that is queued before the body is complete is
+    always such an error.
     """
     read_task = asyncio.ensure_future(request.read())
     try:

@@ -97,7 +97,13 @@ class TurnSource(Protocol):
         observed: list[dict[str, str]],
         limit: int | None,
         opening: Opening | None,
-    ) -> Message: ...
+    ) -> Message:
+        """Return the policy's next turn, of at most ``limit`` tokens; None means the policy's own limits.
+
+        ``observed`` are the environment's messages since the last turn. ``opening`` replaces the record's
+        prompt, and is used only for the first turn.
+        """
+        ...
 
 
 class Episode:

@@ -337,7 +337,7 @@ class EnvironmentPool:
         for episode in list(self._waiting):
             shareable_hosts: list[_Host] = []
             for candidate in self._hosts:
-                if not any(running.runs_alone for running in candidate.episodes.values()):
+                if not any(other.runs_alone for other in candidate.episodes.values()):
                     shareable_hosts.append(candidate)
             host = min(shareable_hosts, key=lambda host: len(host.episodes), default=None)
             if host is None or (episode.runs_alone and host.episodes):
@@ -349,7 +349,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _list_deadlines(self, host: _Host) -> list[float]:
-        """Return the times (monotonic) by which a process must respond to a ping, or its environments act."""
+        """Return the deadlines (monotonic) of a process: for its reply to a ping, else for its episodes."""
         if host.ping_time is not None:
             return [host.ping_time + GRACE_SECONDS]
         deadlines = list(host.closing_deadlines.values())
@@ -626,7 +626,7 @@ def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_lim
         with reply_lock:
             requests.reply(frame)
 
-    running: dict[int, _RunningEpisode] = {}
+    episodes: dict[int, _RunningEpisode] = {}
     while True:
         try:
             kind, number, *values = requests.read()
@@ -635,13 +635,13 @@ def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_lim
         if kind == PING:
             reply({"kind": ALIVE})
         elif kind == START:
-            running[number] = _RunningEpisode(number, make_environment, max_turns, loops, reply, *values)
+            episodes[number] = _RunningEpisode(number, make_environment, max_turns, loops, reply, *values)
         elif kind == CANCEL:
-            running.pop(number).cancel()
+            episodes.pop(number).cancel()
         elif kind == TURN:
-            running[number].deliver_turn(Message(*values))
+            episodes[number].deliver_turn(Message(*values))
         else:
-            running[number].deliver_turn(Truncated("no room is left"))
+            episodes[number].deliver_turn(Truncated("no room is left"))
 
 
 def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
@@ -748,6 +748,7 @@ class _RunningEpisode:
     """Episode that runs in this process, with a separate thread and event loop.
 
     The environment runs in the thread of the loop. `deliver_turn` and `cancel` are called in the main thread.
+    ``values`` are the arguments of the environment's `Episode`, and ``reply`` sends a message to the trainer.
     """
 
     def __init__(

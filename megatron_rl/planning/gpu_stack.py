@@ -171,8 +171,8 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit_version
     """
     system_names = {distribution_name(name) for name in versions}
     excluded_names = system_names | {COMPILED_HERE}
-    # All packages of Transformer Engine must have the same version: do not mix
-    # packages of the container with packages of the lock file.
+    # All packages of Transformer Engine must have the same version: do not mix packages of the container with
+    # packages of the lock file.
     if "transformer-engine" in system_names:
         excluded_names |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit_version != TOOLKIT:

@@ -132,7 +132,7 @@ def system_package_versions() -> dict[str, str]:
 
 
 def _find_shadowed_packages() -> list[Finding]:
-    """Return an error for each package of this environment that hides another version of the machine."""
+    """Return an error for each package of this environment that hides a different version on the machine."""
     environment_versions = _versions_built_together(in_environment=True)
     system_versions = system_package_versions()
 
@@ -247,14 +247,14 @@ def _query_nvidia_smi() -> list[list[str]]:
 
     query = ["--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits"]
     try:
-        completed = subprocess.run(
+        result = subprocess.run(
             [executable, *query], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return []
 
     gpus = []
-    for line in completed.stdout.splitlines():
+    for line in result.stdout.splitlines():
         if line.strip():
             gpus.append([cell.strip() for cell in line.split(",")])
     return gpus

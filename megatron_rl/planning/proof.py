@@ -76,7 +76,7 @@ class LinkProbe:
     correct: bool
     """Whether the sum of the all-reduce was correct on every rank."""
     clock_spread: float
-    """Largest difference between the ranks' wall clocks in seconds, as exact as the duration of a barrier."""
+    """Largest difference between the ranks' wall clocks in seconds, accurate to the duration of a barrier."""
     hosts: tuple[str, ...]
     """Machine names by rank."""
 
@@ -90,7 +90,7 @@ class LinkProbe:
 def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
     """Time all-reduces over all ranks and compare their clocks. Collective over the world.
 
-    ``host_name`` is the name of this rank's machine.
+    ``host_name`` is the name of this rank's machine, and ``mebibytes`` the size of an all-reduce.
     """
     # Rank r contributes r + 1 to every element (float32), so n ranks have the sum n (n + 1) / 2.
     num_elements = mebibytes * _MIB // 4
@@ -159,7 +159,8 @@ class PairProbe:
 def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairProbe:
     """Time messages between the ranks of each pair, all pairs at the same time. Collective over the world.
 
-    Call `probe_links` before: a collective of all ranks must have initialised the communicator.
+    ``mebibytes`` is the size of a message. Call `probe_links` before: a collective of all ranks must have
+    initialised the communicator.
     """
     num_elements = mebibytes * _MIB // 4
     rank = device.rank()
@@ -358,7 +359,10 @@ def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
 
 
 def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
-    """Return the configuration of the small jobs, with as many kinds of parallelism as the ranks allow."""
+    """Return the configuration of the small jobs, with as many kinds of parallelism as the ranks allow.
+
+    ``folder`` contains their data and runs, and ``world`` is the number of ranks.
+    """
     # Tensor parallelism 2 needs two ranks; together with pipeline parallelism 2 it needs four.
     tensor = 1
     if world % 2 == 0:

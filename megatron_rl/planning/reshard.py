@@ -198,7 +198,8 @@ def engine_boxes(
     """Predict the slices of tensors (boxes) that the ranks of vLLM need.
 
     ``ranks`` are the ranks of all replicas, one replica after another, and ``tensor`` is the number of ranks
-    of a replica. A running `HybridEngine` traces the boxes in vLLM's weight loaders instead.
+    of a replica. With ``whole_experts`` each expert is complete on one rank of a replica. A running
+    `HybridEngine` traces the boxes in vLLM's weight loaders instead.
     """
     groups = []
     for tensor_rank in range(tensor):

@@ -66,7 +66,7 @@ class SourceRewards:
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Call the function of each sample's source; return the answers in the order of ``samples``."""
-        # `check` refuses a configuration with such samples. Samples without a source are of evaluation sets.
+        # Failure of a sample for which no function is configured; `check` rejects such a configuration.
         no_function = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
         answers = [no_function] * len(samples)
         rows_by_name: dict[str, list[int]] = {}

@@ -203,7 +203,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
     for line in text.replace("\r\n", "\n").split("\n"):
         match = _FENCE.fullmatch(line)
 
-        # Outside a block: an opening fence, or a line of text.
+        # Outside a block: an opening fence, a fence after other text on its line, or a line of text.
         if not fence:
             late_fence = _LATE_FENCE.fullmatch(line)
             if match is not None and "`" not in match[3]:

@@ -546,8 +546,8 @@ class JudgeReward:
             else:
                 answers[row] = Answer(reply.reason, reply.message)
 
-        # Parse the verdicts. Remove a text without a verdict from the cache: the next text may have a
-        # verdict.
+        # Parse the verdicts. Remove a text without a verdict from the cache, so that the next request gets a
+        # new text.
         parser_samples = [{**samples[row], JUDGEMENT: text} for row, text in texts.items()]
         verdicts = self._parser.compute_answers(parser_samples)
         for (row, text), verdict in zip(texts.items(), verdicts, strict=True):
@@ -568,7 +568,10 @@ class JudgeReward:
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _make_request(self, prompt: Any, row: int) -> _Request:
-        """Return the chat-completion request for a prompt (text or messages), which is also its cache key."""
+        """Return the chat-completion request for a prompt (text or messages), which is also its cache key.
+
+        Without a cache, the ``row`` of the sample distinguishes requests with equal prompts.
+        """
         messages = prompt
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]

@@ -318,7 +318,7 @@ def reject_generator(function: Callable[..., Any]) -> None:
         if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
             function_name = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
-                f"{function_name} yields its values; a function that is called for a sample returns one"
+                f"{function_name} yields its values; expected a function that returns one value per call"
             )
 
 
@@ -425,7 +425,7 @@ class Call:
     """Arguments of the call: name -> value."""
     rows: tuple[int, ...]
     """Indices in the batch of the samples of the call."""
-    alone: bool = False
+    runs_alone: bool = False
     """Whether its process must have no other open call.
 
     True for a call that was open when a process ended: it may be the cause.
@@ -439,7 +439,8 @@ class Worker:
 
     Calls are numbered from the start of the worker. A plain function answers them in that order, and the time
     limit of a call starts at the end of the previous call. A coroutine function runs its calls concurrently.
-    A function with ``returns_text`` returns text or messages for a sample, and no reward.
+    A function with ``returns_text`` returns text or messages for a sample, and no reward. ``key`` is the
+    configuration key of the function, and ``extra_arguments`` names further arguments of its calls.
     """
 
     def __init__(
@@ -472,7 +473,7 @@ class Worker:
         config = self.config
         function = config.function or ""
         try:
-            ready = self.process.load(
+            load_reply = self.process.load(
                 function,
                 dict(config.arguments),
                 self._returns_text,
@@ -485,9 +486,9 @@ class Worker:
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
 
-        self.signature = CallSignature.from_frame(ready)
+        self.signature = CallSignature.from_frame(load_reply)
         self._require_parameters()
-        return [str(item) for item in ready.get("missing", ())]
+        return [str(description) for description in load_reply.get("missing", ())]
 
     def _require_parameters(self) -> None:
         """Raise UserError unless the parameters of the function fit the arguments of its calls."""
@@ -523,30 +524,30 @@ class Worker:
         """Send as many calls from the queue as the worker can accept, in one message.
 
         A plain function gets up to ``max_calls`` calls when it has no open call. A coroutine function gets as
-        many as ``config.concurrency`` allows. A call with ``alone`` is sent only to a worker without open
-        calls.
+        many as ``config.concurrency`` allows. A call with ``runs_alone`` is sent only to a worker without
+        open calls.
         """
         # A plain function gets no calls in advance: another worker may be free earlier.
-        if not queue or (self.calls and (queue[0].alone or not self.signature.concurrent)):
+        if not queue or (self.calls and (queue[0].runs_alone or not self.signature.concurrent)):
             return
-        if any(call.alone for call in self.calls.values()):
+        if any(call.runs_alone for call in self.calls.values()):
             return
 
         free_slots = max_calls
         if self.signature.concurrent:
             free_slots = self.config.concurrency - len(self.calls)
 
-        # Collect the calls of the message. A call with `alone` gets a separate message.
+        # Collect the calls of the message. A call with `runs_alone` gets a separate message.
         requests: list[tuple[int, dict[str, Any]]] = []
         while queue and len(requests) < free_slots:
-            if queue[0].alone and requests:
+            if queue[0].runs_alone and requests:
                 break
             call = queue.popleft()
             call.start_time = time.monotonic()
             self.calls[self._next_number] = call
             requests.append((self._next_number, call.arguments))
             self._next_number += 1
-            if call.alone:
+            if call.runs_alone:
                 break
         if requests:
             self.process.send_request(requests)
@@ -609,7 +610,7 @@ class Worker:
         calls = list(self.calls.values())
         if not self.signature.concurrent or len(calls) == 1:
             return calls[:1], calls[1:]
-        return [], [replace(call, alone=True) for call in calls]
+        return [], [replace(call, runs_alone=True) for call in calls]
 
 
 def loading_errors(
@@ -618,7 +619,10 @@ def loading_errors(
     returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Load the configured function in a worker process, as a run does; return the error in a list, if any."""
+    """Load the configured function in a worker process, as a run does; return the error in a list, if any.
+
+    The arguments are those of `Worker`.
+    """
     worker = Worker(config, key, returns_text, extra_arguments)
     try:
         worker.await_ready()

@@ -309,7 +309,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         turn = sequence.tokens[start:end].tolist()
         is_cut = not conversation.ends_with_stop(end)
         num_context_tokens = len(sequence.prompt) + start
-        text = self._chat.text.decode(turn)
+        text = self._chat.plain_text.decode(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse_tool_calls is not None and conversation.tools:
@@ -317,7 +317,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             parsed_tokens = turn
             if turn and turn[-1] in sequence.sampling.stop_token_ids:
                 parsed_tokens = turn[:-1]
-            full_text = self._chat.text.decode(parsed_tokens, with_special_tokens=True)
+            full_text = self._chat.plain_text.decode(parsed_tokens, with_special_tokens=True)
             content, parsed_calls = self._parse_tool_calls(full_text, conversation.tools)
             if parsed_calls:
                 # Deterministic ids, not random ones: a replay must send the same turn.
