@@ -166,9 +166,9 @@ def describe_exceeded_limit(
     if status == TOO_MANY_PROCESSES:
         return f"started more than {limits['processes']} processes ({key}.processes)"
     if status == TOO_MUCH_MEMORY:
-        return f"held more than {limits['memory_gib']:g} GiB in all ({key}.memory_gib)"
+        return f"held more than {limits['memory_gib']:g} GiB in total ({key}.memory_gib)"
     if status == 128 + signal.SIGXCPU and "cpu_seconds" in limits:
-        return f"used more than {limits['cpu_seconds']:g} s of processor ({key}.cpu_seconds)"
+        return f"used more than {limits['cpu_seconds']:g} s of processor time ({key}.cpu_seconds)"
     return None
 
 

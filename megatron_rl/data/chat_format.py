@@ -393,7 +393,7 @@ class ConversationText:
         # then the content of the message.
         elif not further_fields:
             return cut_at_end(content, self.end_texts) or content
-        raise _template_error("it does not enclose a turn in the texts that open and end one", [conversation])
+        raise _template_error("it does not write a turn directly after its opening", [conversation])
 
     def _after_sentinel(
         self,
@@ -507,7 +507,7 @@ def unnamed_turn_end_warning(
             where="model.path",
             expected=f"one of the tokens that end responses ({end_names}) after each turn of the assistant",
             got=repr(turn_end.text[:40]) if turn_end.text else "nothing",
-            fix=f"none is needed for a model that learned to write {end_names} there; for another one give "
+            fix=f"none is needed for a model that learned to write {end_names} there; for another model give "
             "the tokenizer a chat_template whose turns end with such a token",
         )
 

@@ -421,7 +421,7 @@ class RecordReader:
                 where=f"{record.where} ({self.setting})",
                 expected="a list of messages, JSON text of one, or a text that is the prompt itself",
                 got=repr(text[:80]),
-                fix="write the messages as a list, or with json.dumps; where this text is the prompt itself, "
+                fix="write the messages as a list, or with json.dumps; if this text is the prompt itself, "
                 f"set {self.data.setting_of('chat_template')}=false",
             )
 
@@ -616,7 +616,7 @@ class RecordReader:
         if "tools" in names and self.data.tools_field is None:
             hints.append(f"set {self.data.setting_of('tools_field')}=tools")
         if "system" in names:
-            hints.append("put `system` in front of the messages, as one of the role system")
+            hints.append("put `system` before the messages, as a message of the role system")
         if "enable_thinking" in names:
             hints.append("put `enable_thinking` into a mapping in the field `chat_template_kwargs`")
         if not names.isdisjoint(_MEDIA_FIELDS):

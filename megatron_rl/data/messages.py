@@ -127,7 +127,7 @@ def _absent_field_fix(
     if candidate is not None:
         return f"set {name_setting}={candidate}"
     if free_fields:
-        return f"set {name_setting} to the field that holds it"
+        return f"set {name_setting} to the field that contains it"
     return f"give every record a field `{name}`, or set {name_setting} to one that every record has"
 
 

@@ -411,7 +411,7 @@ class PromptSource:
         prompts_differ = state["fingerprint"] != self._order.fingerprint
         if prompts_differ and clock is not None and clock != self._clock:
             raise UserError(
-                "the chat template writes the date, and the checkpoint's prompts have another one",
+                "the chat template writes the date, and the checkpoint's prompts have another date",
                 where="data",
                 expected=f"the time at which the run started first: {clock}",
                 got=str(self._clock),

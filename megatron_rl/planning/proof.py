@@ -426,7 +426,7 @@ def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
     yield _kernel_finding(kernel_results)
     if hosts_without_files:
         fix = "name a folder on a file system that all machines share: --out FOLDER"
-        text = f"{folder} of rank 0 is not seen on {hosts_without_files[0]}"
+        text = f"{folder} of rank 0 is not visible on {hosts_without_files[0]}"
         yield Finding("error", "shared folder", text, fix)
         return
 
