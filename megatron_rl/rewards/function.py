@@ -253,7 +253,9 @@ class FunctionReward:
         ``outcomes`` has one item per sample: the sample's answer, or None before the end of its call.
         """
         # A message has at most half of a worker's calls, so that few calls wait behind a slow call.
-        half_share = -(-len(queue) // (2 * len(self._workers)))  # rounded up
+        # Without a worker, the loop below fails the queue.
+        num_workers = max(1, len(self._workers))
+        half_share = -(-len(queue) // (2 * num_workers))  # rounded up
         max_calls = max(1, min(CHUNK, half_share))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:

@@ -493,6 +493,23 @@ def test_samples_are_invalid_while_no_process_can_be_started(
         assert score(reward, ["a", "b"]).rewards.tolist() == [1.0, 1.0]
 
 
+def test_samples_of_a_round_that_begins_without_workers_are_invalid(
+    dying: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "RESTART_DELAYS", ())
+    file, mark = dying
+    with make(file, "reward", timeout=60.0) as reward:
+        mark.touch()
+        assert not score(reward, ["end"]).valid.any()
+
+        # No worker is left after the first round, and none can be started at the beginning of the second.
+        result = score(reward, ["a", "b", "c"])
+        assert [failure.row for failure in result.failures] == [0, 1, 2]
+        assert {failure.reason for failure in result.failures} == {"crashed"}
+        assert "could be started again" in result.failures[0].message
+        assert len(score(reward, []).rewards) == 0
+
+
 def test_text_that_is_none_makes_its_sample_invalid(tmp_path: Path) -> None:
     path = tmp_path / "halves.py"
     path.write_text(
