@@ -234,12 +234,12 @@ class ContainedProcess:
                 break
             try:
                 reply = json.loads(self._buffer[HEADER.size : end])
+                # Mark surrogates here, where all replies of contained code are decoded. Python's recursion
+                # limit bounds the depth of a reply more tightly than the decoder does.
+                mark_unpaired_surrogates(reply)
             except (ValueError, RecursionError):
                 reply = None
             del self._buffer[:end]
-
-            # Mark surrogates here, where all replies of contained code are decoded.
-            mark_unpaired_surrogates(reply)
             replies.append(reply if isinstance(reply, dict) else {})
         return replies, not self._output_closed
 
@@ -268,6 +268,22 @@ class ContainedProcess:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
         return status
+
+
+def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the list under ``key`` in the first reply of a process, or [] without the key.
+
+    Raises LoadFailed for another value, since the loaded code may have written the reply itself.
+    """
+    values = reply.get(key, [])
+    if not isinstance(values, list):
+        raise malformed_reply_error(reply)
+    return values
+
+
+def malformed_reply_error(reply: Mapping[str, Any]) -> LoadFailed:
+    """Return the error for a first reply that does not have the form that the trainer expects."""
+    return LoadFailed(f"its process sent a malformed message: {reply!r:.200}")
 
 
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,9 +34,12 @@ from megatron_rl.contained.process import (
     ContainedProcess,
     LoadFailed,
     Requests,
+    escape_unprintable,
     format_error,
     kill_processes,
     load_callable,
+    malformed_reply_error,
+    read_list,
     set_module_sources,
 )
 from megatron_rl.environments.environment import (
@@ -245,18 +248,21 @@ class EnvironmentPool:
         process = ContainedProcess("megatron_rl.environments.host:serve_episodes", limits, self.config.name)
         try:
             load_reply = process.load(self.config.name, dict(self.config.settings), self.config.max_turns)
+            errors = _parse_load_errors(load_reply)
+            unenforced_limits = [str(description) for description in read_list(load_reply, "missing")]
         except LoadFailed as error:
+            process.kill()
             raise error.as_error(
                 f"the environment {self.config.name}",
                 f"{CONFIG_KEY}.name",
                 "module:Class or path/to/file.py:Class that can be imported",
             ) from None
 
-        if load_reply.get("errors"):
+        if errors:
             process.kill()
-            raise UserErrors(UserError(**error) for error in load_reply["errors"])
+            raise UserErrors(errors)
         self._hosts.append(_Host(process))
-        return [str(description) for description in load_reply.get("missing", ())]
+        return unenforced_limits
 
     def reserve_numbers(self, count: int) -> int:
         """Reserve ``count`` consecutive new episode numbers and return the first number."""
@@ -373,8 +379,9 @@ class EnvironmentPool:
             if kind == ALIVE and host.ping_time is not None:
                 self._fail_late_episodes(host, events)
                 continue
-            # Drop a message that the episode sent before it was cancelled.
-            if number in host.closing_deadlines:
+            # Drop a message that the episode sent before it was cancelled. The environment may have
+            # written the frame itself, so its number can be any JSON value, such as an unhashable list.
+            if isinstance(number, int) and number in host.closing_deadlines:
                 continue
 
             event = _parse_event(frame, host.episodes)
@@ -507,6 +514,22 @@ def environment_errors(config: EnvironmentConfig) -> list[UserError]:
     except UserError as error:
         return list(single_errors(error))
     return []
+
+
+def _parse_load_errors(reply: Mapping[str, Any]) -> list[UserError]:
+    """Parse the errors in the first reply of a process; raises LoadFailed for a malformed reply."""
+    errors: list[UserError] = []
+    for values in read_list(reply, "errors"):
+        if not isinstance(values, dict) or not isinstance(values.get("message"), str):
+            raise malformed_reply_error(reply)
+
+        texts: dict[str, str] = {}
+        for error_field in fields(UserError):
+            value = values.get(error_field.name)
+            if value is not None:
+                texts[error_field.name] = escape_unprintable(str(value))
+        errors.append(UserError(**texts))
+    return errors
 
 
 def _parse_event(

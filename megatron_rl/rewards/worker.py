@@ -33,6 +33,7 @@ from megatron_rl.contained.process import (
     escape_unprintable,
     format_error,
     load_callable,
+    read_list,
     set_module_sources,
 )
 from megatron_rl.errors import UserError
@@ -264,10 +265,10 @@ class CallSignature(NamedTuple):
 
     @classmethod
     def from_frame(cls, frame: Mapping[str, Any]) -> CallSignature:
-        """Parse the signature in a worker's first reply; the inverse of `to_frame`."""
+        """Parse the signature in a worker's first reply; the inverse of `to_frame`. Raises LoadFailed."""
         return cls(
-            takes=frozenset(map(str, frame.get("takes", ()))),
-            requires=frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
+            takes=frozenset(map(str, read_list(frame, "takes"))),
+            requires=frozenset(escape_unprintable(str(name)) for name in read_list(frame, "requires")),
             takes_all=frame.get("takes_all") is True,
             concurrent=frame.get("concurrent") is True,
         )
@@ -479,16 +480,19 @@ class Worker:
                 self._returns_text,
                 config.timeout,
             )
+            signature = CallSignature.from_frame(ready)
+            unenforced_limits = [str(description) for description in read_list(ready, "missing")]
         except LoadFailed as error:
+            self.process.kill()
             raise error.as_error(
                 f"the reward function {config.function}",
                 self._key,
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
 
-        self.signature = CallSignature.from_frame(load_reply)
+        self.signature = signature
         self._require_parameters()
-        return [str(description) for description in load_reply.get("missing", ())]
+        return unenforced_limits
 
     def _require_parameters(self) -> None:
         """Raise UserError unless the parameters of the function fit the arguments of its calls."""

@@ -242,6 +242,59 @@ class Liar(Environment):
     assert ends[1].reward == 1.0 or ends[1].failure == "not_finite"
 
 
+FORGER = """
+import gc, json
+from megatron_rl import Environment
+
+class Forger(Environment):
+    async def run(self, episode):
+        await episode.generate()
+        requests = next(item for item in gc.get_objects() if type(item).__name__ == "Requests")
+        requests.reply(json.loads(episode.prompt))
+        await episode.generate()
+"""
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        '{"episode": [1]}',
+        '{"kind": "closed", "episode": {"a": 1}}',
+        f'{{"episode": {"[" * 1200}{"]" * 1200}}}',
+    ],
+    ids=["list", "mapping", "nested"],
+)
+def test_a_frame_of_any_json_is_a_protocol_error_of_its_process(tmp_path, frame):
+    (tmp_path / "forger.py").write_text(FORGER)
+    hosts = EnvironmentPool(EnvironmentConfig(f"{tmp_path / 'forger.py'}:Forger", turn_timeout=60.0))
+    try:
+        ends, _ = play(hosts, [frame])
+    finally:
+        hosts.close()
+    assert ends[0].failure == "crashed" and "malformed message" in ends[0].message
+
+
+READY_FORGER = """
+import gc
+from megatron_rl import Environment
+
+requests = next(item for item in gc.get_objects() if type(item).__name__ == "Requests")
+requests.reply({"kind": "ready", **FIELDS})
+
+class Forger(Environment):
+    async def run(self, episode):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("fields", [{"missing": 3}, {"errors": 3}, {"errors": [{"reason": "x"}]}])
+def test_a_malformed_first_reply_is_an_error_of_the_environment(tmp_path, fields):
+    (tmp_path / "forger.py").write_text(READY_FORGER.replace("FIELDS", repr(fields)))
+    with pytest.raises(UserError, match="cannot be loaded") as raised:
+        EnvironmentPool(EnvironmentConfig(f"{tmp_path / 'forger.py'}:Forger"))
+    assert "malformed message" in (raised.value.got or "")
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

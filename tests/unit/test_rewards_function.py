@@ -252,6 +252,20 @@ def test_a_bad_name_is_the_users_error(spec: str, message: str, got: str) -> Non
     assert got in str(caught.value) and "reward.function" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["takes", "requires", "missing"])
+def test_a_malformed_first_reply_is_an_error_of_the_function(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "forger.py"
+    path.write_text(
+        "import gc\n"
+        "requests = next(item for item in gc.get_objects() if type(item).__name__ == 'Requests')\n"
+        f"requests.reply({{'kind': 'ready', '{name}': 3}})\n"
+        "def score(response):\n    return 1.0\n"
+    )
+    with pytest.raises(UserError, match="cannot be loaded") as raised:
+        make(str(path), "score")
+    assert "malformed message" in (raised.value.got or "")
+
+
 def test_an_error_in_the_users_file_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("def reward(**_):\n    return (\n")
