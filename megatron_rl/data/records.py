@@ -681,7 +681,12 @@ def _parse_json_values(value: Any, arrow_type: Any) -> Any:
         except ValueError:
             return value
 
-    # The type of a struct has one field per key of the value; the type of a map has only the field `entries`.
+    # The values of a map share one type, whatever their keys are. Only Arrow's map type has `item_type`.
+    item_type = getattr(arrow_type, "item_type", None)
+    if item_type is not None:
+        return {key: _parse_json_values(inner, item_type) for key, inner in value.items()}
+
+    # The type of a struct has one field per key of the value.
     if isinstance(value, dict) and arrow_type.num_fields == len(value):
         field_types: dict[str, Any] = {}
         for index in range(arrow_type.num_fields):

@@ -343,6 +343,21 @@ def test_saved_formats_and_columns_of_json_give_plain_values(tmp_path: Path) -> 
     assert type(record.values["level"]) is list
 
 
+def test_json_values_of_maps_are_parsed_at_any_depth(tmp_path: Path) -> None:
+    texts = pyarrow.array(['{"a": 1}', "[2]", None, "3"], pyarrow.string())
+    values = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), texts)
+    maps = pyarrow.MapArray.from_arrays([0, 1, 4], ["x", "x", "y", "z"], values)
+    nested = pyarrow.MapArray.from_arrays([0, 0, 1], ["outer"], pyarrow.ListArray.from_arrays([0, 2], maps))
+    columns = {"prompt": ["1+1", "1+2"], "one": maps, "nested": nested}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+
+    first, second = [record.values for record in load_records(tmp_path / "a.parquet")]
+    one_key = {"x": {"a": 1}}
+    several_keys = {"x": [2], "y": None, "z": 3}
+    assert first == {"prompt": "1+1", "one": one_key, "nested": {}}
+    assert second == {"prompt": "1+2", "one": several_keys, "nested": {"outer": [one_key, several_keys]}}
+
+
 def test_names_that_stand_twice_are_refused(tmp_path: Path) -> None:
     columns = [pyarrow.array(["1+1"]), pyarrow.array(["2"]), pyarrow.array(["3"])]
     twice = pyarrow.Table.from_arrays(columns, names=["prompt", "ground_truth", "ground_truth"])
