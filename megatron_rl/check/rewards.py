@@ -258,7 +258,8 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
         file_location = str(path)
-        if isinstance(error, SyntaxError):
+        # The parser refuses a NUL byte without its line.
+        if isinstance(error, SyntaxError) and error.lineno is not None:
             file_location = f"{path}:{error.lineno}"
         fix = "correct the file"
         if isinstance(error, UnicodeDecodeError):

@@ -266,6 +266,15 @@ def test_a_malformed_first_reply_is_an_error_of_the_function(tmp_path: Path, nam
     assert "malformed message" in (raised.value.got or "")
 
 
+def test_a_file_with_a_nul_byte_is_named_without_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "nul.py"
+    path.write_bytes(b"def score(response):\n    return 1.0\n\0")
+    reward = RewardConfig(f"{path}:score")
+    (error,) = check_reward(RunConfig(ModelConfig("m"), DataConfig("d"), reward, "r", 1))
+    assert "not valid Python" in error.message and error.where == str(path)
+    assert "null bytes" in (error.got or "")
+
+
 def test_an_error_in_the_users_file_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("def reward(**_):\n    return (\n")
