@@ -216,7 +216,7 @@ class Server:
             attempt = await self._send(session, body)
             # Count a failure as progress, too: this client's own limits, and not the hang detector, end the
             # attempts to reach a server that does not respond.
-            count_progress("requests to servers that judge")
+            count_progress("requests to reward servers")
             if attempt.pause:
                 self._next_request_time = max(self._next_request_time, time.monotonic() + attempt.pause)
             if not attempt.retryable:
@@ -231,7 +231,6 @@ class Server:
         The circuit opens after ``open_after`` consecutive failures, and closes when the server responds.
         """
         self._is_probing = False
-        count_progress("requests to reward servers")
 
         # A server that limits the rate or rejects a request is available.
         if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:

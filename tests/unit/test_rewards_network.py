@@ -19,6 +19,7 @@ from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.progress import progress_text
+from megatron_rl.rewards import servers
 from megatron_rl.rewards.function import RewardResult
 from megatron_rl.rewards.servers import HttpReward, JudgeReward
 
@@ -234,6 +235,15 @@ def test_each_request_to_a_server_shows_that_the_job_makes_progress(server: Scor
     assert progress_text() != answered, (
         "a server that fails is given up by its own limits, not by the hang detector"
     )
+
+
+def test_each_attempt_of_a_request_counts_once_as_progress(
+    server: Scorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units: list[str] = []
+    monkeypatch.setattr(servers, "count_progress", units.append)
+    HttpReward(config(server)).score(samples("sometimes"))
+    assert len(server.seen) == 3 and units == ["requests to reward servers"] * 3
 
 
 def test_samples_travel_together_and_by_group(server: Scorer) -> None:
