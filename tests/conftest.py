@@ -34,6 +34,7 @@ from megatron_rl.contained import process as contained_process
 from megatron_rl.errors import UserError
 from tests import browser, nccl_rules
 from tests import rank_server as rank_server_module
+from tests.contained_server import forking
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
@@ -257,6 +258,23 @@ def environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def contained_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a process from which contained processes are forked; yield the path of its socket."""
+    address = str(tmp_path_factory.mktemp("contained") / "socket")
+    with _serve([sys.executable, "-P", str(ROOT / "tests/contained_server.py"), address]):
+        yield address
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forked_contained(request: pytest.FixtureRequest, contained_server: str) -> Iterator[None]:
+    """Fork the contained processes of a module's tests, unless it has the mark ``starts_contained``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("starts_contained"):
+            patch.setattr(contained_process, "start_process", forking(contained_server))
+        yield
+
+
+@pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
     with serve_trials(tmp_path_factory.mktemp("trials")) as command:
@@ -266,19 +284,25 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
 @contextlib.contextmanager
 def serve_trials(folder: Path, *packages: Path) -> Iterator[list[str]]:
     """Start a server of trials with ``packages`` on its PYTHONPATH; yield the command of a trial."""
-    server = ROOT / "tests/trial_server.py"
-    address = folder / "socket"
+    server = str(ROOT / "tests/trial_server.py")
+    address = str(folder / "socket")
+    with _serve([sys.executable, server, "serve", address], *packages):
+        # Without `site`: the client needs the standard library alone, and starts at once.
+        yield [sys.executable, "-S", server, "ask", address]
+
+
+@contextlib.contextmanager
+def _serve(command: list[str], *packages: Path) -> Iterator[None]:
+    """Start a server that prints a line when its socket accepts connections; it ends with its input."""
     process = subprocess.Popen(
-        [sys.executable, str(server), "serve", str(address)],
+        command,
         env=launch_environment(*packages),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
-    # The server prints the line when its socket accepts connections.
     assert process.stdout.readline() == b"ready\n"
-    # Without `site`: the client needs the standard library alone, and starts at once.
-    yield [sys.executable, "-S", str(server), "ask", str(address)]
+    yield
     process.stdin.close()
     process.wait()
 
@@ -340,22 +364,28 @@ def fork(rank_server: RankServer) -> Callable[..., Launch]:
 
 
 @pytest.fixture(scope="session")
-def rank_server(tmp_path_factory, trial_server: list[str]) -> Iterator[RankServer]:
-    """Server process from which ranks are forked; so are the trials of Megatron's settings in `check`."""
-    trials = {rank_server_module.TRIAL_COMMAND: shlex.join(trial_server)}
-    server = RankServer(tmp_path_factory.mktemp("rank_server"), environment=trials)
+def rank_server(tmp_path_factory, trial_server: list[str], contained_server: str) -> Iterator[RankServer]:
+    """Server process from which ranks are forked; so are their contained processes and `check`'s trials."""
+    servers = {
+        rank_server_module.TRIAL_COMMAND: shlex.join(trial_server),
+        rank_server_module.CONTAINED_SERVER: contained_server,
+    }
+    server = RankServer(tmp_path_factory.mktemp("rank_server"), environment=servers)
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
-def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
+def fork_fused(tmp_path_factory, contained_server: str) -> Iterator[Callable[..., Launch]]:
     """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed.
 
     These ranks compile Megatron's functions, and their steps are compared with those of ranks that do not.
     """
     with serve_trials(tmp_path_factory.mktemp("fused_trials"), STANDIN) as command:
-        variables = COMPILED | {rank_server_module.TRIAL_COMMAND: shlex.join(command)}
+        variables = COMPILED | {
+            rank_server_module.TRIAL_COMMAND: shlex.join(command),
+            rank_server_module.CONTAINED_SERVER: contained_server,
+        }
         server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN, environment=variables)
         yield Launcher(server.launch)
         server.close()

@@ -51,6 +51,8 @@ IMPORTED = (
 )
 TRIAL_COMMAND = "TRIAL_COMMAND"
 """Variable with the command of a trial, such as one that asks ``trial_server.py``."""
+CONTAINED_SERVER = "CONTAINED_SERVER"
+"""Variable with the socket of ``contained_server.py``, from which contained processes are forked."""
 EAGER = "EAGER"
 """Variable of a launch whose ranks execute eagerly what they would otherwise compile."""
 PATIENCE = 30.0
@@ -72,8 +74,10 @@ def main() -> None:
 def preload() -> None:
     """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
     from megatron_rl.check.model import megatron_settings
+    from megatron_rl.contained import process
     from megatron_rl.distributed import device
     from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
+    from tests.contained_server import forking
 
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start a thread
     device.prepare_megatron()
@@ -83,6 +87,8 @@ def preload() -> None:
 
     if command := os.environ.get(TRIAL_COMMAND):
         megatron_settings.TRIAL_COMMAND = shlex.split(command)
+    if address := os.environ.get(CONTAINED_SERVER):
+        setattr(process, "start_process", forking(address))
     prepare_engines()
     draw_once()
 

@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -130,14 +130,8 @@ class ContainedProcess:
         write = limits["write"]
         visible_paths = find_visible_paths(code, limits["read"], network=network, write=write)
         arguments = [json.dumps(limits), json.dumps(asdict(visible_paths))]
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START_CODE, _PACKAGE_PARENT, serving_function, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=allowed_environment(os.environ, limits["environment"], network=network),
-            start_new_session=True,
-        )
+        environment = allowed_environment(os.environ, limits["environment"], network=network)
+        self.process = start_process([serving_function, *arguments], environment)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -284,6 +278,21 @@ def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
 def malformed_reply_error(reply: Mapping[str, Any]) -> LoadFailed:
     """Return the error for a first reply that does not have the form that the trainer expects."""
     return LoadFailed(f"its process sent a malformed message: {reply!r:.200}")
+
+
+def start_process(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process that calls `main` with ``arguments``, with pipes for its standard streams.
+
+    The process leads its own session, so that a signal to the trainer's process group does not reach it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _START_CODE, _PACKAGE_PARENT, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:

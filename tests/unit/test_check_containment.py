@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.check.files import FileFindings
 from megatron_rl.check.rewards import check_enforcement, check_limits
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained import confinement
 from tests.campaign.attackers import run_as_user, without_namespaces
+
+pytestmark = pytest.mark.starts_contained
 
 WHERE = "reward.limits"
 

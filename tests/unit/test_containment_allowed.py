@@ -14,6 +14,8 @@ from megatron_rl.contained.visible import allowed_environment, is_shared, resolv
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 from tests.campaign.attacks import SECRETS
 
+pytestmark = pytest.mark.starts_contained
+
 CODE = """
 import os, socket, subprocess, sys, tempfile
 from pathlib import Path

@@ -13,6 +13,8 @@ from megatron_rl.contained import confinement
 from tests.campaign.attackers import NAMED, NOBODY, attack, run_as_user, unannounced, without_namespaces
 from tests.campaign.attacks import ATTACKS
 
+pytestmark = pytest.mark.starts_contained
+
 USERS = [os.getuid(), NOBODY] if os.getuid() == 0 else [os.getuid()]
 
 

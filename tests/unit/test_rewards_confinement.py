@@ -26,6 +26,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.redaction import HIDDEN, contains_hidden, is_secret, redact
 from megatron_rl.rewards.function import FunctionReward, RewardResult
 
+pytestmark = pytest.mark.starts_contained
+
 HOSTILE = """
 import ctypes, json, os, pickle, signal, socket, struct, subprocess, sys, tempfile, time
 
