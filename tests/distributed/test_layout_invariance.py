@@ -148,9 +148,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]]) -> None:
+def run(fork: Any, folder: Path, ranks: int, cases: list[dict[str, Any]], **options: Any) -> None:
     (folder / f"plan{ranks}.json").write_text(json.dumps(cases))
-    fork(WORKER, ranks, folder, f"plan{ranks}.json", timeout=500)
+    fork(WORKER, ranks, folder, f"plan{ranks}.json", timeout=500, **options)
 
 
 def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Path, fork: Any) -> None:

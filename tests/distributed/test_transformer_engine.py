@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +86,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def with_adapters(folder: Path, cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return cases, those of adapted models with their adapter."""
+    result = []
+    for case in cases:
+        name = case["model"]
+        if name in ADAPTED:
+            adapter = {"rank": RANK, "targets": EVERYWHERE.get(name), "path": str(folder / name / "adapter")}
+            case = case | {"lora": adapter}
+        result.append(case)
+    return result
+
+
 @pytest.mark.parametrize("cases", [CASES, pytest.param(CAMPAIGN_CASES, marks=pytest.mark.campaign)])
 def test_the_step_is_that_of_plain_layers_on_one_rank(
     fork: Any, fork_fused: Any, folder: Path, cases: list[dict[str, Any]]
 ) -> None:
-    lora = {
-        name: {
-            "lora": {"rank": RANK, "targets": EVERYWHERE.get(name), "path": str(folder / name / "adapter")}
-        }
-        for name in ADAPTED
-    }
+    """The suite compiles the functions on one rank, where they take the same arguments: each rank compiles."""
     models = dict.fromkeys(case["model"] for case in cases)
-    alone, cut = (
-        [case | lora.get(case["model"], {}) for case in each] for each in (map(layouts.case, models), cases)
-    )
+    alone = with_adapters(folder, map(layouts.case, models))
+    cut = with_adapters(folder, cases)
     layouts.run(fork, folder, 1, alone)
-    layouts.run(fork_fused, folder, layouts.RANKS, cut)
-    wrong = [words for case in cases for words in layouts.differences(folder, case, fused=True)]
+    if cases is CASES:
+        compiled = [case | {"name": f"{case['model']}-compiled"} for case in alone]
+        layouts.run(fork_fused, folder, 1, compiled)
+        layouts.run(fork_fused, folder, layouts.RANKS, cut, env={EAGER: "1"})
+        cut += compiled
+    else:
+        layouts.run(fork_fused, folder, layouts.RANKS, cut)
+
+    wrong = [words for case in cut for words in layouts.differences(folder, case, fused=True)]
     assert not wrong, "\n".join(wrong)
 
 
