@@ -102,7 +102,7 @@ def with_adapters(folder: Path, cases: Iterable[dict[str, Any]]) -> list[dict[st
 def test_the_step_is_that_of_plain_layers_on_one_rank(
     fork: Any, fork_fused: Any, folder: Path, cases: list[dict[str, Any]]
 ) -> None:
-    """The suite compiles the functions on one rank, where they take the same arguments: each rank compiles."""
+    """The suite compiles the functions on one rank: each of several ranks would compile the same ones."""
     models = dict.fromkeys(case["model"] for case in cases)
     alone = with_adapters(folder, map(layouts.case, models))
     cut = with_adapters(folder, cases)
