@@ -480,8 +480,8 @@ class Worker:
                 self._returns_text,
                 config.timeout,
             )
-            signature = CallSignature.from_frame(ready)
-            unenforced_limits = [str(description) for description in read_list(ready, "missing")]
+            signature = CallSignature.from_frame(load_reply)
+            unenforced_limits = [str(description) for description in read_list(load_reply, "missing")]
         except LoadFailed as error:
             self.process.kill()
             raise error.as_error(

@@ -44,7 +44,7 @@ from megatron_rl.rollout.buffer import RolloutBuffer
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.state import TYPES, Best, TrainerState
 
-STATE_DIGESTS = {2: "2b2ccafb"}
+STATE_DIGESTS = {2: "cb969db6"}
 """Digest of what says which state is saved, by its number."""
 
 

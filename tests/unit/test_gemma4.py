@@ -130,9 +130,12 @@ def test_parameters_of_the_published_sizes() -> None:
     [
         ({"hidden_size_per_layer_input": 16}, "per-layer embeddings"),
         ({"num_kv_shared_layers": 2}, "keys and values of an earlier layer"),
-        ({"enable_moe_block": True, "num_experts": 4}, "experts beside an MLP"),
-        ({"num_experts": 4}, "experts beside an MLP"),
-        ({"per_layer_config": {"1": UNEVEN, "3": UNEVEN}}, "different numbers of query heads"),
+        ({"enable_moe_block": True, "num_experts": 4}, "layers with both an MLP and experts"),
+        ({"num_experts": 4}, "layers with both an MLP and experts"),
+        (
+            {"per_layer_config": {"1": UNEVEN, "3": UNEVEN}},
+            "key-value heads of a layer do not divide its query heads",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"per_layer_config": {"1": {"intermediate_size": 32}}}, "differ in intermediate_size"),
