@@ -49,7 +49,7 @@ def layer_bytes(
     output layer cancel out. Key-value heads are repeated as on an accelerator, which the memory model
     describes; the host's attention accepts grouped heads.
     """
-    setattr(layers, "_takes_grouped_keys", lambda query: False)
+    setattr(layers, "_supports_grouped_keys", lambda query: False)
     # Every layer has to be of the same kind, or the difference would mix dense and expert layers.
     changes: dict[str, Any] = {}
     if family == "qwen3-moe":

@@ -65,13 +65,13 @@ def run_write_step(
     the world.
     """
 
-    def run() -> None:
+    def run_action() -> None:
         try:
             action()
         except Exception as error:
             raise convert_write_error(error, folder) from error
 
-    run_on_all_ranks_or_raise(run, f"{description}: {folder}")
+    run_on_all_ranks_or_raise(run_action, f"{description}: {folder}")
 
 
 def convert_write_error(error: Exception, folder: Path) -> Exception:

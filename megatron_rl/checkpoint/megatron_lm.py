@@ -221,7 +221,7 @@ def _resize_vocabulary(model: ParallelModel, value: Any, num_rows: int) -> Any:
         local_shape=tuple(data.shape),
         global_shape=(num_rows, *value.global_shape[1:]),
         global_offset=(start, *value.global_offset[1:]),
-        # The number of equal shards: the last shard may have another size.
+        # Number of equal shards; None, since the last shard may have a different size.
         axis_fragmentations=None,
     )
 

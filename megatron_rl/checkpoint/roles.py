@@ -164,7 +164,7 @@ def save_checkpoint(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # Copy weights that are in the model only inside this context, as for a background write.
+            # A background write needs copies. So do weights that are in the model only inside the context.
             needs_copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = plan_tensor_write(

@@ -214,11 +214,11 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
         with megatron_scope(model):
             state, _ = sharded_state(model, None, is_loading=True)
 
-    def read() -> None:
+    def read_optimizer_states() -> None:
         if optimizer is not None:
             _read_states(folder, optimizer, _sharded_parameters(state))
 
-    run_on_all_ranks_or_raise(read, f"read the optimizer of {folder.name}")
+    run_on_all_ranks_or_raise(read_optimizer_states, f"read the optimizer of {folder.name}")
 
 
 @torch.no_grad()
@@ -360,7 +360,7 @@ def _missing_state_error(folder: Path, box: ParameterBox | None, state_name: str
         "the checkpoint's optimizer shards cannot be read on this layout",
         where=str(folder),
         expected=f"{state_name} of {location}",
-        got="no location of it in the index of the shards",
+        got="the index of the shards does not contain it",
         fix="resume on the layout that saved it with checkpoint.optimizer_layout=any, which writes the "
         "checkpoint for any layout",
     )

@@ -249,7 +249,7 @@ def require_savable_shards(optimizer: Optimizer | None) -> None:
 
     if not all(bucket["param_map"] for bucket in buckets):
         raise UserError(
-            "the model is too small for its data-parallel ranks: one has no parameter of a bucket",
+            "the model is too small for its data-parallel ranks: a rank has no parameter of some bucket",
             where="checkpoint.optimizer_layout",
             expected=ANY,
             got=SAME,
@@ -329,6 +329,7 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
         """
         loaded = super().load(sharded_state_dict, checkpoint_dir, *save_settings)
         if self._shares_reading:
+            # The ranks in the layout load objects and tensors in two steps, then exchange the objects.
             super().load({}, checkpoint_dir, *save_settings)
             exchange_loaded_objects_gather_object({})
         return loaded
@@ -360,11 +361,11 @@ def sharded_state(
     is_loading: bool,
     layout: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
-    """Return Megatron's sharded state of a model and its optimizer, and the optimizer's values of this rank.
+    """Return Megatron's sharded state of a model and its optimizer, and the optimizer's unsaved values.
 
-    The values of this rank are not stored. For a model with adapters the state has only the adapters, since
-    its base weights are in the model's folder. ``layout`` is the format of a distributed optimizer, `ANY` or
-    `SAME`.
+    The unsaved values are local to this rank. For a model with adapters the state has only the adapters,
+    since its base weights are in the model's folder. ``layout`` is the format of a distributed optimizer,
+    `ANY` or `SAME`.
     """
     groups = model.groups
     metadata = {
@@ -593,7 +594,7 @@ def _make_padded_gather(sub_optimizer: Any, original_gather: Callable[..., Any])
     separate bucket of the last stage's tied embedding, every element would be at a wrong offset.
     """
 
-    def gather(**arguments: Any) -> Any:
+    def gather_with_padding(**arguments: Any) -> Any:
         state = original_gather(**arguments)
         # Only the first data-parallel rank receives the gathered state.
         if not state:
@@ -606,7 +607,7 @@ def _make_padded_gather(sub_optimizer: Any, original_gather: Callable[..., Any])
                         tensors[name] = _insert_padding(value, buffer)
         return state
 
-    return gather
+    return gather_with_padding
 
 
 def _insert_padding(values: Tensor, buffer: Any) -> Tensor:
@@ -626,9 +627,9 @@ def _make_restore_without_step(sub_optimizer: Any, _: Callable[..., None]) -> Ca
     Megatron restores the step with the parameter groups.
     """
 
-    def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
+    def restore_states(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
         current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
         state_names = current_states.keys() - {"step"}
         set_states(sub_optimizer, parameter, {name: tensors[name] for name in state_names})
 
-    return restore
+    return restore_states

@@ -152,6 +152,6 @@ def _unreadable_error(path: Path, error: Exception) -> UserError:
         "a value of the checkpoint",
         path,
         error,
-        expected="what torch.save writes",
+        expected="an archive that torch.save wrote",
         fix="use another checkpoint: this one is damaged",
     )

@@ -21,9 +21,9 @@ _MAPS = Path("/proc/self/maps")
 
 
 def load_cudnn_of_torch() -> None:
-    """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
+    """Load every library of torch's cuDNN. Call it before the first import of Megatron-Core.
 
-    Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch has loaded no
+    Does nothing if Transformer Engine is not installed, if this rank has no GPU, or if torch has loaded no
     cuDNN. Warns if libraries of a different cuDNN are already loaded.
     """
     if device.on_host() or find_spec("transformer_engine") is None:

@@ -61,7 +61,7 @@ _earlier_peak = 0
 
 
 def become_simulated_rank() -> None:
-    """Make this process a simulated rank. It must precede `initialize` and is irreversible.
+    """Make this process a simulated rank. Call it before `initialize`; it cannot be undone.
 
     Tensors on its device are meta tensors, with a size but no values, and collectives transfer nothing.
     """
@@ -107,7 +107,7 @@ def on_accelerator() -> bool:
 
 
 def compute_capability() -> int:
-    """Return ten times the device's compute capability: 90 for an H100, or without an accelerator."""
+    """Return ten times the device's compute capability, such as 90 for an H100; also 90 on a host."""
     if _ON_HOST:
         return HOPPER
     major, minor = torch.cuda.get_device_capability()
@@ -123,15 +123,15 @@ def toolkit_version() -> int | None:
 
 
 def needs_deterministic_attention() -> bool:
-    """Return whether Transformer Engine is restricted to kernels with the same bits in every run."""
+    """Return whether Transformer Engine is restricted to deterministic attention kernels."""
     return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set environment variables for the accelerator, unless they are set; must precede `initialize`.
+    """Set environment variables for the accelerator, unless they are set. Call it before `initialize`.
 
-    CUDA and PyTorch's allocator read these variables once, when the device is initialized. Without effect on
-    hosts.
+    CUDA and PyTorch's allocator read these variables once, when the device is initialized. On hosts this does
+    nothing.
     """
     if _ON_HOST:
         return
@@ -371,11 +371,12 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
 
 
 def use_deterministic_kernels() -> None:
-    """Restrict this process to kernels with the same bits in every run; must precede `initialize`.
+    """Restrict this process to deterministic kernels. Call it before `initialize`.
 
-    Without effect on hosts, whose kernels are deterministic. Variables that the user has set remain. For an
-    operation without such a kernel, PyTorch raises in `megatron_mode`. Elsewhere it only warns, because
-    samplers use operations, such as a cumulative sum, that return the same bits for batches of equal size.
+    On hosts this does nothing, since their kernels are deterministic. Environment variables that the user has
+    set are not changed. For an operation without a deterministic kernel, PyTorch raises in `megatron_mode`.
+    Elsewhere it only warns, because samplers use operations, such as a cumulative sum, that return the same
+    bits for batches of equal size.
     """
     global _deterministic
     if _ON_HOST:
@@ -390,7 +391,7 @@ def use_deterministic_kernels() -> None:
 
 
 def is_deterministic() -> bool:
-    """Return whether this process is restricted to kernels with the same bits in every run."""
+    """Return whether this process is restricted to deterministic kernels."""
     return _deterministic
 
 
@@ -489,7 +490,7 @@ def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
 
 
 class _HostMode(TorchFunctionMode):
-    """Mode that redirects tensors that Megatron-Core creates on, or moves to, the accelerator to the host."""
+    """Mode that replaces the accelerator by the host where Megatron-Core creates or moves tensors."""
 
     def __torch_function__(
         self,
@@ -564,7 +565,7 @@ def _raise_for_nondeterministic_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Host's replacement of a CUDA stream or event, without effect, since host operations run in order."""
+    """Stand-in for a CUDA stream or event on the host. Its methods do nothing: operations run in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()

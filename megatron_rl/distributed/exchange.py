@@ -392,9 +392,9 @@ def _add_to_counter(name: str, increment: int) -> int:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Sum a tensor element-wise over the group, in place, and return it; integers wrap.
+    """Sum a tensor element-wise over the group, in place, and return it.
 
-    Collective over the group.
+    Integer sums wrap around on overflow. Collective over the group.
     """
     dist.all_reduce(values, group=group)
     return values

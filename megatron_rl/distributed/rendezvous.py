@@ -79,7 +79,7 @@ def agree_on_attempt(
     world_size: int,
     timeout: timedelta,
 ) -> str:
-    """Agree on a name of this attempt that no earlier attempt had, and return it on all ranks.
+    """Choose a name for this attempt that no earlier attempt had, and return it on all ranks.
 
     torchrun's store survives a restart of the ranks, with the addresses of the previous ranks: a rank that
     reads before its peers have written would wait for dead processes. The restart count does not identify an
@@ -115,7 +115,7 @@ def rendezvous_error(error: Exception, timeout: float) -> UserError:
     """Return the error for a rendezvous that failed within ``timeout`` seconds."""
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return UserError(
-        "the ranks of the job do not meet",
+        "the ranks of the job did not rendezvous",
         where="environment: MASTER_ADDR, MASTER_PORT",
         expected=f"all {current_launch().world_size} ranks at {address} within {timeout:g} s",
         got=str(error).splitlines()[0],

@@ -212,7 +212,7 @@ class Watch:
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # A long gap means that this process was stopped, so its times of other ranks are invalid.
+            # A long gap means that this process was stopped: discard its recorded times of all ranks.
             if detector is None or now - last_store_reply > self._limit / 2:
                 detector = HangDetector(self._limit, self._world_size, now)
 

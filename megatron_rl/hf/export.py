@@ -67,7 +67,7 @@ FLOAT32_NAMES = ("e_score_correction_bias",)
 
 @dataclass(frozen=True)
 class _RowSlice:
-    """Slice of a tensor, complete rows, that a rank appends to a file in one step."""
+    """Slice of complete rows of a tensor, which a rank appends to a file in one step."""
 
     file: str
     """Name of the file."""
@@ -320,7 +320,7 @@ def _split_tensor(
     name: str,
     slice_bytes: int,
 ) -> Iterator[_RowSlice]:
-    """Yield the slices of a tensor: complete rows, of at most ``slice_bytes`` together, or a single row."""
+    """Yield slices of complete rows of a tensor: each has at most ``slice_bytes``, or a single row."""
     shape = content.shapes[name]
     dtype = content.dtypes[name]
 
@@ -420,8 +420,8 @@ def _collect_slices(
                 device=device.device(),
             )
 
-        # List the views to send from and to receive into by peer. Copy the regions that this rank both holds
-        # and writes.
+        # List the views to send from and to receive into by peer. A region that this rank both holds and
+        # writes is copied without a message.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, writer, sender in transfers:

@@ -208,7 +208,8 @@ class CheckpointFiles:
         """Return the name under which an export of this model stores a tensor.
 
         Usually this is the stored name. If all experts of a layer are stored in one tensor, a single expert
-        has no stored name: an export that stores experts separately builds the name from both names.
+        has no stored name: its name in an export has the prefix of the stored tensor and the suffix of
+        ``name``.
         """
         location = self._locations.get(name)
         if location is None:
@@ -386,7 +387,10 @@ def _stored_slices(
     start: Sequence[int],
     size: Sequence[int],
 ) -> tuple[int | slice, ...]:
-    """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
+    """Return the slices of a stored tensor that contain a box of the tensor at ``location``.
+
+    ``start`` and ``size`` are the first index and the extent of the box in each dimension.
+    """
     slices: list[slice] = []
     for begin, count in zip(start, size, strict=True):
         slices.append(slice(begin, begin + count))

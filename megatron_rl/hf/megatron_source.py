@@ -379,7 +379,7 @@ def _load_tensor(
         loaded = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
         if isinstance(loaded, Tensor) and loaded.numel() == math.prod(chunk.size):
             return loaded.detach().view(chunk.size)
-        shape = getattr(loaded, "shape", "another size")
+        shape = getattr(loaded, "shape", "unknown shape")
         problem = f"{type(loaded).__name__} of {shape}"
     except Exception as error:  # damaged bytes may raise any exception
         problem = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -50,7 +50,7 @@ def dequantize_blocks(
     ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes. A byte of ``blocks`` contains two
     adjacent numbers, the first in its lower half. The result has ``num_columns`` columns, from column
     ``first_column`` of ``blocks`` on. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1;
-    the order in a byte is gpt-oss's.
+    the order of the two numbers in a byte is taken from gpt-oss.
     """
     numbers = unpack_numbers(blocks)
 

@@ -272,7 +272,7 @@ def check_tensors(files: Checkpoint, model: ChunkedModel) -> None:
         if missing_names == [OUTPUT]:
             fix = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
-            "The checkpoint's tensors are not those of the model in its config.json.",
+            "The checkpoint's tensors do not match the model in its config.json.",
             where=str(files.path),
             expected=expected_line,
             got=got_line,

@@ -49,7 +49,7 @@ UNREACHABLE = "unreachable"
 """State of a server that does not respond."""
 
 _POLL_SECONDS = 2.0
-"""Interval of the attempts to reach a server while none is available."""
+"""Seconds between two attempts to reach a server while no server is available."""
 
 
 def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator | None:

@@ -150,10 +150,10 @@ class WeightTransfer:
 
         if engines_without_boxes:
             raise UserError(
-                "A generation engine names no weights, so none would ever reach it.",
+                "A generation engine returned no boxes, so its weights cannot be updated.",
                 where=engines_without_boxes[0],
                 expected="boxes() that cover every parameter of the engine",
-                got="no boxes",
+                got="an empty list",
                 fix="build the engine from a model, and return a box for each of its parameters",
             )
 

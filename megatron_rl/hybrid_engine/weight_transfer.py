@@ -115,4 +115,4 @@ def _join_rendezvous(
 
 
 def _do_nothing() -> None:
-    """Do nothing: the function that leaves the group if it is the world."""
+    """Do nothing, in place of leaving the group: no rank leaves the world."""

@@ -22,9 +22,9 @@ class HybridWorker:
     """Run that has reserved the server, and the time at which the reservation ends (monotonic, seconds)."""
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve this server for ``run`` for some ``seconds``; return None if the server was reserved.
+        """Reserve this server for ``run`` for ``seconds``, and return None on success.
 
-        If another run has reserved the server, return this other run.
+        If another run has reserved the server, return the name of that run and change nothing.
         """
         # A claim expires, so that a killed job does not block the server.
         holder, expiry = self._claim

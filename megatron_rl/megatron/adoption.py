@@ -116,7 +116,7 @@ def _wrong_type_error(
         where=name,
         expected=expected,
         got=got,
-        fix="give EmbeddedTrainer what setup_model_and_optimizer returns",
+        fix="pass EmbeddedTrainer the objects that setup_model_and_optimizer returns",
     )
 
 
@@ -146,7 +146,7 @@ def _unwrap_chunk(chunk: Any) -> Any:
 
 
 def _require_equal_groups(groups: ParallelGroups) -> None:
-    """Raise UserError if one of Megatron's process-global groups has other ranks than the role's group."""
+    """Raise UserError if the ranks of a process-global group of Megatron differ from the role's group."""
     for name, attribute in GROUPS.items():
         global_group = getattr(parallel_state, name)
         role_group = getattr(groups, attribute)
@@ -158,7 +158,7 @@ def _require_equal_groups(groups: ParallelGroups) -> None:
         expected = dist.get_process_group_ranks(role_group)
         if ranks != expected:
             raise UserError(
-                f"the training script's {attribute} group has other ranks",
+                f"the training script's {attribute} group has unexpected ranks",
                 where=SCRIPT,
                 expected=f"{expected}: ranks in Megatron's default order, over the complete world",
                 got=str(ranks),

@@ -81,7 +81,7 @@ class PackedDeltaNet(GatedDeltaNet):
         Under sequence parallelism T is the number of this rank's tokens. Collective over the tensor-parallel
         group.
         """
-        assert packed_seq_params is not None, "packed_rows rows are the only input format"
+        assert packed_seq_params is not None, "packed rows are the only input format"
         packed_rows = packed_seq_params
         projected, _ = self.in_proj(hidden_states)
         projected = projected.flatten(0, 1)

@@ -155,13 +155,13 @@ class RoutedTokens:
     def __init__(
         self,
         replayed: Tensor | None,
-        real_count: int,
+        num_real_tokens: int,
         rows: TokenRows | None = None,
     ) -> None:
         self.replayed = replayed
         """[T, layers, k] experts that routers must select, -1 where the router decides; or None if routers
         decide for all tokens."""
-        self.real_count = real_count
+        self.num_real_tokens = num_real_tokens
         """Number of real tokens; padding comes after them."""
         self.rows = rows
         """Rows of the tokens for the routers' losses, or None if no router has a loss."""
@@ -208,12 +208,12 @@ class _RouterReplay:
             group_topk=group_topk,
         )
         tokens = self._routing.tokens
-        trains = self._routing.trains
+        is_training = self._routing.is_training
 
         if tokens is None:
             # Recomputation in the backward pass, where micro-batches have the order of the forward pass.
             tokens = self.pending_recompute.popleft()
-        elif trains:
+        elif is_training:
             self._routing.count_choices(self.layer, tokens, experts)
             # A training pass without gradients is the forward pass of a recomputed layer.
             if not torch.is_grad_enabled():
@@ -224,7 +224,7 @@ class _RouterReplay:
             replayed = tokens.replayed[:, self.layer].to(experts.dtype)
             experts = torch.where(replayed < 0, experts, replayed)
             values = scores.gather(1, experts)
-        if not trains:
+        if not is_training:
             tokens.choices[self.layer] = experts
         return values, experts
 
@@ -232,25 +232,25 @@ class _RouterReplay:
 class Routing:
     """Routers of one model on this rank: records, replays and counts the experts selected for tokens.
 
-    Fused routers select experts inside their kernel: only their loads are counted. ``layers`` is the number
-    of layers of the whole model, ``experts`` the number of experts of a layer, and ``topk`` the number of
-    experts of a token. ``token_groups`` are the process groups over which the tokens of a row are sharded.
+    Fused routers select experts inside their kernel: only their loads are counted. ``topk`` is the
+    number of experts of a token; ``num_layers`` counts all layers of the model, and ``num_experts`` the
+    experts of a layer. ``token_groups`` are the process groups over which the tokens of a row are sharded.
     """
 
     def __init__(
         self,
         chunks: Iterable[torch.nn.Module],
-        layers: int,
-        experts: int,
+        num_layers: int,
+        num_experts: int,
         topk: int,
         token_groups: tuple[Any, ...] = (),
     ) -> None:
-        self.layers = layers
-        self.experts = experts
+        self.num_layers = num_layers
+        self.num_experts = num_experts
         self.topk = topk
         self.tokens: RoutedTokens | None = None
         """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
-        self.trains = False
+        self.is_training = False
         """Whether the current pass has a backward pass."""
         self.has_losses = False
         """Whether any router has its own loss, for which micro-batches need their `TokenRows`."""
@@ -269,13 +269,16 @@ class Routing:
             self._routers.append(replay)
             self._replace_losses(router, replay)
 
-    def begin_pass(self, *, trains: bool) -> None:
-        """Reset counts and pending recomputation before a pass, which has a backward pass if ``trains``."""
-        self.trains = trains
+    def begin_pass(self, *, is_training: bool) -> None:
+        """Reset counts and pending recomputation before a pass.
+
+        ``is_training``: whether the pass has a backward pass.
+        """
+        self.is_training = is_training
         for router in self._routers:
             router.pending_recompute.clear()
         target_device = device.device()
-        self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target_device)
+        self._loads = torch.zeros((self.num_layers, self.num_experts), dtype=torch.long, device=target_device)
         self._agreement = torch.zeros(2, dtype=torch.long, device=target_device)
         # Sum and number of the terms of each loss.
         self._losses = {
@@ -309,7 +312,7 @@ class Routing:
         The loss is the mean over the mini-batch's tokens of logsumexp(logits)^2.
         """
         # Without gradients this is the first pass of a recomputed layer: the recomputation adds the loss.
-        if not self.trains or not torch.is_grad_enabled():
+        if not self.is_training or not torch.is_grad_enabled():
             return logits
 
         # In a recomputation this runs before the top-k, which removes the micro-batch from the queue.
@@ -317,8 +320,8 @@ class Routing:
         if tokens is None:
             tokens = replay.pending_recompute[0]
         assert tokens.rows is not None
-        squares = logits[: tokens.real_count].float().logsumexp(dim=-1).square().sum()
-        self._count_loss("router/z_loss", squares, tokens.real_count)
+        squares = logits[: tokens.num_real_tokens].float().logsumexp(dim=-1).square().sum()
+        self._count_loss("router/z_loss", squares, tokens.num_real_tokens)
         loss = squares * (coefficient / tokens.rows.batch_tokens)
         return MoEAuxLossAutoScaler.apply(logits, loss)  # pyright: ignore[reportReturnType]
 
@@ -338,7 +341,7 @@ class Routing:
         tokens and E experts, c_i is the number of tokens that selected expert i, and s_ti are the ``scores``
         [T, E]. ``routing_map`` [T, E] bool marks the selected experts.
         """
-        if not self.trains:
+        if not self.is_training:
             return probs
         tokens = replay.tokens
         assert tokens is not None and tokens.rows is not None
@@ -346,17 +349,17 @@ class Routing:
 
         # The counts include the choices for tokens of the same rows on other ranks. Choices have no gradient,
         # so the all-reduce needs no backward pass.
-        expert_counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
+        expert_counts = torch.zeros((len(rows.lengths), self.num_experts), device=scores.device)
         expert_counts.index_add_(0, rows.index, routing_map.float())
         for group in self._token_groups:
             dist.all_reduce(expert_counts, group=group)
         lengths = rows.lengths.float()
-        expert_weights = expert_counts * (self.experts / self.topk / lengths.square())[:, None]
+        expert_weights = expert_counts * (self.num_experts / self.topk / lengths.square())[:, None]
 
         weighted_scores = scores.float() * expert_weights[rows.index]
-        loss_sum = weighted_scores[: tokens.real_count].sum()
+        loss_sum = weighted_scores[: tokens.num_real_tokens].sum()
         # The mean is over rows: each token counts 1 / length of its row.
-        row_count = (1 / lengths)[rows.index][: tokens.real_count].sum()
+        row_count = (1 / lengths)[rows.index][: tokens.num_real_tokens].sum()
         self._count_loss("router/seq_aux_loss", loss_sum, row_count)
         loss = loss_sum * (coefficient / rows.batch_rows)
         return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
@@ -390,10 +393,10 @@ class Routing:
 
         Loads count the experts that process the tokens: where routing is replayed, the replayed experts.
         """
-        experts = experts[: tokens.real_count]
+        experts = experts[: tokens.num_real_tokens]
         routed = experts
         if tokens.replayed is not None:
-            replayed = tokens.replayed[: tokens.real_count, layer].to(experts.dtype)
+            replayed = tokens.replayed[: tokens.num_real_tokens, layer].to(experts.dtype)
             is_replayed = replayed >= 0
             # The order of a token's k experts does not matter.
             matches = (replayed[:, :, None] == experts[:, None, :]).any(dim=-1)
@@ -412,8 +415,8 @@ class Routing:
     ) -> None:
         """Count the loads of a fused router, whose second output [T, experts] marks the selected experts."""
         # Without a micro-batch this is the recomputation of a layer whose loads were counted already.
-        if self.tokens is not None and self.trains:
-            self._loads[layer] += output[1][: self.tokens.real_count].sum(dim=0)
+        if self.tokens is not None and self.is_training:
+            self._loads[layer] += output[1][: self.tokens.num_real_tokens].sum(dim=0)
 
     def metrics(self, group: Any) -> Metrics:
         """Return loads, agreement and losses of a training pass over all ranks of the ``group``.

@@ -109,8 +109,8 @@ def _explain_missing_kernel() -> Iterator[None]:
         raise UserError(
             "Transformer Engine has no fused attention kernel for these rows",
             where="actor.megatron.attention_backend",
-            expected="a kernel of the kind that attention_backend names: by default `fused`, cuDNN's",
-            got=f"none; its reasons: {_rejection_reasons(backends)}",
+            expected="a kernel of attention_backend, by default a kernel of cuDNN (`fused`)",
+            got=f"no kernel; its reasons: {_rejection_reasons(backends)}",
             fix="run `megatron-rl doctor`, which checks the libraries that cuDNN opens; or set "
             "actor.megatron.attention_backend=flash with flash-attn, or model.attention=torch",
         ) from error
@@ -231,7 +231,7 @@ class PackedRotaryEmbedding(nn.Module):
         assert self._positions is not None
         angles = torch.outer(self._positions.to(self.inv_freq.dtype), self.inv_freq)
 
-        # Megatron rotates pairs (i, i + size / 2) by one angle, which it reads at both.
+        # Megatron rotates pairs (i, i + size / 2) by one angle, which it reads at both positions.
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -239,8 +239,8 @@ class RowAttention:
     """Base class of attention modules that receive the boundaries of rows as `PackedRows`."""
 
     @property
-    def takes_boundaries(self) -> bool:
-        """Return whether the kernel reads packed rows by their boundaries; otherwise rows are unpacked."""
+    def reads_boundaries(self) -> bool:
+        """Return whether the kernel reads row boundaries; otherwise rows must be gathered by length."""
         return True
 
 
@@ -306,7 +306,7 @@ class PackedAttention(nn.Module, RowAttention):
                 self.window = config.window_size[0]
 
     @property
-    def takes_boundaries(self) -> bool:
+    def reads_boundaries(self) -> bool:
         """Return whether PyTorch's variable-length kernel supports these heads on this device."""
         # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
@@ -342,7 +342,7 @@ class PackedAttention(nn.Module, RowAttention):
         key = _shard_over_heads(self.context_group, key)
         value = _shard_over_heads(self.context_group, value)
 
-        if self.takes_boundaries and packed_seq_params.boundaries is not None:
+        if self.reads_boundaries and packed_seq_params.boundaries is not None:
             output = _attend_between_boundaries(
                 query, key, value, packed_seq_params.boundaries, self.scale, self.window
             )
@@ -409,7 +409,7 @@ class PackedAttention(nn.Module, RowAttention):
         sharded_offsets: Any = (),
         metadata: Any = None,
     ) -> dict[str, Any]:
-        """Return Megatron's sharded state: the logits of sinks, by heads."""
+        """Return Megatron's sharded state: the logits of the attention sinks, sharded by heads."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -434,7 +434,7 @@ class PackedAttention(nn.Module, RowAttention):
         """
         if scale is None:
             scale = self.scale
-        enable_gqa = self.cap is None and _takes_grouped_keys(query)
+        enable_gqa = self.cap is None and _supports_grouped_keys(query)
         if not enable_gqa:
             key, value = _repeat_grouped_heads(query, key, value)
         query_rows = query.transpose(1, 2)
@@ -566,7 +566,7 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
     return shards.transpose(0, 1).reshape(num_tokens // rank_count, rank_count * local_head_count, size)
 
 
-def _takes_grouped_keys(query: Tensor) -> bool:
+def _supports_grouped_keys(query: Tensor) -> bool:
     """Return whether PyTorch's fused attention supports grouped-query attention for ``query``.
 
     The host's kernel supports it, but in half precision would sum the gradients of a group's heads in half
@@ -869,13 +869,14 @@ def _scale_query(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Scale the query of an attention module as `scale_queries` describes; a forward pre-hook."""
+    """Scale the query of an attention module as `scale_queries` describes (forward pre-hook)."""
     query, *other_args = args
     intervals = kwargs["packed_seq_params"].positions // original_length
     factors = 1 + beta * torch.log1p(intervals.float())
     # Only the first dimension, the tokens, is common to all attention modules.
-    shape = (-1, *[1] * (query.dim() - 1))
-    return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
+    trailing_dims = (1,) * (query.dim() - 1)
+    token_factors = factors.view(-1, *trailing_dims).to(query.dtype)
+    return (query * token_factors, *other_args), kwargs
 
 
 def prepare_local_rotation(
@@ -916,7 +917,7 @@ def scale_layers(chunk: Any) -> None:
 
 
 def _scale_layer_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    """Multiply a layer's hidden states by its ``layer_scalar``; a forward hook."""
+    """Multiply a layer's hidden states by its ``layer_scalar`` (forward hook)."""
     hidden, context = output
     return hidden * module.layer_scalar, context
 
@@ -941,8 +942,8 @@ def _scale_output(
     inputs: Any,
     output: Tensor,
 ) -> Tensor:
-    """Multiply a module's output by ``factor``; a forward hook."""
-    # The factor is rounded to the weights' precision because the models were trained so.
+    """Multiply a module's output by ``factor`` (forward hook)."""
+    # Round the factor to the precision of the output, as in the training of these models.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
@@ -952,7 +953,7 @@ def _select_angles(
     args: Any,
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Select the rotary angles of local or of full attention; a forward pre-hook of an attention module.
+    """Select the rotary angles of local or of full attention (forward pre-hook of an attention module).
 
     ``frequency_range`` is the range of the module's frequencies in the result of `join_frequencies`.
     """
@@ -1052,10 +1053,11 @@ def _gather_latent(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Gather a down projection's output [.., latent size + key size] over ranks; a forward hook.
+    """Gather a down projection's output [.., latent size + key size] over ranks (forward hook).
 
-    Megatron skips its own gather if the output is already complete. That gather, over the process-global
-    group, would pass back to the key only the gradient of this rank's heads; the heads of all ranks use it.
+    Megatron skips its own gather if the output is already complete. Its gather uses the process-global group.
+    In the backward pass, the key would receive only the gradient of this rank's heads, although the heads of
+    all ranks read the key.
     """
     projected, bias = output
 

@@ -547,21 +547,22 @@ def _bucket_gradient(
 
     # Every output subtracts the log normaliser, which adds -p times the output's gradient at all tokens.
     token_gradients = buckets.gradients[:, :-1]
-    rest_gradient = buckets.gradients[:, -1]
-    total = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
-    inverse_rest = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
-    rest_inputs = inputs._replace(
+    last_bucket_gradient = buckets.gradients[:, -1]
+    total_gradient = inputs.log_prob_gradient + buckets.gradients.sum(dim=1)
+    inverse_last_prob = (-buckets.log_probs[:, -1]).clamp(max=_LARGEST_EXPONENT).exp()
+    tile_inputs = inputs._replace(
         targets=torch.full_like(inputs.targets, -1),  # outside the tile: the target's term is added below
-        log_prob_gradient=total - rest_gradient * inverse_rest,
+        log_prob_gradient=total_gradient - last_bucket_gradient * inverse_last_prob,
         dtype=inputs.log_normaliser.dtype,  # rounded once, after the terms below
     )
-    gradient = reductions.gradient(logits, rest_inputs)
+    gradient = reductions.gradient(logits, tile_inputs)
 
     # Add the terms of single tokens: the tokens with a bucket, and the target.
     divisor = inputs.temperature[:, None]
     log_p = buckets.log_probs[:, :-1]
-    common = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None]) + total[:, None]
-    bucket_gradient = (token_gradients - common * log_p.exp()) * in_tile
+    entropy_term = inputs.entropy_gradient[:, None] * (log_p + inputs.entropy[:, None])
+    prob_factor = entropy_term + total_gradient[:, None]
+    bucket_gradient = (token_gradients - prob_factor * log_p.exp()) * in_tile
     target_gradient = inputs.log_prob_gradient[:, None] * target_in_tile
     if inputs.cap is not None:
         bucket_gradient = bucket_gradient * (1 - (bucket_logits / inputs.cap).square()).clamp(min=0)
@@ -571,13 +572,13 @@ def _bucket_gradient(
     return gradient.to(inputs.dtype)
 
 
-def _tile_columns(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return each target's column, clamped to a tile of ``columns`` columns, and whether it is in the tile.
+def _tile_columns(targets: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return each target's column, clamped to the columns of a tile, and whether it is in the tile.
 
     ``targets`` may have any shape.
     """
-    in_tile = (targets >= 0) & (targets < columns)
-    return targets.clamp(0, columns - 1), in_tile
+    in_tile = (targets >= 0) & (targets < num_columns)
+    return targets.clamp(0, num_columns - 1), in_tile
 
 
 TORCH = Reductions(tile_statistics, tile_gradient)

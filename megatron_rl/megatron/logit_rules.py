@@ -341,7 +341,7 @@ def apply_rules(
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
     """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], except for columns of other shards."""
-    # Add 0 for columns of other shards: removing them would read the number of the rest from the device.
+    # Add 0 for columns of other shards: removing these columns would read their number from the device.
     in_shard = (columns >= 0) & (columns < logits.shape[1])
     local_bias = torch.where(in_shard, bias, 0.0).to(logits.dtype)
     logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), local_bias.expand(len(logits), -1))

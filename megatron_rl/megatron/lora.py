@@ -211,7 +211,7 @@ def add_adapter_output(
     inputs: tuple[Any, ...],
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Add the adapter's output to the output of its linear layer; a forward hook of the layer.
+    """Add the adapter's output to the output of its linear layer (forward hook of the layer).
 
     A grouped layer of many experts has one adapter per expert, and its second input is the list of the
     experts' numbers of tokens.
@@ -518,7 +518,7 @@ def _require_gradient(
     inputs: Any,
     output: Tensor,
 ) -> Tensor:
-    """Make the embedding's output require a gradient; a forward hook."""
+    """Make the embedding's output require a gradient (forward hook)."""
     if torch.is_grad_enabled():
         return output.requires_grad_()
     return output
@@ -659,12 +659,12 @@ def without_adapters(model: ParallelModel | None) -> Iterator[None]:
         base_weights.append((parameter, parameter.data))
         parameter.data = adapter.compute_merged_weight(parameter.data)
 
-    pairs = remove_adapters(model)
+    linear_adapter_pairs = remove_adapters(model)
     try:
         yield
     finally:
         model.adapters = adapted_model
-        for linear, adapter in pairs:
+        for linear, adapter in linear_adapter_pairs:
             linear.adapter = adapter
         for parameter, weight in base_weights:
             parameter.data = weight
@@ -710,8 +710,8 @@ def build_sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_offset = _checkpoint_key(model, name)
 
-            # Tensor-parallel ranks have replicas of one factor, of which Megatron saves replica 0. Of the
-            # other factor they have shards along a dimension, counted after the dimension of experts.
+            # One factor is replicated over tensor-parallel ranks, and Megatron saves replica 0. The other
+            # factor is sharded along a dimension, which is counted after the dimension of experts.
             is_replicated = adapter.by_columns == (factor == "B")
             tensor_offset: tuple[tuple[int, int, int], ...] = ()
             replica_id = (0, tensor_rank, data_group.rank())

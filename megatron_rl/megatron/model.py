@@ -110,10 +110,10 @@ class ParallelModel:
     """Description of the low-rank adapters, or None for a model without them."""
     provider: Provider | None = None
     """The user's function that built the chunks, or None if `build_model` built them."""
-    takes_rows: bool = field(init=False)
+    accepts_packed_rows: bool = field(init=False)
     """Whether the input of attention is `PackedRows`. For a provider's own attention in layers of Transformer
     Engine it is Megatron's row boundaries (THD) instead."""
-    takes_boundaries: bool = field(init=False)
+    reads_boundaries: bool = field(init=False)
     """Whether all attention layers read row boundaries; otherwise rows must be gathered by length."""
     gathers_rows: bool = field(init=False)
     """Whether layers besides attention need rows gathered by length."""
@@ -131,17 +131,17 @@ class ParallelModel:
                     foreign_cores.append(module)
 
         # Plain layers without a `RowAttention` receive rows gathered by length, which work for any attention.
-        self.takes_boundaries = all(core.takes_boundaries for core in row_cores)
+        self.reads_boundaries = all(core.reads_boundaries for core in row_cores)
         if not self.uses_transformer_engine and (foreign_cores or not row_cores):
-            self.takes_boundaries = False
+            self.reads_boundaries = False
 
         # Some mixers need rows gathered by length, even if the attention layers read boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
         self.gathers_rows = any(getattr(module, "gathers_rows", False) for module in modules)
 
         # Only `RowAttention` exchanges tokens between context-parallel ranks.
-        self.takes_rows = not (self.uses_transformer_engine and foreign_cores)
-        if not self.takes_rows and self.groups.layout.context > 1:
+        self.accepts_packed_rows = not (self.uses_transformer_engine and foreign_cores)
+        if not self.accepts_packed_rows and self.groups.layout.context > 1:
             raise UserError(
                 "the model provider's own attention needs complete rows, which context parallelism cuts",
                 where="layout.context",
@@ -232,8 +232,8 @@ class ParallelModel:
             multiple *= get_align_size_for_quantization(config)
         return multiple
 
-    def local_tokens(self, count: int) -> slice:
-        """Return this rank's shard of a micro-batch's ``count`` tokens, padding included, as a slice.
+    def local_tokens(self, num_tokens: int) -> slice:
+        """Return this rank's shard of a micro-batch's ``num_tokens`` tokens, padding included, as a slice.
 
         Context parallelism and sequence parallelism divide the tokens over ranks.
         """
@@ -247,7 +247,7 @@ class ParallelModel:
             shards *= layout.tensor
             shard = shard * layout.tensor + coordinates.tensor
 
-        size = count // shards
+        size = num_tokens // shards
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
@@ -255,7 +255,7 @@ class ParallelModel:
 
         ``lengths`` are the rows' numbers of tokens. The result is in host memory.
         """
-        if not self.takes_rows:
+        if not self.accepts_packed_rows:
             return make_row_boundaries(lengths)
         context_rank = self.groups.coordinates.context
         context = self.groups.layout.context
@@ -263,7 +263,7 @@ class ParallelModel:
             # Some mixers need rows gathered by length, and attention may need boundaries: include both.
             rows = make_bucketed_rows(lengths, context_rank, context)
             return replace(rows, boundaries=make_row_boundaries(lengths))
-        if self.takes_boundaries:
+        if self.reads_boundaries:
             return make_bounded_rows(lengths, context_rank, context)
         return make_bucketed_rows(lengths, context_rank, context)
 
@@ -284,7 +284,7 @@ class ParallelModel:
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states from which outputs are computed. ``support`` restricts the
-        tokens of each distribution, and ``rules`` change logits as before sampling.
+        tokens of each distribution; ``rules`` change the logits as they did before sampling.
 
         With ``buckets`` [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and
         of all other tokens together. With `TopTokens` it selects the k most likely tokens as buckets, and
@@ -315,7 +315,7 @@ class ParallelModel:
             group=self.groups.tensor,
             cap=self.spec.model.config.get("final_logit_softcapping"),
         )
-        # Fewer tokens at a time would make the products too small for the device.
+        # With fewer tokens per tile, the matrix products would be too small to use the device well.
         tile_tokens = max(64, LOGITS_ELEMENTS // len(weight))
         token_states = token_states[index]
 

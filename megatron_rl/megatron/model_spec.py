@@ -102,9 +102,9 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """Inverse frequencies of RoPE, [rotary_dim / 2] float32. If local and full attention have different
-    frequencies, both in one tensor, joined by `join_frequencies`."""
+    frequencies, the tensor has both, joined by `join_frequencies`."""
     local_frequencies: int
-    """Number of frequencies of local attention, which come first; 0 if all attention has the same."""
+    """Number of frequencies of local attention, which come first; 0 if all layers have equal frequencies."""
     local_rotary_factor: float
     """Factor of cos and sin in layers with a sliding window, if these layers have separate rotary angles."""
 

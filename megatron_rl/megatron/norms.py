@@ -103,5 +103,5 @@ def _norm_output(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Normalise a projection's output by its ``post_layernorm``; a forward hook."""
+    """Normalise a projection's output by its ``post_layernorm`` (forward hook)."""
     return module.post_layernorm(output[0]), output[1]

@@ -260,7 +260,7 @@ def _use_role_group(group: Any) -> Iterator[None]:
 
 
 def _no_initial_state(*_: Any) -> None:
-    """Replace the initialisation of optimizer states for SGD, which has no states: do nothing."""
+    """Do nothing, in place of the initialisation of optimizer states: SGD has no states."""
 
 
 def _wrapped_chunks(model: ParallelModel) -> Any:
@@ -342,7 +342,7 @@ def set_states(
 
 
 class _UnshardedHostOptimizer(HostOptimizer):
-    """Placeholder of the optimizer over complete parameters, which Megatron builds first.
+    """Placeholder for the optimizer over complete parameters, which Megatron builds first.
 
     It copies no parameter to the host, since Megatron then replaces it by an optimizer over this rank's
     shards.

@@ -130,14 +130,14 @@ def _pack_all_rows(
 def _fit_into_bins(
     lengths: Sequence[int],
     budget: int,
-    count: int,
+    num_bins: int,
 ) -> list[list[int]] | None:
-    """Distribute rows over ``count`` bins of ``budget`` tokens, balanced if possible, otherwise packed.
+    """Distribute rows over ``num_bins`` bins of ``budget`` tokens, balanced if possible, otherwise packed.
 
     Returns None if the rows do not fit. A row over the budget fits if it is alone in its bin.
     """
     # Prefer balanced bins: with micro-batches of equal size, pipeline stages do not wait for each other.
-    balanced_bins = balance_work([float(length) for length in lengths], count)
+    balanced_bins = balance_work([float(length) for length in lengths], num_bins)
     bins_fit = True
     for rows in balanced_bins:
         if len(rows) > 1 and sum(lengths[row] for row in rows) > budget:
@@ -146,9 +146,9 @@ def _fit_into_bins(
         return balanced_bins
 
     bins = pack_into_bins(lengths, budget)
-    if len(bins) > count:
+    if len(bins) > num_bins:
         return None
-    empty_bins: list[list[int]] = [[] for _ in range(count - len(bins))]
+    empty_bins: list[list[int]] = [[] for _ in range(num_bins - len(bins))]
     return bins + empty_bins
 
 
@@ -213,14 +213,14 @@ def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
 def _search_packing(
     items: list[tuple[int, int]],
     budget: int,
-    count: int,
+    num_bins: int,
 ) -> list[list[int]] | None:
-    """Search a packing of (item, size) pairs, largest first, into ``count`` bins of ``budget`` tokens.
+    """Search for a packing of (item, size) pairs, largest first, into ``num_bins`` bins of ``budget`` tokens.
 
     Returns the items of each bin, or None if no packing was found within `MAX_PLACEMENTS` placements.
     """
-    bins: list[list[int]] = [[] for _ in range(count)]
-    free_tokens = [budget] * count
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    free_tokens = [budget] * num_bins
     num_placements = 0
 
     def place_items_from(position: int) -> bool:
@@ -353,9 +353,9 @@ def make_bucketed_rows(
 ) -> PackedRows:
     """Build the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
 
-    Attention pads rows to the longest row of their bucket, a row of more than 8 tokens by less than a
-    quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal shards of
-    the sequence.
+    Attention pads each row to the longest row of its bucket, which adds less than a quarter to a row of more
+    than 8 tokens. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal
+    shards of the sequence.
     """
     # Rows of each bucket, and the position of each row's first token.
     starts = [0]
@@ -422,11 +422,11 @@ def make_bounded_rows(
 def _token_positions(
     lengths: Sequence[int],
     context_rank: int,
-    context: int,
+    context_size: int,
 ) -> Tensor:
     """Return the position of each token of one context-parallel shard, counted from 0 in its row."""
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return positions.chunk(context)[context_rank]
+    return positions.chunk(context_size)[context_rank]
 
 
 def make_row_boundaries(lengths: Sequence[int]) -> PackedSeqParams:

@@ -1,6 +1,6 @@
 """The mapping between Hugging Face tensors and Megatron's parameters, from the table of model families.
 
-`import_parameters` fills parameters with no other operations than views and ``copy_``. It can therefore run
+`import_parameters` fills parameters only with views and ``copy_``. It can therefore run
 on meta tensors, where a recorder converts each copy to a box. Import, export and resharding use these boxes.
 """
 
@@ -231,7 +231,7 @@ def import_parameters(
     complete tensors, or meta tensors of the same shapes, by checkpoint name. Rows that pad the vocabulary
     stay unchanged. Raises UserError for an unknown parameter name.
     """
-    # The weights of experts are sharded over other groups than dense weights.
+    # The weights of experts and dense weights are sharded over different groups.
     shape = model.shape
     dense_shard = _ParameterShard(shard.tensor, shard.tensor_size)
     expert_shard = _ParameterShard(shard.expert_tensor, shard.expert_tensor_size)

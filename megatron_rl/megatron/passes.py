@@ -95,6 +95,7 @@ class PassGuard:
         self._repeat_obstacle: str | None = None
         self._shortage: Shortage | None = None
         self._voted = False
+        # [1 if any rank has failed, tokens of the largest micro-batch of all ranks].
         self._vote = torch.zeros(2, dtype=torch.int64)
 
     def run_pass(
@@ -112,7 +113,7 @@ class PassGuard:
         zeroes the gradients of a training pass. The result of a repeated pass equals the result of a first
         pass with the smaller micro-batches. Raises OutOfMemory. Collective over the role's ranks.
         """
-        self._repeat_obstacle = find_repeat_obstacle(self.model, trains=clear is not None)
+        self._repeat_obstacle = find_repeat_obstacle(self.model, is_training=clear is not None)
         if self._repeat_obstacle is not None:
             result, _ = self._try_pass(compute, budget)
             return result
@@ -231,7 +232,8 @@ class PassGuard:
         """Free the tensors of a failed pass, and reset the state of the model that it changed."""
         for chunk in self.model.wrapped:
             # With overlap_grad_reduce, bucket groups of Megatron-Core 0.19 count the gradients of a step, and
-            # expect all of them at the next reset. A reduction in progress includes only this rank.
+            # expect all of them at the next reset. Waiting for a reduction cannot hang here: a pass with
+            # overlapped reductions is repeated only if the data-parallel group has one rank.
             for bucket_group in _bucket_groups(chunk):
                 if bucket_group.grad_reduce_handle is not None:
                     bucket_group.grad_reduce_handle.wait()
@@ -261,7 +263,7 @@ class PassGuard:
         raise OutOfMemory(replace(reports[0], reason=reason))
 
 
-def find_repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
+def find_repeat_obstacle(model: ParallelModel, *, is_training: bool) -> str | None:
     """Return the reason why the ranks of a model cannot repeat a pass together, or None.
 
     If ranks exchange tensors inside a pass, the peers of a failed rank would wait in a collective forever.
@@ -274,7 +276,7 @@ def find_repeat_obstacle(model: ParallelModel, *, trains: bool) -> str | None:
     if group_sizes:
         return f"its ranks exchange tensors inside a pass ({', '.join(group_sizes)})"
 
-    if trains and layout.data > 1:
+    if is_training and layout.data > 1:
         for chunk in model.wrapped:
             if any(group.ddp_config.overlap_grad_reduce for group in _bucket_groups(chunk)):
                 return "gradients are reduced during the backward pass (`ddp.overlap_grad_reduce`)"

@@ -334,7 +334,7 @@ def use_global_groups(groups: ParallelGroups, stage: int | None = None) -> Itera
 
 @contextmanager
 def _replace_plain_norms() -> Iterator[None]:
-    """Make Megatron's plain norm build `RmsNorm` inside the block, since it refuses sequence parallelism."""
+    """Replace Megatron's plain norm, which refuses sequence parallelism, by `RmsNorm` inside the block."""
     original_new = WrappedTorchNorm.__new__
 
     def new_norm(

@@ -266,7 +266,7 @@ def _iterate_optimizer_states(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 
 def _iterate_gradient_buffers(model: Any) -> Iterator[Tensor]:
-    """Yield the gradient buffers of Megatron's DDP; a chunk that is not wrapped has none."""
+    """Yield the gradient buffers of all chunks that are wrapped in Megatron's DDP."""
     for wrapped in model.wrapped:
         for name in ("buffers", "expert_parallel_buffers"):
             buffers = getattr(wrapped, name, [])

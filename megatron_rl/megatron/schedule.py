@@ -40,7 +40,7 @@ from megatron_rl.types import LogitRules, token_index
 class TokenOutputs:
     """Outputs of the model's head for one micro-batch.
 
-    Example, of a language model and two rows of 3 and 2 tokens with all but the first tokens selected:
+    Example of a language model, for rows of 3 and 2 tokens whose first tokens are not selected:
     ``TokenOutputs(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
     """
 
@@ -304,7 +304,7 @@ def _select_routed_tokens(
 
     # Tokens of this rank under context and sequence parallelism.
     local_range = model.local_tokens(len(positions) + padding)
-    real_count = max(0, min(len(positions), local_range.stop) - local_range.start)
+    num_real_tokens = max(0, min(len(positions), local_range.stop) - local_range.start)
     token_rows = None
     if model.routing.has_losses:
         lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
@@ -318,12 +318,12 @@ def _select_routed_tokens(
         )
     experts = getattr(batch, "experts", None)
     if experts is None:
-        return RoutedTokens(None, real_count, token_rows)
+        return RoutedTokens(None, num_real_tokens, token_rows)
 
     # At -1 the router selects the experts, as it does for padding.
     replayed = torch.full((local_range.stop - local_range.start, *experts.shape[1:]), -1, dtype=experts.dtype)
-    replayed[:real_count] = experts[positions[local_range]]
-    return RoutedTokens(replayed, real_count, token_rows)
+    replayed[:num_real_tokens] = experts[positions[local_range]]
+    return RoutedTokens(replayed, num_real_tokens, token_rows)
 
 
 def _select_support(batch: Any, positions: Tensor) -> Support | None:
@@ -404,7 +404,7 @@ def _run_guarded(
     rows_per_unit: int = 1,
     clear: Callable[[], None] | None = None,
 ) -> Result:
-    """Return ``compute(tokens_per_microbatch)``; with a guard, run it by `PassGuard.run_pass`.
+    """Return ``compute(tokens_per_microbatch)``; with a guard, call it through `PassGuard.run_pass`.
 
     The other arguments have the same meaning as in `forward_backward`.
     """
@@ -435,7 +435,7 @@ def _gather_recorded_experts(model: ParallelModel, microbatches: Sequence[MicroB
         assert microbatch.routed is not None
         num_tokens = microbatch.inputs.shape[1] * groups.layout.context
         local_range = model.local_tokens(num_tokens)
-        shape = (num_tokens, routing.layers, routing.topk)
+        shape = (num_tokens, routing.num_layers, routing.topk)
         experts = torch.zeros(shape, dtype=torch.int32, device=device.device())
         for layer, choices in microbatch.routed.choices.items():
             experts[local_range, layer] = choices.to(torch.int32)
@@ -461,9 +461,9 @@ def forward_backward(
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective`` is called with the rows of a micro-batch and with each output of the head [n]. It returns a
-    loss, which is a sum over the n tokens with weights of the whole mini-batch, and metrics. For a batch with
-    a teacher's most likely tokens, ``bucket_log_probs`` [n, k + 1] is another argument. Gradients add up over
-    micro-batches and data-parallel ranks without any scaling.
+    loss and metrics. The loss is a weighted sum over the n tokens, whose weights are normalised over the
+    whole mini-batch. For a batch with a teacher's most likely tokens, ``bucket_log_probs`` [n, k + 1] is
+    another argument. Gradients add up over micro-batches and data-parallel ranks without any scaling.
 
     ``from_previous_token`` and ``rows_per_unit`` as in `build_microbatches`. ``guard`` repeats a pass that
     runs out of memory, after ``clear`` has zeroed the gradients.
@@ -591,7 +591,7 @@ def _run_schedule(
         )
 
     if model.routing is not None:
-        model.routing.begin_pass(trains=not forward_only)
+        model.routing.begin_pass(is_training=not forward_only)
 
     virtual_pipeline = None
     if interleaved:
@@ -628,16 +628,17 @@ class PipelineExchange(P2PCommunicator):
     """Point-to-point exchange between pipeline stages, with shapes that are known in advance.
 
     All stages pack the same micro-batches, so a receiver can compute the shape of the next tensor. Megatron's
-    class sends the shape before every tensor and synchronizes the device each time. ``tokens`` are the
-    numbers of tokens of the micro-batches on one rank, ``chunks`` is the number of virtual stages of a rank.
+    class sends the shape before every tensor and synchronizes the device each time. ``microbatch_tokens`` has
+    the number of tokens of each micro-batch on one rank; ``num_chunks`` is the number of virtual stages of a
+    rank.
     """
 
     def __init__(
         self,
         group: Any,
         config: Any,
-        tokens: Sequence[int],
-        chunks: int = 1,
+        microbatch_tokens: Sequence[int],
+        num_chunks: int = 1,
     ) -> None:
         super().__init__(group, config)
         self._hidden = config.hidden_size
@@ -648,15 +649,17 @@ class PipelineExchange(P2PCommunicator):
         # stage sends the outputs of the last stage's last chunk, which the first stage would receive, or the
         # gradients of the first stage's first chunk, which the last stage would receive. The backward pass
         # numbers chunks in reverse, so both have the highest chunk number.
-        table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
+        table = get_schedule_table(
+            len(microbatch_tokens), num_chunks, config.microbatch_group_size_per_vp_stage
+        )
         self._forward_tokens: list[int] = []
         self._backward_tokens: list[int] = []
         for microbatch, chunk in table:
-            is_last_chunk = chunk == chunks - 1
+            is_last_chunk = chunk == num_chunks - 1
             if not (is_first and is_last_chunk):
-                self._forward_tokens.append(tokens[microbatch])
+                self._forward_tokens.append(microbatch_tokens[microbatch])
             if not (is_last and is_last_chunk):
-                self._backward_tokens.append(tokens[microbatch])
+                self._backward_tokens.append(microbatch_tokens[microbatch])
 
     def _communicate_shapes(
         self,

@@ -110,10 +110,10 @@ def separate_attention_spec(layer: Any, mixer: Attention) -> Any:
     return replace(layer, submodules=layer_modules)
 
 
-def _narrow_projection(linear: Any, count: int) -> type:
-    """Return a subclass of the projection ``linear`` that is built with ``count`` fewer outputs."""
+def _narrow_projection(linear: Any, num_removed: int) -> type:
+    """Return a subclass of the projection ``linear`` that is built with ``num_removed`` fewer outputs."""
 
     def __init__(self: Any, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
-        linear.__init__(self, input_size, output_size - count, *args, **kwargs)
+        linear.__init__(self, input_size, output_size - num_removed, *args, **kwargs)
 
     return type(linear.__name__, (linear,), {"__init__": __init__})

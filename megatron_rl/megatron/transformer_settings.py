@@ -95,7 +95,7 @@ def _quick_gelu(hidden: Tensor) -> Tensor:
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the TransformerConfig fields of sliding-window attention; none for a model without it."""
+    """Return the TransformerConfig fields of sliding-window attention, or {} for a model without it."""
     if not shape.sliding_layers:
         return {}
 

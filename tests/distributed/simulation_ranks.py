@@ -54,7 +54,7 @@ def phases(simulated: bool) -> dict[str, Any]:
         device.become_simulated_rank()
 
     # The host's attention takes grouped key-value heads; the simulated accelerator repeats them.
-    setattr(layers, "_takes_grouped_keys", lambda query: False)
+    setattr(layers, "_supports_grouped_keys", lambda query: False)
     device.initialize()
     simulation = Simulation()
     rows = batch(rows=8, length=256)

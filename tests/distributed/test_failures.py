@@ -167,7 +167,7 @@ def test_ranks_that_do_not_meet_say_where_they_waited(fork, material, tmp_path):
         port = str(busy.getsockname()[1])
         taken = train(RANK="0", LOCAL_RANK="0", MASTER_PORT=port)
     assert taken.returncode == 2, taken.output
-    assert "the ranks of the job do not meet" in taken.stderr and port in taken.stderr
+    assert "the ranks of the job did not rendezvous" in taken.stderr and port in taken.stderr
     alone = train(RANK="1", LOCAL_RANK="0", MASTER_PORT=str(free_port()))
     assert alone.returncode == 2 and "within 5 s" in alone.stderr and "Traceback" not in alone.stderr
 

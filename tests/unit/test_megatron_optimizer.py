@@ -87,9 +87,9 @@ def test_adam_goes_on_where_the_checkpoint_left_it(theirs, ours, tmp_path):
     ("arguments", "words"),
     [
         ({"tensor_model_parallel_size": 2}, "do not belong to its model and layout.*where:.*resume_optimizer"
-         ".*expected: in chained_0 dp_group_idx_0 gbuf_idx_0 31 parameters of together.*got:.*iter_0000007"
+         ".*expected: in chained_0 dp_group_idx_0 gbuf_idx_0 31 parameters with .*got:.*iter_0000007"
          ".*156736 elements.*--dist-ckpt-optim-fully-reshardable; or remove"),
-        ({"pipeline_model_parallel_size": 4}, "gbuf_idx_0 8 parameters of together"),
+        ({"pipeline_model_parallel_size": 4}, "gbuf_idx_0 8 parameters with "),
         ({"pipeline_model_parallel_size": 3}, "4 layers cannot be distributed over pipeline 3"),
         ({"pipeline_model_parallel_layout": "Et*4L"}, "got:.*pipeline_model_parallel_layout"),
         (None, "where:.*model.resume_optimizer.*got:.*no optimizer state.*without --no-save-optim"),

@@ -134,7 +134,7 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
 
     from megatron_rl.megatron import layers
 
-    monkeypatch.setattr(layers, "_takes_grouped_keys", lambda query: grouped)
+    monkeypatch.setattr(layers, "_supports_grouped_keys", lambda query: grouped)
     generator = torch.Generator().manual_seed(3)
     lengths, heads, groups, size = [5, 1, 17, 9], 4, 2, 8
     config = SimpleNamespace(

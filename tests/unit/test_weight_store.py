@@ -15,7 +15,7 @@ def test_an_engine_that_names_no_weights_is_refused_by_name():
     device.initialize()
     engine = engine_of(lambda tokens, lengths: torch.zeros(len(lengths), 7))
     hybrid = HybridEngine(None, engine)
-    with pytest.raises(UserError, match="names no weights") as raised:
+    with pytest.raises(UserError, match="returned no boxes") as raised:
         hybrid.sync()
     assert raised.value.where == "TorchEngine on rank 0"
     assert engine.weights_version == -1

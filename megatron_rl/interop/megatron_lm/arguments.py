@@ -202,7 +202,7 @@ def _find_unsupported_feature(
     if shape.post_norms:
         return "norms after attention and MLP"
     if shape.blocks:
-        return "layers of other blocks than attention and MLPs"
+        return "blocks other than attention and MLPs"
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:
@@ -238,7 +238,7 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
     vocabulary_size = _vocabulary_size(arguments) or tokenizer_size
     if vocabulary_size is None:
         fix = "name the model's tokenizer in model.hf_path"
-        expected = "a number, or a tokenizer that has one"
+        expected = "a number, or a tokenizer with a vocabulary size"
         errors.append(_argument_error(setting, "vocab_size", None, expected, fix))
     if errors:
         raise UserErrors(errors)
@@ -274,7 +274,7 @@ def _build_config(arguments: Mapping[str, Any], setting: str, tokenizer_size: in
     if get("add_bias_linear"):
         config |= {"attention_bias": True, "mlp_bias": True}
 
-    # Mixtral has other keys for its experts than Qwen3-MoE, and no dense layers.
+    # Mixtral and Qwen3-MoE have different keys for experts, and Mixtral has no dense layers.
     if expert_count:
         expert_width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
         config["num_experts_per_tok"] = get("moe_router_topk")
@@ -461,7 +461,7 @@ def _argument_error(
         got = repr(value)[:_LONGEST_VALUE]
 
     return UserError(
-        f"the Megatron checkpoint was trained with another `{name}` than can be used",
+        f"the Megatron checkpoint's argument `{name}` cannot be used",
         where=setting,
         expected=f"{name}: {expected}",
         got=got,

@@ -66,7 +66,7 @@ class Location:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Description of a checkpoint of Megatron-LM, one ``iter_*`` folder; no tensor is read.
+    """Metadata of one iteration (``iter_*`` folder) of a Megatron-LM checkpoint, without tensor values.
 
     Example: ``read_checkpoint("run/checkpoints", "model.megatron").iteration`` is 500.
     """
@@ -136,7 +136,7 @@ class MegatronCheckpoint:
             return errors
 
         # The fix depends on the states that the checkpoint has.
-        got = "no optimizer state, or that of an optimizer other than Adam"
+        got = "no optimizer state, or the state of an optimizer other than Adam"
         fix = "save it without --no-save-optim"
         if required_states <= available_states:
             got = "Adam's moments without its step count"
@@ -295,7 +295,7 @@ class MegatronCheckpoint:
         stored_shape: tuple[int, ...],
         is_padded: bool,
     ) -> UserError:
-        """Return the error for a parameter of ``expected_shape`` in a stored tensor of another shape."""
+        """Return the error for a parameter of ``expected_shape`` in a stored tensor of a different shape."""
         size_texts = [str(size) for size in expected_shape]
         if is_padded:
             size_texts[0] += " or more"
@@ -304,7 +304,7 @@ class MegatronCheckpoint:
         if location.index:
             got += f", at {list(location.index)}"
         return UserError(
-            f"the Megatron checkpoint's tensor {location.key} is not of the model's size",
+            f"the shape of the Megatron checkpoint's tensor {location.key} does not match the model",
             where=str(self.path),
             expected=f"{name}: [{', '.join(size_texts)}]",
             got=got,
@@ -328,15 +328,15 @@ class MegatronCheckpoint:
 
     def _other_tensors_error(self, missing_names: Sequence[str], unexpected_keys: Sequence[str]) -> UserError:
         """Return the error for tensors that are missing, or that the model does not have."""
-        expected = "no others"
+        expected = "only the model's tensors"
         if missing_names:
-            expected = f"also {join_names(missing_names, _MAX_LISTED)}"
+            expected = f"tensors with the names {join_names(missing_names, _MAX_LISTED)}"
 
-        got = f"{len(self.tensors)} tensors without them"
+        got = f"{len(self.tensors)} tensors, but not these"
         if unexpected_keys:
-            got = f"others: {join_names(unexpected_keys, _MAX_LISTED)}"
+            got = f"unexpected tensors: {join_names(unexpected_keys, _MAX_LISTED)}"
         return UserError(
-            "the Megatron checkpoint has other tensors than the model",
+            "the tensors of the Megatron checkpoint do not match the model",
             where=str(self.path),
             expected=expected,
             got=got,
@@ -362,7 +362,7 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
 
 
 def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
-    """Read the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
+    """Read the metadata of an ``iter_*`` folder, or of the newest iteration in a folder with a tracker.
 
     ``setting`` is the configuration key of the path. Raises UserError for other formats and damaged files.
     """
@@ -385,7 +385,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
         if backend:
             got = repr(backend)
         raise UserError(
-            "the checkpoint does not have the format that can be read",
+            "the checkpoint has a format that cannot be read",
             where=setting,
             expected=f'{FORMAT} with "sharded_backend": "torch_dist"',
             got=f"{folder}: {got}",

@@ -158,7 +158,7 @@ def arrange_parameters(
     """Compute the location of each shard of each parameter, in buckets of ``bucket_sizes`` elements.
 
     ``vocabulary_rows`` is the number of rows of the padded vocabulary. Raises UserError if the model would
-    have buckets of other sizes on the layout of the ``arguments``.
+    have buckets of different sizes on the layout of the ``arguments``.
     """
     # An explicit layout string can distribute layers in any way, and is not parsed.
     layout = writer_layout(arguments)
@@ -294,8 +294,8 @@ def _layer_parameters(
         yield sort_key, _shard_parameter(model, f"decoder.layers.{layer}.{name}", weight, tensor_rank)
         return
 
-    # A grouped module has one linear layer of all experts. A module per expert has both linear layers of this
-    # expert.
+    # In a grouped module each linear layer has the weights of all experts. Otherwise each expert is a module
+    # with two linear layers.
     linear_name, parameter_name = weight.name.split(".")[-2:]
     linear_index = int(linear_name == "linear_fc2")
     is_replica = tensor_rank >= model.layout.expert_tensor
@@ -362,7 +362,7 @@ def _locate_parameters(
     first_bucket: Bucket,
     size_by_bucket: Mapping[Bucket, int],
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
-    """Yield each parameter of a buffer with its bucket, and its first element in the bucket.
+    """Yield (parameter, bucket, index of its first element in the bucket) for each parameter of a buffer.
 
     ``first_bucket`` is the buffer's first bucket, and ``size_by_bucket`` the number of elements of every
     bucket. Raises UserError if the parameters do not fill the buckets exactly.
@@ -398,8 +398,8 @@ def _locate_parameters(
                 buffer_bucket_sizes.append(size)
         total_elements = sum(math.prod(parameter.shape) for parameter in parameters)
         raise mismatched_buffers_error(
-            f"in {first_bucket.buffer_name()} {len(parameters)} parameters of together {total_elements} "
-            "elements",
+            f"in {first_bucket.buffer_name()} {len(parameters)} parameters with {total_elements} elements "
+            "in total",
             f"buckets of {' + '.join(map(str, buffer_bucket_sizes)) or 'no'} elements",
         )
 

@@ -384,7 +384,7 @@ def _read_directory_tensors(folder: Path) -> CheckpointTensors:
             continue
         location_by_start = locations_by_name.get(name, {})
 
-        # Buckets of an optimizer's buffer. States of other optimizers than Adam are skipped.
+        # Buckets of an optimizer's buffer. States of optimizers other than Adam are skipped.
         bucket_match = _BUCKET_NAME.fullmatch(name)
         if bucket_match:
             *bucket_numbers, state = bucket_match.groups()
