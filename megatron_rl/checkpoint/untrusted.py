@@ -47,7 +47,7 @@ HARMLESS = frozenset(
         ("numpy._core.multiarray", "_reconstruct"),
     }
 )
-"""Names (module, global) in the pickles of Megatron's format that are safe to call: they only make values."""
+"""Names (module, global) in the pickles of Megatron's format that are safe to call: they create values."""
 _LISTED = 8
 """Maximum number of names in an error."""
 _ARCHIVE_MAGIC = b"PK\x03\x04"

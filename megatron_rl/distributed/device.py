@@ -25,7 +25,7 @@ from megatron_rl.distributed.rendezvous import open_store, rendezvous_error
 from megatron_rl.launcher import current_launch
 from megatron_rl.shapes.accelerator import HOPPER
 
-# Connect pairs of ranks on first use: else each gloo group connects all pairs, with thousands of sockets.
+# Connect pairs of ranks on first use. Otherwise each gloo group connects all pairs by thousands of sockets.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 _ON_HOST = not torch.cuda.is_available()
@@ -565,7 +565,7 @@ def _raise_for_nondeterministic_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Stand-in for a CUDA stream or event on the host. Its methods do nothing: operations run in order."""
+    """Replacement for CUDA streams and events on the host, where operations run in order: it does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()

@@ -206,7 +206,7 @@ class Watch:
         self._stopped.set()
 
     def _watch_until_stopped(self) -> None:
-        """Report and check until the watch stops or the job hangs; the main function of the thread."""
+        """Run the thread: report and check until the watch stops or the job hangs."""
         detector = None
         last_store_reply = time.monotonic()
         while not self._stopped.wait(self._interval):
@@ -304,7 +304,8 @@ def join_job(
 ) -> None:
     """Join the job, and start a `Watch` that aborts it when no rank makes progress for ``limit`` seconds.
 
-    ``limit`` also bounds the rendezvous. Collective over the world.
+    ``limit`` also bounds the rendezvous. The other arguments are as in `Watch`; ``abort`` is by default
+    `exit_immediately`. Collective over the world.
     """
     global _watch
     device.initialize(limit, watched=True)

@@ -161,7 +161,14 @@ def export_model(
         stored_names=stored_names,
         fused_experts=fused_experts,
     )
-    write_other_files = partial(_write_other_files, model.hf_config, content, dtype, source, names_to_copy)
+    write_other_files = partial(
+        _write_other_files,
+        model.hf_config,
+        content,
+        dtype,
+        source,
+        names_to_copy,
+    )
     _write_checkpoint_folder(model, Path(path), content, slice_bytes, write_other_files)
 
 
@@ -455,8 +462,8 @@ def _schedule_transfers(
 ) -> list[list[tuple[Region, int, int]]]:
     """Return the transfers of each export step, each as (region, writing rank, sending rank).
 
-    Each of ``steps`` maps writing ranks to their slices. If several ranks hold a region, they alternate as
-    the sender.
+    Each of ``steps`` maps writing ranks to their slices, and ``sources`` are the boxes of all ranks. If
+    several ranks hold a region, they alternate as the sender.
     """
     # List the boxes that each writer needs, and (first row, step) of every slice by tensor name.
     boxes_by_writer: dict[int, list[TensorBox]] = {}

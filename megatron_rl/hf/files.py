@@ -296,7 +296,12 @@ class CheckpointFiles:
         if scales_name in self._files:
             scales_shape = self._read_stored_shape(scales_name)
         if not has_mxfp4_scales(blocks_shape, scales_shape):
-            raise mxfp4_error(str(self._files[location.name]), location.name, blocks_shape, scales_shape)
+            raise mxfp4_error(
+                str(self._files[location.name]),
+                location.name,
+                blocks_shape,
+                scales_shape,
+            )
 
         # Read the complete blocks that contain the columns: each block has one scale.
         first_row, first_column = start
@@ -370,7 +375,12 @@ class CheckpointFiles:
         scale_name = self._locate(self._tensor_scales[name]).name
         scale = self._open_file(self._files[scale_name]).get_tensor(scale_name)
         if not has_one_element(tuple(scale.shape)):
-            raise nvfp4_error(str(self._files[scale_name]), name, self.shape(name), tuple(scale.shape))
+            raise nvfp4_error(
+                str(self._files[scale_name]),
+                name,
+                self.shape(name),
+                tuple(scale.shape),
+            )
         return scale.float().reshape(())
 
     def is_quantized(self, name: str) -> bool:
@@ -514,6 +524,7 @@ def write_index(
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map |= dict.fromkeys(names, file)
+
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": weight_map,

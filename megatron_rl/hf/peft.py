@@ -48,7 +48,11 @@ def record_base_checksum(model: ParallelModel, path: str | Path) -> None:
         return None
 
     # The call is collective, so every rank must run it; only the first rank has a result.
-    checksums = run_on_all_ranks_or_raise(read_checksum, "read the model's weights", model.groups.all)
+    checksums = run_on_all_ranks_or_raise(
+        read_checksum,
+        "read the model's weights",
+        model.groups.all,
+    )
     model.adapters = replace(model.adapters, base=checksums[0])
 
 

@@ -108,10 +108,11 @@ def fill_parameters(
 ) -> None:
     """Fill ``parameters``, which have the names and shapes of a model's `live_parameters`, from a checkpoint.
 
-    All ranks read in parallel: each rank reads the parameters that are assigned to it, then broadcasts them
-    in place to the ranks with the same parameters. A rank needs additional memory for only one slice. If
-    reading fails on one rank, all ranks raise before the first broadcast. For a model without
-    `ParallelGroups` each rank reads all parameters. Collective over the model's ranks.
+    ``open_files`` opens the checkpoint. All ranks read in parallel: each rank reads the parameters that are
+    assigned to it, then broadcasts them in place to the ranks with the same parameters. A rank needs
+    additional memory for only one slice. If reading fails on one rank, all ranks raise before the first
+    broadcast. For a model without `ParallelGroups` each rank reads all parameters. Collective over the
+    model's ranks.
     """
     groups = getattr(model, "groups", None)
     if groups is None:

@@ -164,7 +164,8 @@ class _HeadNorm(RmsNorm):
     ) -> None:
         norm_config = copy(config)
         norm_config.layernorm_zero_centered_gamma = False
-        # Ranks differ by heads, not by tokens: `forward` sums gradients, which Megatron must not do again.
+        # Ranks have different heads of the same tokens. The backward pass of `forward` already sums the
+        # gradients over ranks, so Megatron must not sum them again.
         norm_config.sequence_parallel = False
         super().__init__(norm_config, size, config.layernorm_epsilon)
         self.group = group

@@ -69,7 +69,7 @@ def prepare_biased_experts(layers: Iterable[Any]) -> None:
             continue
         for expert in module.local_experts:
             linear: Any = expert.linear_fc2
-            # An expert is on one rank: without this flag the layer would call a collective over that rank.
+            # Each expert is on one rank: without this flag its layer would call a collective over that rank.
             linear.explicit_expert_comm = True
             linear.bias.sequence_parallel = False
 
@@ -211,7 +211,7 @@ class _RouterReplay:
         is_training = self._routing.is_training
 
         if tokens is None:
-            # Recomputation in the backward pass, where micro-batches have the order of the forward pass.
+            # The backward pass recomputes layers in the order in which the forward pass ran micro-batches.
             tokens = self.pending_recompute.popleft()
         elif is_training:
             self._routing.count_choices(self.layer, tokens, experts)
@@ -286,7 +286,7 @@ class Routing:
         }
 
     def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
-        """Replace the methods of a router that add its losses.
+        """Replace the methods of a router that add its losses; ``replay`` is the replay of this router.
 
         Megatron's losses are means over a micro-batch, multiplied by its number of tokens, since Megatron
         later divides all gradients by the number of tokens of the batch. In this package gradients are never
@@ -309,7 +309,7 @@ class Routing:
     ) -> Tensor:
         """Attach the z-loss of the ``logits`` [T, experts] to them (Zoph et al. 2022, arXiv 2202.08906).
 
-        The loss is the mean over the mini-batch's tokens of logsumexp(logits)^2.
+        The loss is ``coefficient`` times the mean over the mini-batch's tokens of logsumexp(logits)^2.
         """
         # Without gradients this is the first pass of a recomputed layer: the recomputation adds the loss.
         if not self.is_training or not torch.is_grad_enabled():
@@ -337,9 +337,10 @@ class Routing:
     ) -> Tensor:
         """Attach the balancing loss of each row to ``probs`` (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17).
 
-        The loss is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti. For a row of L
-        tokens and E experts, c_i is the number of tokens that selected expert i, and s_ti are the ``scores``
-        [T, E]. ``routing_map`` [T, E] bool marks the selected experts.
+        The loss is ``coefficient`` times the mean over the mini-batch's rows of
+        E / (k L^2) sum_i c_i sum_t s_ti. For a row of L tokens and E experts, c_i is the number of tokens
+        that selected expert i, and s_ti are the ``scores`` [T, E]. ``routing_map`` [T, E] bool marks the
+        selected experts.
         """
         if not self.is_training:
             return probs

@@ -1,7 +1,7 @@
 """Layers that Megatron lacks, or that it has only with Transformer Engine.
 
 - Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
-  refuses sequence parallelism and its local attention packed rows.
+  refuses sequence parallelism, and its local attention refuses packed rows.
 - Gemma's scaled embeddings, local rotary angles and score caps.
 - Multi-latent attention (DeepSeek-AI 2024) on packed rows.
 """
@@ -483,8 +483,9 @@ def _attend_between_boundaries(
 ) -> Tensor:
     """Return the attention output [T, heads, value size] of rows between ``boundaries``.
 
-    Grouped keys and values are not repeated. The kernel supports a single head size, so values that are
-    narrower than keys are padded with zeros.
+    ``window`` is the number of earlier tokens that a token attends to, or None for all. Grouped keys and
+    values are not repeated. The kernel supports a single head size, so values that are narrower than keys are
+    padded with zeros.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -1015,9 +1016,9 @@ def _bind_projection(linear: type, group: Any) -> type:
 def prepare_latent_attention(layers: Iterable[Any], inverse_frequencies: Tensor) -> None:
     """Adapt layers with latent attention to packed rows.
 
-    Replaces the rotary angles, except in a user's own attention. In all layers, hooks make the projections to
-    latents return complete latents on every tensor-parallel rank. The gradients of these projections are
-    summed over the ranks, and counted once in the gradient norm.
+    Rotary angles are computed from ``inverse_frequencies``, except in a user's own attention. In all layers,
+    hooks make the projections to latents return complete latents on every tensor-parallel rank. The gradients
+    of these projections are summed over the ranks, and counted once in the gradient norm.
     """
     for layer in layers:
         attention = layer.self_attention

@@ -260,7 +260,7 @@ def _compute_gradients(
     if rules:
         cap = None
 
-    # Loop over rows outside: the float32 sum of the weight's gradient then needs only the rows of one tile.
+    # The outer loop is over rows: the float32 sum of the weight's gradient then has the rows of one tile.
     for tile_shard, row_span in _row_tiles(shard, len(weight), tile_rows):
         tile_weight = weight[row_span]
         tile_weight_gradient = None
@@ -615,7 +615,7 @@ def kernels_work(dtype: torch.dtype) -> bool:
     """
     try:
         value_error, gradient_errors = measure_kernel_errors(dtype)
-    except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
+    except Exception as error:  # such as a missing compiler, or too little GPU memory
         warnings.warn(f"the Triton kernels of log-probs do not run here: {first_line(error)}", stacklevel=2)
         return False
 

@@ -376,8 +376,9 @@ def build_model(
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
     ``attention`` is ``transformer_engine``, ``torch``, or None for Transformer Engine if it is installed and
-    torch otherwise. ``head`` is ``lm``, or ``value`` for a scalar head in place of the output layer. A
-    ``provider`` builds the chunks itself, and their TransformerConfig becomes the model's. Call only on the
+    torch otherwise. ``head`` is ``lm``, or ``value`` for a scalar head in place of the output layer.
+    ``overrides`` are TransformerConfig fields that the user has set; ``recompute`` is as in `role_settings`.
+    A ``provider`` builds the chunks itself, and their TransformerConfig becomes the model's. Call only on the
     ranks of ``groups``.
 
     The defaults on an accelerator depend on ``replays_routing`` (whether recorded choices of experts may be

@@ -195,7 +195,7 @@ def min_bins_bound(lengths: Sequence[int], budget: int) -> int:
     need one bin each, and leave no room for items of k or more. Medium items (over half a bin) need one bin
     each, too. Small items (from k to half a bin) need further bins if they do not fit into these bins.
     """
-    # The simplest bound is the sum of all items.
+    # The simplest bound is the sum of all sizes divided by the budget.
     sizes = sorted(min(length, budget) for length in lengths)
     bound = -(-sum(sizes) // budget)
 

@@ -1,7 +1,7 @@
 """The mapping between Hugging Face tensors and Megatron's parameters, from the table of model families.
 
-`import_parameters` fills parameters only with views and ``copy_``. It can therefore run
-on meta tensors, where a recorder converts each copy to a box. Import, export and resharding use these boxes.
+`import_parameters` fills parameters only with views and ``copy_``. It can therefore run on meta tensors,
+where a recorder converts each copy to a box. Import, export and resharding use these boxes.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class PassGuard:
         return result
 
     def _try_pass(self, compute: Callable[[int], Result], budget: int) -> tuple[Any, bool]:
-        """Run a pass; return its result, and whether any rank ran out of memory."""
+        """Run ``compute(budget)``; return its result, and whether any rank ran out of memory."""
         self._budget = budget
         self._microbatch_tokens = 0
         self._voted = False
@@ -229,7 +229,10 @@ class PassGuard:
             max_over_ranks(self._vote, self.model.groups.all)
 
     def _discard_pass(self, clear: Callable[[], None] | None) -> None:
-        """Free the tensors of a failed pass, and reset the state of the model that it changed."""
+        """Free the tensors of a failed pass, and reset the state of the model that the pass changed.
+
+        ``clear`` zeroes the gradients of a training pass.
+        """
         for chunk in self.model.wrapped:
             # With overlap_grad_reduce, bucket groups of Megatron-Core 0.19 count the gradients of a step, and
             # expect all of them at the next reset. Waiting for a reduction cannot hang here: a pass with
@@ -253,7 +256,7 @@ class PassGuard:
     def _raise_on_all_ranks(self, reason: str) -> None:
         """Raise OutOfMemory with the first failed rank's report on every rank.
 
-        Collective over the role's ranks.
+        ``reason`` is the reason why the pass is not repeated. Collective over the role's ranks.
         """
         shortages: list[Shortage | None] = [self._shortage]
         if len(self.model.groups.layout.ranks) > 1:
@@ -266,7 +269,8 @@ class PassGuard:
 def find_repeat_obstacle(model: ParallelModel, *, is_training: bool) -> str | None:
     """Return the reason why the ranks of a model cannot repeat a pass together, or None.
 
-    If ranks exchange tensors inside a pass, the peers of a failed rank would wait in a collective forever.
+    ``is_training``: whether the pass has a backward pass. If ranks exchange tensors inside a pass, the peers
+    of a failed rank would wait in a collective forever.
     """
     if device.is_simulated():
         return "a simulation has no memory"

@@ -320,7 +320,7 @@ def _select_routed_tokens(
     if experts is None:
         return RoutedTokens(None, num_real_tokens, token_rows)
 
-    # At -1 the router selects the experts, as it does for padding.
+    # -1 means that the router selects the experts, as for padding tokens.
     replayed = torch.full((local_range.stop - local_range.start, *experts.shape[1:]), -1, dtype=experts.dtype)
     replayed[:num_real_tokens] = experts[positions[local_range]]
     return RoutedTokens(replayed, num_real_tokens, token_rows)

@@ -416,7 +416,8 @@ def _effective_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("add_bias_linear"):
         values["add_qkv_bias"] = True
 
-    # The width of experts defaults to the MLP's, which has no other effect if every layer has experts.
+    # The width of experts defaults to the width of the MLP. If every layer has experts, the width of the MLP
+    # has no other effect.
     if values.get("num_experts"):
         expert_width = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
         expert_layers = _expert_layers(values)

@@ -1,4 +1,4 @@
-"""Description of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
+"""Metadata of a checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
 Megatron-LM stores arguments and the directory of tensors as pickles. They are read without running code: the
 reader replaces all functions and classes by inert values (`pickles`). The reader needs no torch, so that
@@ -111,7 +111,7 @@ class MegatronCheckpoint:
         return f"{description}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
-        """Return the reasons, as errors, why Adam cannot resume from the checkpoint's optimizer state.
+        """Return the errors that prevent Adam from resuming with the checkpoint's optimizer state.
 
         ``shape`` is the model to train. ``setting`` is the configuration key that requests the resume.
         """
@@ -468,8 +468,8 @@ def _contains_parameter(
 def _locations_in_layers(weight: Weight, layer: int, expert: int | None) -> list[Location]:
     """Return the possible locations of a layer's parameter, first in stacked, then in separate tensors.
 
-    Megatron stacks all layers in one tensor if they are equal. Names differ between Transformer Engine's
-    layers and Megatron's plain layers.
+    A parameter outside of experts has no ``expert``. Megatron stacks all layers in one tensor if they
+    are equal. Names differ between Transformer Engine's layers and Megatron's plain layers.
     """
     expert_index: tuple[int, ...] = ()
     names = [name for name in (weight.fused, weight.name) if name]

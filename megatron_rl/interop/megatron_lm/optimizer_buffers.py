@@ -200,9 +200,9 @@ def _iterate_rank_groups(
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
     """Yield each group of ranks with equal parameters, as (optimizer, group, shard, parameters by chunk).
 
-    ``optimizer`` and ``group`` are the first two numbers of the group's `Bucket`. ``shard`` is the (tensor,
-    expert, expert-tensor) rank. With ``has_separate_experts`` experts have a separate optimizer, and
-    therefore separate groups.
+    ``stages`` has the layers of each chunk of each pipeline stage. ``optimizer`` and ``group`` are the first
+    two numbers of the group's `Bucket`. ``shard`` is the (tensor, expert, expert-tensor) rank. With
+    ``has_separate_experts`` experts have a separate optimizer, and therefore separate groups.
     """
     layout = model.layout
     expert_shard_count = layout.expert * layout.expert_tensor
@@ -389,7 +389,7 @@ def _locate_parameters(
             break
         yield parameter, bucket, start
 
-    # Parameters and buckets must end together.
+    # The last parameter must end at the end of the last bucket.
     if end != size_by_bucket.get(bucket) or _next_bucket(bucket) in size_by_bucket:
         # The first three numbers of a bucket's name identify its buffer.
         buffer_bucket_sizes: list[int] = []
