@@ -8,7 +8,7 @@ during a role's turn, the peak includes only the largest turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.adapters import (
@@ -94,7 +94,7 @@ class RankMemory:
     """
 
     rank: int
-    """Rank in the world, the lowest of all ranks with the same items."""
+    """Rank in the world, the lowest of the estimated ranks with the same items."""
     items: tuple[MemoryItem, ...]
     """All contributors to the rank's memory."""
 
@@ -194,11 +194,13 @@ def memory_plan(
     layouts: Mapping[str, ParallelLayout],
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
+    ranks: Iterable[int] | None = None,
 ) -> list[RankMemory]:
-    """Estimate the memory of all ranks, fullest first; ranks with equal items are listed once.
+    """Estimate the memory of ranks, fullest first; of ranks with equal items only the lowest is listed.
 
     ``layouts`` maps each role to its layout, and ``shapes`` each role to the shape of its model; a role
     without a shape has the actor's model. A single-stage job has no ``batch``, since it only trains.
+    ``ranks``: ranks whose memory is estimated; None for all.
     """
     sleeping = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
@@ -206,12 +208,15 @@ def memory_plan(
     if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
         connection_items.append(_sync_connections_item(config, layouts, shapes["actor"]))
 
+    if ranks is None:
+        all_ranks: set[int] = set()
+        for layout in layouts.values():
+            all_ranks.update(layout.ranks)
+        ranks = all_ranks
+
     # Thousands of ranks may have only a few distinct lists of items, such as one for each pipeline stage.
-    all_ranks: set[int] = set()
-    for layout in layouts.values():
-        all_ranks.update(layout.ranks)
     lowest_rank_by_items: dict[tuple[MemoryItem, ...], int] = {}
-    for rank in sorted(all_ranks):
+    for rank in sorted(ranks):
         memory = rank_memory(config, layouts, shapes, batch, rank, sleeping, connection_items)
         lowest_rank_by_items.setdefault(memory.items, rank)
     memories = [RankMemory(rank, items) for items, rank in lowest_rank_by_items.items()]

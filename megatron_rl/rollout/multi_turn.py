@@ -409,10 +409,12 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         end = start + len(observed_tokens)
         if start < len(sequence.tokens):
-            # Replay: the observation must equal the existing tokens, which must not be sampled tokens.
-            existing_tokens = sequence.tokens[start:end].tolist()
-            has_sampled = any(sequence.is_sampled(position) for position in range(start, end))
-            if has_sampled or existing_tokens != observed_tokens:
+            # Replay: the observation must equal all existing tokens before the next turn, which begins with a
+            # sampled token.
+            next_turn = start
+            while next_turn < len(sequence.tokens) and not sequence.is_sampled(next_turn):
+                next_turn += 1
+            if sequence.tokens[start:next_turn].tolist() != observed_tokens:
                 self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= compute_response_room(sequence, self.engine.max_model_len):

@@ -74,15 +74,11 @@ def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
         batch = None
         if config.job == TRAIN:
             batch = batch_plan(config, layouts)
-        plans = memory_plan(config, layouts, shape_by_role, batch)
+        (plan,) = memory_plan(config, layouts, shape_by_role, batch, [rank])
     except Exception as error:
         # Report the out-of-memory error even if the estimate fails.
         return f"a rank that fits; `check` has no estimate: {first_line(error)}"
 
-    # Of several ranks with equal items, only the lowest has a plan. Without a plan for this rank, use the
-    # plan with the highest peak.
-    plan_by_rank = {plan.rank: plan for plan in plans}
-    plan = plan_by_rank.get(rank, plans[0])
     items = [item for item in plan.items if estimated_phase in item.phases]
     items.sort(key=lambda item: -item.bytes)
     item_texts = [f"{item.name} {item.bytes / _GIB:.2f}" for item in items[:_LISTED_ITEMS]]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from config_workspace import CONFIG
+import torch
+from config_workspace import CONFIG, write_workspace
 
 from megatron_rl.config.budget import memory_plan, optimizer_bytes_per_parameter, optimizer_bytes_saved
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
 from megatron_rl.config.placement import role_layouts, sleeping_ranks
 from megatron_rl.config.sections.models import CriticConfig, LoraConfig, OptimizerConfig, ReferenceConfig
+from megatron_rl.distributed import device
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import TARGETS
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.trainer.memory_report import out_of_memory_error
 
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
 
@@ -172,3 +176,22 @@ def test_an_engine_sleeps_only_where_another_role_shares_its_ranks() -> None:
         (0,): {"key-value cache": ("generate",)},
         (1,): {"key-value cache": ("generate", "score", "learn")},
     }
+
+
+def test_the_report_of_a_full_device_has_the_estimate_of_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(Path())
+    monkeypatch.setattr(device, "world_size", lambda: 4)
+    # The second of two pipeline stages has most of the memory, and each stage has two equal ranks.
+    overrides = ["actor.megatron.num_layers_in_first_pipeline_stage=1"]
+    config = load_text(CONFIG, overrides).valid()
+    estimates = []
+    for rank in range(4):
+        monkeypatch.setattr(device, "rank", lambda rank=rank: rank)
+        report = out_of_memory_error(config, torch.OutOfMemoryError("full"), f"rank {rank}", "learn", 1)
+        assert report is not None
+        estimates.append(report.expected)
+    assert all("GiB in the phase learn, as `check` estimates" in str(text) for text in estimates), estimates
+    assert estimates[0] == estimates[1] != estimates[2] == estimates[3]

@@ -210,14 +210,17 @@ class Fixed(Environment):
 """
 
 
-@pytest.mark.parametrize("text", ["-", "+" * 30], ids=["another", "a longer one"])
-def test_a_replayed_environment_with_another_observation_fails_its_episode(tmp_path: Path, text: str):
+@pytest.mark.parametrize("limit", [3, 2], ids=["with a token after it", "at the end of the sequence"])
+@pytest.mark.parametrize("text", ["+-", "+" * 30, "+"], ids=["another", "a longer one", "a shorter one"])
+def test_a_replayed_environment_with_another_observation_fails_its_episode(
+    tmp_path: Path, text: str, limit: int
+):
     (tmp_path / "fixed.py").write_text(FIXED)
     groups = started(prompts(["go"], [0]), 1, seed=4, version=3)
-    for observation, failure in (("+", None), (text, "diverged")):
+    for observation, failure in (("++", None), (text, "diverged")):
         config = EnvironmentConfig(f"{tmp_path / 'fixed.py'}:Fixed", settings={"text": observation})
         hosts = EnvironmentPool(config)
-        groups = sample(hosts, groups, 3)
+        groups = sample(hosts, groups, limit)
         hosts.close()
         outcome = groups[0].sequences[0].outcome
         assert (outcome and outcome.failure) == failure

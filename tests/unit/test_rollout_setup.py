@@ -43,6 +43,12 @@ def test_an_engine_counts_the_devices_that_its_process_sees(monkeypatch) -> None
         assert os.environ["LOCAL_RANK"] == "5"
     assert os.environ["LOCAL_RANK"] == "5"
 
+    # Without a launcher the variable is absent, before and after.
+    monkeypatch.delenv("LOCAL_RANK")
+    with set_local_rank(0):
+        assert os.environ["LOCAL_RANK"] == "0"
+    assert "LOCAL_RANK" not in os.environ
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 7, 48])

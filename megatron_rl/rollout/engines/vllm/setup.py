@@ -392,6 +392,8 @@ def set_local_rank(index: int | None) -> Iterator[None]:
     finally:
         if launcher_value is not None:
             os.environ["LOCAL_RANK"] = launcher_value
+        else:
+            os.environ.pop("LOCAL_RANK", None)
 
 
 @contextmanager
