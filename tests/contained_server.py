@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ class ForkedProcess:
         self.stdout = os.fdopen(pipes[1][0], "rb")
         self.stderr = os.fdopen(pipes[2][0], "rb")
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self._replies = self._connection.makefile("rb")
         self.pid = int(self._replies.readline())
 
@@ -174,12 +176,14 @@ class ForkedProcess:
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code; raise TimeoutExpired if the process runs longer than ``timeout`` seconds."""
-        if self.returncode is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("a forked contained process", timeout or 0.0)
-            self.returncode = int(self._replies.readline())
-            self._connection.close()
-        return self.returncode
+        # As with `subprocess.Popen`, several threads may wait for a process: only one reads the exit code.
+        with self._lock:
+            if self.returncode is None:
+                if not select.select([self._connection], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a forked contained process", timeout or 0.0)
+                self.returncode = int(self._replies.readline())
+                self._connection.close()
+            return self.returncode
 
     def terminate(self) -> None:
         """Send SIGTERM to a running process."""

@@ -332,7 +332,8 @@ class ProcessHolder(Protocol):
 
 def kill_processes(holders: Iterable[ProcessHolder]) -> None:
     """End the contained process of each holder, with all processes that it started."""
-    for holder in holders:
+    # Copy first: another thread may remove a holder whose process has ended.
+    for holder in list(holders):
         holder.process.kill()
 
 

@@ -37,6 +37,7 @@ Sample = Mapping[str, Any]
 """Sample to reward: ``prompt``, ``response``, ``ground_truth``, ``metadata``, and the optional fields that
 the function reads. ``group`` is the number of the sample's group."""
 NO_METRICS = Metrics()
+_CLOSED = "the reward workers are closed"
 
 
 # Results
@@ -213,7 +214,7 @@ class FunctionReward:
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
         """Call the function for B samples and return its answers, in the order of ``samples``."""
         if not self._finalizer.alive:
-            raise RuntimeError("the reward workers are closed")
+            raise RuntimeError(_CLOSED)
 
         outcomes: list[Answer | None] = [None] * len(samples)
         queue = deque(self._make_calls(samples))
@@ -330,8 +331,14 @@ class FunctionReward:
         """
         start_time = time.monotonic()
         for delay in (*worker_process.RESTART_DELAYS, None):
+            # Append before the wait, so that `close` from another thread ends this process, too. An earlier
+            # `close` has missed it: end it here.
             worker = self._make_worker()
-            self._workers.append(worker)  # before the wait, so that `close` in another thread ends it, too
+            self._workers.append(worker)
+            if not self._finalizer.alive:
+                worker.process.kill()
+                raise RuntimeError(_CLOSED)
+
             try:
                 worker.await_ready()
             except UserError as error:
@@ -368,7 +375,7 @@ class FunctionReward:
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:
-        """Kill the workers; later calls of `score` raise RuntimeError."""
+        """Kill the workers; later calls of `score`, and one in another thread, raise RuntimeError."""
         self._finalizer()
 
     def __enter__(self) -> FunctionReward:

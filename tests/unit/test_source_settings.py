@@ -8,6 +8,8 @@ from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,8 +24,10 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config import sampling_profiles
 from megatron_rl.config.load import describe_changes, dump, load_text
 from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
+from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.contained import process as contained_process
 from megatron_rl.data import chat_format, quickstart
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.data.forms import RecordReader
@@ -34,7 +38,8 @@ from megatron_rl.data.tokenizing import conversation_text, load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.by_source import NO_FUNCTION, SOURCE, SourceRewards
-from megatron_rl.rewards.worker import GROUP, TURNS
+from megatron_rl.rewards.function import FunctionReward, Sample
+from megatron_rl.rewards.worker import GROUP, TURNS, Answer
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import make_waiting_groups, to_prompts
 from megatron_rl.rollout.limits import AutoLimits
@@ -53,6 +58,9 @@ def waits(metadata):
     while not pathlib.Path(metadata["done"]).exists():
         time.sleep(0.01)
     return 1.0
+
+def also_waits(metadata):
+    return waits(metadata)
 
 def marks(metadata):
     pathlib.Path(metadata["done"]).touch()
@@ -178,6 +186,12 @@ def finished_groups(sources: abc.Sequence[str | None], **metadata: Any) -> list[
     return groups
 
 
+def early_rewards_of(reward: RewardRole) -> Mapping[int, Answer]:
+    """Return the early rewards of a role's only rank by row."""
+    group = SimpleNamespace(gather_objects=lambda value: [value])
+    return reward.gather_early_rewards(cast(ReplicaGroup, group))["function"]
+
+
 def test_early_rewards_of_a_source_do_not_wait_for_the_slow_function_of_another(
     functions: Callable[[str], str], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -188,14 +202,84 @@ def test_early_rewards_of_a_source_do_not_wait_for_the_slow_function_of_another(
     )
     for index, group in enumerate(finished_groups(["slow", "fast", None], done=str(tmp_path / "done"))):
         reward.start_early_rewards(index, group)
-    group = SimpleNamespace(gather_objects=lambda value: [value])
-    early = reward.gather_early_rewards(cast(ReplicaGroup, group))
+    early = early_rewards_of(reward)
     reward.close()
-    assert {row: (answer.reason, answer.reward) for row, answer in early["function"].items()} == {
+    assert {row: (answer.reason, answer.reward) for row, answer in early.items()} == {
         0: (None, 1.0),
         1: (None, 2.0),
         2: (None, 2.0),
     }
+
+
+def test_early_rewards_come_in_the_order_of_groups_and_the_first_groups_error_is_raised(
+    functions: Callable[[str], str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RewardConfig(functions("marks"), timeout=30, workers=1, limits=RewardLimitsConfig(write=True))
+    reward = RewardRole(config, tokenizer, source_functions={"slow": functions("waits")})
+    groups = finished_groups(["slow", None, "slow"], done=str(tmp_path / "done"))
+    for index, group in enumerate(groups):
+        reward.start_early_rewards(index, group)
+    assert list(early_rewards_of(reward)) == [0, 1, 2], "although the second group is rewarded first"
+
+    compute_answers = FunctionReward.compute_answers
+    second_failed = Event()
+
+    def fail(function: FunctionReward, samples: abc.Sequence[Sample]) -> list[Answer]:
+        """Fail for both functions, for that of the first group last."""
+        name = str(function.config.function).rpartition(":")[2]
+        if name == "waits":
+            second_failed.wait(30)
+        else:
+            second_failed.set()
+        raise MemoryError(name)
+
+    monkeypatch.setattr(FunctionReward, "compute_answers", fail)
+    for index, group in enumerate(groups):
+        reward.start_early_rewards(index, group)
+    with pytest.raises(MemoryError, match="waits"):
+        early_rewards_of(reward)
+
+    # The next round has only its own rewards.
+    monkeypatch.setattr(FunctionReward, "compute_answers", compute_answers)
+    reward.start_early_rewards(0, groups[1])
+    assert {row: answer.reward for row, answer in early_rewards_of(reward).items()} == {0: 2.0}
+    reward.close()
+
+
+@pytest.mark.parametrize("filter_name", [None, "waits"])
+def test_closing_ends_the_threads_and_processes_of_early_rewards(
+    functions: Callable[[str], str],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    filter_name: str | None,
+) -> None:
+    start_process = contained_process.start_process
+    processes: list[Any] = []
+
+    def start_and_record(*arguments: Any) -> Any:
+        """Start a contained process, and record it."""
+        processes.append(start_process(*arguments))
+        return processes[-1]
+
+    monkeypatch.setattr(contained_process, "start_process", start_and_record)
+    earlier_threads = set(enumerate_threads())
+    filters = FiltersConfig(function=functions(filter_name)) if filter_name else None
+    config = RewardConfig(functions("waits"), timeout=60, workers=2, limits=RewardLimitsConfig(write=True))
+    sources = {"other": functions("also_waits")}
+    reward = RewardRole(config, tokenizer, source_functions=sources, filters=filters)
+    for index, group in enumerate(finished_groups(["other", None] * 3, done=str(tmp_path / "never"))):
+        reward.start_early_rewards(index, group)
+    new_threads = set(enumerate_threads()) - earlier_threads
+    threads = [thread for thread in new_threads if thread.name.startswith("rewards ")]
+    assert len(threads) == 2 + bool(filter_name)
+
+    # A process that ends is replaced, unless `close` ended it.
+    reward.close()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert processes and all(process.poll() is not None for process in processes)
 
 
 @pytest.mark.usefixtures("workspace")
