@@ -402,8 +402,8 @@ def _read_over_bases(
     # Merge in order: each base replaces values of earlier bases, and the file itself replaces all of them.
     merged = Section()
     for base in bases:
-        # An earlier base starts from this file: merged again, it would undo the values of that base.
-        if base.resolve() in [file.resolve() for file in files]:
+        # Skip a file that an earlier base starts from: merged again, it would undo the values of that base.
+        if any(_is_same_configuration(base, file) for file in files):
             continue
         base_tree = _read_over_bases([*chain, base], str(node.origin), files, errors)
         if base_tree is None:
@@ -458,7 +458,7 @@ def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserE
         base = Path(os.path.normpath(folder / name))
         bases.append(base)
         # Compare resolved paths, so that a link or `../` cannot hide a cycle.
-        if base.resolve() in [file.resolve() for file in chain]:
+        if any(_is_same_file(base, file) for file in chain):
             errors.append(
                 UserError(
                     f"`{BASE_KEY}` leads back to a file that was already read",
@@ -470,6 +470,20 @@ def _find_base_files(node: Leaf | Section, chain: list[Path], errors: list[UserE
             )
             return []
     return bases
+
+
+def _is_same_file(first: Path, second: Path) -> bool:
+    """Return whether two paths lead to the same file, also through links."""
+    # Unlike `Path.resolve`, this raises no error for a link that leads to itself.
+    return os.path.realpath(first) == os.path.realpath(second)
+
+
+def _is_same_configuration(first: Path, second: Path) -> bool:
+    """Return whether two paths lead to the same file with the same bases."""
+    if not _is_same_file(first, second):
+        return False
+    # Bases are relative to the folder of a path: a link in another folder has other bases.
+    return _is_same_file(first.parent, second.parent) or BASE_KEY not in read_file(first, []).children
 
 
 def _merge_into_base(base: Section, section: Section, path: tuple[str, ...] = ()) -> None:

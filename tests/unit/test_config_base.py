@@ -161,12 +161,35 @@ def test_several_bases_may_share_one_and_may_not_lead_back(folder: Path) -> None
     assert [str(file) for file in loaded.files] == ["a.yaml", "one.yaml", "base.yaml", "two.yaml"]
     # Also where it is named by itself after a file that starts from it, or through a link.
     Path("link.yaml").symlink_to("base.yaml")
-    for name in ("base.yaml", "link.yaml"):
+    Path("links").mkdir()
+    write("links/three.yaml", "base: [../one.yaml, base.yaml]\n")
+    Path("links/base.yaml").symlink_to("../base.yaml")
+    for name in ("base.yaml", "link.yaml", "links/base.yaml", "links/three.yaml"):
         assert load_config(write("d.yaml", f"base: [one.yaml, {name}]\n")).steps == 7
     error = one_error(write("two.yaml", "base: [base.yaml, a.yaml]\n"))
     assert error["got"] == "two.yaml -> a.yaml -> two.yaml" and error["where"] == "a.yaml:1"
     error = one_error(write("c.yaml", "base: [base.yaml, gone.yaml]\n"))
     assert (error["message"], error["where"]) == ("gone.yaml does not exist", "c.yaml:1")
+
+
+def test_a_link_in_another_folder_has_the_bases_of_that_folder(folder: Path) -> None:
+    for name in ("first", "second"):
+        Path(name).mkdir()
+    write("first/common.yaml", "base: own.yaml\nevaluation: {every: 5}\n")
+    write("first/own.yaml", "base: ../base.yaml\nsteps: 7\n")
+    write("second/own.yaml", "base: ../base.yaml\nseed: 9\n")
+    Path("second/common.yaml").symlink_to("../first/common.yaml")
+    loaded = load(write("a.yaml", "base: [first/common.yaml, second/common.yaml]\n"))
+    config = loaded.valid()
+    assert (config.steps, config.seed, config.evaluation.every) == (7, 9, 5)
+    assert "second/own.yaml" in map(str, loaded.files)
+
+
+def test_a_base_that_is_a_link_to_itself_is_an_error(folder: Path) -> None:
+    Path("loop.yaml").symlink_to("loop.yaml")
+    for value in ("loop.yaml", "[base.yaml, loop.yaml]"):
+        error = one_error(write("a.yaml", f"base: {value}\n"))
+        assert error["message"] == "the configuration file cannot be read"
 
 
 @pytest.mark.parametrize("value", ["[]", "[base.yaml, 3]", "3", "{a: b}", "''", "null"])
