@@ -1,6 +1,7 @@
 """Model shapes: parameter totals of published checkpoints, and reading of a config.json."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +60,20 @@ def test_presets_of_base_models_name_the_instruct_model_of_their_shape() -> None
     assert [is_base_model(base) for base in bases] == [True] * 4
     assert not is_base_model("Qwen/Qwen2.5-7B"), "a base model with a chat template"
 
-    # Those whose config.json is packaged have the shape of their preset, which has no limit of positions.
+    # Organisation and size are those of the base model, whose config.json the preset has.
+    presets = {name: preset for name, preset in load_presets().items() if "instruct" in preset}
+    for name, preset in presets.items():
+        base_words, words = (
+            re.findall(r"[a-z]+(?=/)|\b\d+(?:x\d+)?b\b", repo.lower())
+            for repo in (preset["source"].partition(" of ")[2], preset["instruct"])
+        )
+        assert len(words) == 2 and base_words[:2] == words, name
+    # Of Mistral 7B, v0.3 has another vocabulary than v0.1 and v0.2.
+    assert load_shape("mistral-7b").vocab == 32000 and repos["mistral-7b"] == (
+        "mistralai/Mistral-7B-Instruct-v0.2"
+    )
+
+    # Of a packaged config.json the shape equals that of the preset, except for the number of positions.
     for name, folder in {
         "llama-3-70b": "Llama-3.1-70B-Instruct",
         "llama-3.1-405b": "Llama-3.1-405B-Instruct",
