@@ -32,11 +32,11 @@ from megatron_rl.rollout.scheduler import (
     compute_response_room,
 )
 from megatron_rl.rollout.stopping import StopTextFinder
-from megatron_rl.rollout.types import Completion, Sequence
+from megatron_rl.rollout.types import OBSERVED, Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
 DIVERGED = "diverged"
-"""Failure of an environment that returned a different observation or prompt in a replay."""
+"""Failure of an environment that returned a different observation or prompt in a replay, or ended earlier."""
 
 ENGINE = "engine"
 """Failure of an episode whose request the engine could not sample."""
@@ -263,7 +263,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
             else:
-                self._finish_sequence(conversation, event)
+                self._process_episode_end(conversation, event)
 
     def close(self) -> None:
         """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
@@ -376,6 +376,22 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._send_turn(conversation, end)
         else:
             conversation.awaits_turn = True
+
+    def _process_episode_end(
+        self,
+        conversation: _Conversation,
+        event: EpisodeEnd,
+    ) -> None:
+        """Finish a sequence whose environment has ended.
+
+        Fail the episode if existing observations follow, which a replayed environment has not returned.
+        """
+        remaining_versions = conversation.sequence.versions[conversation.exchanged_tokens :]
+        if event.failure is None and OBSERVED in remaining_versions:
+            message = "the replayed environment ended before an observation"
+            self._fail_episode(conversation, DIVERGED, message)
+        else:
+            self._finish_sequence(conversation, event)
 
     def _append_observed(
         self,

@@ -204,6 +204,8 @@ class Fixed(Environment):
 
     async def run(self, episode):
         await episode.generate(limit=2)
+        if self.text == "none":
+            return 1.0
         episode.observe(self.text)
         await episode.generate(limit=9)
         return 1.0
@@ -211,7 +213,9 @@ class Fixed(Environment):
 
 
 @pytest.mark.parametrize("limit", [3, 2], ids=["with a token after it", "at the end of the sequence"])
-@pytest.mark.parametrize("text", ["+-", "+" * 30, "+"], ids=["another", "a longer one", "a shorter one"])
+@pytest.mark.parametrize(
+    "text", ["+-", "+" * 30, "+", "none"], ids=["another", "a longer one", "a shorter one", "none"]
+)
 def test_a_replayed_environment_with_another_observation_fails_its_episode(
     tmp_path: Path, text: str, limit: int
 ):
