@@ -84,6 +84,7 @@ def test_an_estimate_is_an_error_beyond_what_it_may_be_wrong_by(gib: int, errors
         assert "recompute" not in str(error.fix) and "actor.offload" not in str(error.fix)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
 def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -242,6 +243,7 @@ def test_settings_that_are_refused_or_tried_exist() -> None:
         assert TRIED[kind] <= set(class_fields(*classes) or ())
 
 
+@pytest.mark.slow
 def test_what_megatron_did_not_answer_is_not_ready() -> None:
     override = "actor.megatron.hidden_dropout=0.1"
     verdict = report_text(check(override, patience=0.01), "config.yaml").partition("\n")[0]

@@ -260,7 +260,13 @@ def test_overrides_stand_before_or_after_options(workspace: Path) -> None:
     assert stopped.value.code == 2
 
 
-@pytest.mark.parametrize("words", [(), ("actor.megatron.hidden_dropout=0.1",)], ids=["plain", "tried"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("actor.megatron.hidden_dropout=0.1",), id="tried", marks=pytest.mark.slow),
+    ],
+)
 def test_check_imports_nothing_heavy(workspace: Path, words: tuple[str, ...]) -> None:
     program = (
         "import sys\n"
@@ -332,7 +338,7 @@ def test_each_recipe_of_a_published_model_fits_its_gpus(
     ("name", "total", "per_rank"),
     [
         ("configs/qwen2.5-7b-8gpu.yaml", 7, 3),
-        ("configs/bench/qwen3-235b-a22b-256gpu.yaml", 356, 12),
+        pytest.param("configs/bench/qwen3-235b-a22b-256gpu.yaml", 356, 12, marks=pytest.mark.slow),
         pytest.param("configs/bench/llama3.1-405b-512gpu.yaml", 310, 9, marks=pytest.mark.campaign),
         pytest.param("configs/bench/deepseek-v3-1024gpu.yaml", 178, 6, marks=pytest.mark.campaign),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 from megatron.core.transformer import mlp
@@ -11,6 +12,7 @@ from torch._dynamo.utils import counters
 from megatron_rl.distributed.compiled import compile_for_any_shape
 
 
+@pytest.mark.slow
 def test_one_kernel_takes_every_number_of_tokens() -> None:
     compile_for_any_shape()
     before = counters["stats"]["unique_graphs"]

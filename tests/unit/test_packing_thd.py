@@ -135,7 +135,7 @@ def documented_varlen_attn(
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", pytest.param("deepseek-v3", marks=pytest.mark.slow)])
 def test_attention_between_boundaries_is_that_of_rows_by_length(family, tmp_path, monkeypatch):
     """Grouped keys, a window, and values narrower than keys, as torch's kernel takes them."""
     real = inspect.signature(varlen.varlen_attn).parameters

@@ -56,7 +56,10 @@ def checked(path: Path):
         ("qwen3-30b-a3b", "--gpus", "24", "--no-reference"),
         pytest.param(("deepseek-v3", "--gpus", "512", "--response-tokens", "4096"), marks=pytest.mark.slow),
         pytest.param(("qwen3-8b", "--gpus", "16", "--algorithm", "ppo"), marks=pytest.mark.campaign),
-        ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
+        pytest.param(
+            ("qwen3-32b", "--gpus", "64", "--algorithm", "ppo", "--critic", "qwen3-8b"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("llama-3-70b", "--gpus", "128", "--algorithm", "ppo", "--no-reward-model"),
             marks=pytest.mark.slow,

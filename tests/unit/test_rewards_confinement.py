@@ -180,6 +180,7 @@ def test_a_forked_child_that_returns_answers_nothing(file: str) -> None:
     assert result.valid.all() and result.rewards.tolist() == [1.0] * 20
 
 
+@pytest.mark.slow
 def test_limits_of_processes_memory_and_processor_time(file: str) -> None:
     assert "limit: started more than 16 processes" in one(file, "bomb", timeout=60.0)
     assert "limit: held more than 1 GiB" in one(file, "memory_of_children", timeout=60.0)

@@ -148,6 +148,7 @@ def test_a_full_disk_of_tensorboard_is_said_without_a_traceback(folder: RunFolde
     thread.join()
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) -> None:
     said: list[str] = []
     folder.tensorboard.rmdir()
