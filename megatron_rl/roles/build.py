@@ -1,8 +1,8 @@
 """Construction of a run's roles from its resolved configuration.
 
-The one idea: `build_model_role` builds every role that has a Megatron model, from the role's entry in the
-table of `config.roles` and its section of the configuration. `build_roles` adds the rollout engine, the
-weight sync and the rewards.
+`build_model_role` builds every role that has a Megatron model, from the role's entry in the table of
+`config.roles` and its section of the configuration. `build_roles` adds the rollout engine, the weight sync
+and the rewards.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
 
 
 def build_forward_roles(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles other than the actor that run a forward pass before a step's updates: name -> role.
+    """Build the roles that run a forward pass before a step's updates, except the actor: name -> role.
 
     These are the roles that the algorithm needs, such as a critic, and configured roles that are independent
     of the algorithm, such as teachers. Collective over the world.
@@ -346,9 +346,9 @@ def build_model_role(
 
     ``updates``: number of optimizer steps of the learning-rate schedule; None builds no optimizer. Ignored
         for a role that training steps do not update.
-    ``actor``: actor to share weights with, if ``spec`` allows it and both start from the same weights, or
-        None. The role then uses the actor's model with the actor's adapters disabled, or the actor's base
-        weights with separate adapters.
+    ``actor``: actor whose weights the role may share, or None. Weights are shared if ``spec`` allows it and
+        both roles start from equal weights. The role then uses the actor's model with the actor's adapters
+        disabled, or the actor's base weights with separate adapters.
     ``top_tokens``: number of most likely tokens that the role returns for each distribution, or 0.
 
     Collective over the world.
@@ -445,7 +445,7 @@ def _find_starting_model(
 ) -> tuple[str | None, bool]:
     """Return the path of the Hugging Face model that a role starts from, and whether it is trainable.
 
-    Returns None as path if neither a stage nor the role's section names a model.
+    Returns None as the path if neither a stage nor the role's section names a model.
     """
     if spec is ACTOR:
         return current_model(config), True
@@ -549,10 +549,10 @@ def build_pretrained(
 
 
 def weights_folder(config: RunConfig, path: str | None) -> str:
-    """Return the folder to read a role's initial weights from: ``path``, or `model.path` for None.
+    """Return the folder with a role's initial weights: ``path``, or `model.path` for None.
 
-    If ``path`` is the model of the actor's stages and does not exist yet, the folder is also `model.path`:
-    the stage's model is loaded into the role after the stage has written it.
+    The folder is also `model.path` if the actor's stages have not written the model at ``path`` yet. The
+    stage's model is loaded into the role after the stage has written it.
     """
     if path is None or (path == starting_model(config) and not Path(path).is_dir()):
         return config.model.path
@@ -560,10 +560,10 @@ def weights_folder(config: RunConfig, path: str | None) -> str:
 
 
 def _load_model_provider(config: RunConfig, path: str) -> Provider | None:
-    """Return the user's model code (`model.provider`) for the model at ``path``.
+    """Return the user's model code (`model.provider`) for the model at ``path``, or None.
 
-    Returns None without such code, and for a model whose shape differs from `model.path`, such as a smaller
-    reward model, which is built with Megatron's GPTModel.
+    Returns None if `model.provider` is not set. Also returns None if the shape of the model differs from
+    `model.path`, for example for a smaller reward model. Such a model is built with Megatron's GPTModel.
     """
     if config.model.provider is None:
         return None
@@ -613,9 +613,9 @@ def _build_hybrid_engine(
 
 
 def _routing_shape(config: RunConfig, replay_mode: str) -> tuple[int, int] | None:
-    """Return the shape of a token's routing, (layers, experts per token), if it is replayed; otherwise None.
+    """Return the shape of a token's routing, or None if `actor.routing_replay` is not ``replay_mode``.
 
-    ``replay_mode``: value of `actor.routing_replay` with which the caller needs the routing.
+    The shape is (layers, experts per token).
     """
     if config.actor.routing_replay != replay_mode:
         return None

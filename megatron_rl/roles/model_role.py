@@ -43,19 +43,19 @@ class ModelRole:
     ``tokens_per_microbatch``: maximum number of tokens in a packed micro-batch.
     ``outputs``: names of the model's outputs per token, such as ``log_probs``, in the order of the model's
         head.
-    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such outputs.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None to omit these outputs.
     ``top_outputs``: names of the two outputs with the ids and log-probs of the most likely tokens.
     ``optimizer``: optimizer of the model's weights, or None for a role that is not trained.
     ``metric_prefix``: prefix of the optimizer's metrics, by default the name.
     ``offload``: whether the model is moved to host memory while the role does not run.
     ``routing_shape``: (layers, experts per token) if `infer` also returns the routing, or None.
-    ``shares_model_with``: role whose model this role runs with its adapters disabled, as for a reference, or
-        None if the role has a separate model.
+    ``shares_model_with``: role whose model this role uses with the adapters disabled, as a reference does, or
+        None if this role has a separate model.
     ``shares_base_with``: role whose base weights this role's adapters use, or None.
     ``squared_probs``: whether `infer` also returns `Scores.squared_probs`.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
-    ``guard``: guard that repeats forward and backward passes that ran out of memory on smaller micro-batches,
-        and measures the memory of passes if ``measures_memory``.
+    ``guard``: handler of forward and backward passes that run out of memory: it repeats them on smaller
+        micro-batches. With ``measures_memory`` it also measures the memory of passes.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ModelRole:
             self.residency.optimizer = optimizer
 
     def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
-        """Keep the parts of the model that ``use`` needs in device memory inside the block."""
+        """Move the parts of the model that ``use`` needs to device memory for the duration of the block."""
         if not self.residency.moves:
             return nullcontext()
         return self.residency.resident(use)
@@ -159,7 +159,8 @@ class ModelRole:
     ) -> RowShard:
         """Concatenate the outputs of all micro-batches into a shard with a column per output name.
 
-        ``output_names``: names of the model's first outputs; further outputs are ignored.
+        ``output_names``: names of the columns, in the order of the model's outputs. Outputs after the last
+        name, such as the most likely tokens, are ignored.
         """
         row_indices: list[int] = []
         for micro in micro_outputs:
@@ -184,7 +185,8 @@ class ModelRole:
     def _make_top_columns(self, num_tokens: int, micro_outputs: list[TokenOutputs]) -> dict[str, Tensor]:
         """Concatenate the most likely tokens of all micro-batches: a column of ids, and one of log-probs.
 
-        Ids are [n, num_tokens] int32, log-probs [n, num_tokens + 1] float32.
+        Ids are [n, num_tokens] int32. Log-probs are [n, num_tokens + 1] float32. The last column has the
+        log-prob of all remaining tokens of the vocabulary together.
         """
         # Start from empty tensors: a rank without rows must return columns of the same dtypes and shapes.
         ids = [torch.zeros((0, num_tokens), dtype=torch.int32)]
@@ -244,9 +246,9 @@ class ModelRole:
     ) -> tuple[RowShard, Metrics]:
         """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        ``reads_outputs``: whether to return the same outputs as `infer`, for which the host waits for the
-        device; otherwise the shard has no rows. The metrics are tensors on the device. The caller must keep
-        the role `resident` from this call to the end of `step`. Collective over the role's ranks.
+        ``reads_outputs``: whether to return the model's outputs, as `infer` does. The host then waits for the
+        device. If False, the returned shard has no rows. The metrics are tensors on the device. The caller
+        must keep the role `resident` from this call to the end of `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._make_shard(minibatch, [], self.outputs), Metrics()
@@ -275,8 +277,8 @@ class ModelRole:
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step with the gradients from `accumulate`; return the optimizer's metrics.
 
-        ``has_next``: whether another optimizer step follows before the weights are used for anything else.
-        Only the first of the role's ranks returns metrics. Collective over the role's ranks.
+        ``has_next``: whether the next use of the weights is the forward pass of another optimizer step. Only
+        the first of the role's ranks returns metrics. Collective over the role's ranks.
         """
         if self.model is None or self.optimizer is None:
             return Metrics()
@@ -312,7 +314,11 @@ class ModelRole:
         return metrics
 
     def pass_metrics(self) -> Metrics:
-        """Return the number of repeated passes and the memory of passes on this rank, since the last call."""
+        """Return metrics of this rank's forward and backward passes since the last call.
+
+        The metrics are the number of passes that were repeated after running out of memory, and the memory of
+        the passes.
+        """
         if self.guard is None:
             return Metrics()
         return self.guard.metrics()

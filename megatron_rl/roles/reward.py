@@ -1,7 +1,7 @@
 """Rewards of responses: from functions and servers outside the training process, and from reward models.
 
-The one idea: each rank computes the rewards of a part of the rows and returns them as a `RowShard`, like a
-role with a model. The step gathers the shards of all scorers and computes the weighted sum.
+Each rank computes the rewards of a part of the rows and returns them as a `RowShard`, like a role with a
+model. The step gathers the shards of all scorers and computes the weighted sum.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Scorer(Protocol):
 
 
 class NullScorer:
-    """Scorer that returns the same answer for every sample, for a run without any other scorer."""
+    """Scorer that returns the same answer for every sample, for a run in which no scorer is configured."""
 
     takes: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
@@ -108,9 +108,9 @@ class NullScorer:
 class ScorerResult:
     """Rewards from one scorer for this rank's rows, about 1 / (number of ranks) of the batch.
 
-    Example: on a rank that rewards rows 0 and 2, a function that returned ``{"reward": 1.0, "format": 0.5}``
-    and then raised has ``shard.values`` ``{"rewards": [1.0, nan], "component/format": [0.5, nan]}`` and
-    ``reasons={2: "exception: ..."}``.
+    Example: a rank rewards rows 0 and 2. The scorer's function returns ``{"reward": 1.0, "format": 0.5}`` for
+    row 0 and raises an exception for row 2. Then ``shard.values`` is ``{"rewards": [1.0, nan],
+    "component/format": [0.5, nan]}`` and ``reasons`` is ``{2: "exception: ..."}``.
     """
 
     name: str
@@ -131,16 +131,16 @@ class RewardRole:
     """Role that computes rewards with every configured scorer, outside the training process.
 
     Rows are divided among the ranks, and each rank runs functions and code tests in its worker processes.
-    Only the first rank sends requests to servers, so that limits of requests, cached answers and a server's
-    health apply to the whole job.
+    Only the first rank sends requests to servers: the whole job shares its request limits, its cache of
+    answers and its record of each server's health.
 
     ``key``: configuration key of a function other than `reward.function`, such as an evaluator, or empty.
         Such a function also rewards rows that an environment has already rewarded.
     ``source_functions``: source in `data.sources` -> function that rewards its rows in place of
         `reward.function`.
     ``filters``: filters of training samples, see `run_filters`; None for no filters.
-    ``learns_from_rewards``: whether the algorithm needs rewards. If so, and without any scorer, rows without
-        a reward from an environment are invalid.
+    ``learns_from_rewards``: whether the algorithm needs rewards. If it does and no scorer is configured, rows
+        without a reward from an environment are invalid.
     """
 
     def __init__(
@@ -196,7 +196,10 @@ class RewardRole:
 
     @property
     def has_functions(self) -> bool:
-        """Return whether a scorer can reward a group while other groups are sampled."""
+        """Return whether this rank runs a scorer in its worker processes.
+
+        Only such a scorer can reward finished groups while other groups are sampled.
+        """
         return bool(self._functions)
 
     @property
@@ -264,10 +267,10 @@ class RewardRole:
         return future
 
     def gather_early_rewards(self, replica_group: ReplicaGroup) -> EarlyRewards:
-        """Gather the rewards of all `start_early_rewards` calls on all ranks since the last gather.
+        """Gather the rewards from all calls of `start_early_rewards` on all ranks since the last gather.
 
-        Returns name of the scorer -> row in the round -> reward. Waits for rewards that are still being
-        computed. Collective over the replica group.
+        Returns nested dictionaries: scorer name -> row in the round -> reward. Waits until all of these
+        rewards are computed. Collective over the replica group.
         """
         rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not rewards:
@@ -292,9 +295,9 @@ class RewardRole:
     ) -> FilteredRows:
         """Run the configured filters on all rows; return the removed rows, equal on every rank.
 
-        ``prompts``: prompt of each row. ``early_rewards``: answers of the filters for rows that were filtered
-        while other rows were sampled, under the key `FILTERS`. Rows on which the engine or the environment
-        failed are not passed to the filters. Collective over the replica group.
+        Rows on which the engine or the environment failed are not passed to the filters. Rows in
+        ``early_rewards[FILTERS]`` are not passed either: they were filtered while other rows were sampled.
+        ``prompts``: prompt of each row. Collective over the replica group.
         """
         filters = self._filters
         if filters is None:
@@ -441,7 +444,7 @@ class RewardRole:
 
     @staticmethod
     def _response_ids(rollouts: Rollouts) -> list[list[int]]:
-        """Return the token ids of each row that the policy sampled."""
+        """Return, for each row, the ids of the tokens that the policy sampled."""
         # Convert the sampled tokens of all rows at once, then cut the list at the end of each row.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
@@ -467,7 +470,7 @@ class RewardRole:
     def _split_into_turns(
         self, tokens: list[int], mask: list[bool], outcome: Outcome | None
     ) -> list[dict[str, Any]]:
-        """Return the turns of one row: each sequence of tokens with equal ``mask`` is a turn."""
+        """Return the turns of one row: each run of consecutive tokens with equal ``mask`` is a turn."""
         # The environment's outcome has the parsed tool calls of each turn of the policy, in order.
         calls_by_turn: Sequence[Any] = ()
         if outcome:
@@ -525,7 +528,7 @@ def _run_scorer(
     """Compute the rewards of ``rows``, this rank's rows, with one scorer. Collective over the replica group.
 
     Rows in ``available_answers`` are not passed to the scorer; the result contains the available answers.
-    ``skipped_rows`` are not passed to the scorer, either, and have the reward NaN.
+    Rows in ``skipped_rows`` are not passed to the scorer, either; their reward is NaN.
     """
     # Run the scorer on the rows without an available answer.
     new_rows = [row for row in rows if row not in available_answers and row not in skipped_rows]
@@ -598,7 +601,7 @@ def _filter_rows(
     samples: Sequence[Sample],
     response_ids: Sequence[Sequence[int]],
 ) -> _EarlyAnswers:
-    """Run the filters on the samples of ``rows``; return `FILTERS` as name, and the answers by row.
+    """Run the filters on the samples of ``rows``; return `FILTERS` and a dictionary of row -> answer.
 
     ``response_ids``: token ids of the responses.
     """
@@ -612,7 +615,7 @@ def _score_rows(
     sample_by_row: Mapping[int, Sample],
     verdicts: Future[_EarlyAnswers] | None,
 ) -> _EarlyAnswers:
-    """Run a scorer on the samples that pass the filters; return the scorer's name and its answers by row.
+    """Run a scorer on the samples that pass the filters; return its name and a dictionary of row -> answer.
 
     ``verdicts``: future result of `_filter_rows`, for which this waits, or None without filters.
     """
@@ -707,10 +710,10 @@ class RewardModel:
         self.role = role
 
     def infer(self, batch: Any) -> RowShard:
-        """Compute the rewards of this rank's rows: ``values[name]`` of the shard, [b] float32.
+        """Return the rewards of this rank's rows as ``values[name]`` of a shard, [b] float32.
 
-        Rewards are NaN where the output is not finite. ``batch`` has the fields that `ModelRole.infer` needs.
-        Collective over the role's ranks.
+        A reward is NaN if the model's output is not finite. ``batch`` has the fields that `ModelRole.infer`
+        needs. Collective over the role's ranks.
         """
         # Use the output at a row's last token, unlike log-probs, which use the output at the previous token.
         output_mask = torch.zeros(len(batch.tokens), dtype=torch.bool)

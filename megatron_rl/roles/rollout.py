@@ -85,9 +85,9 @@ class RolloutRole:
     ) -> NewTokens:
         """Sample a round of sequences; return this rank's new tokens. Collective over the role's ranks.
 
-        ``on_finished``: function that is called with the index in the round and the group, for each group
-        that this rank finishes. In the open order (`rollout.order: open`), in which responses are trained on
-        as they finish, the call returns only after all ranks without an engine have called
+        ``on_finished``: function ``on_finished(index, group)``, called for each group that this rank
+        finishes. ``index`` is the group's index in the round. With `rollout.order: open`, a step trains on
+        the groups that finish first. The call then returns only after all ranks without an engine have called
         `gather_new_tokens`.
         """
         if self.engine is None:

@@ -1,7 +1,7 @@
 """Teacher behind a vLLM server: log-probs of sampled tokens and of the most likely tokens, over HTTP.
 
-The one idea: a response of vLLM with ``prompt_logprobs`` is converted to the columns that a teacher in the
-job returns, so the step can use either teacher. Requests run in a thread while the roles of the job compute.
+A response of vLLM with ``prompt_logprobs`` is converted to the columns that a teacher in the job returns, so
+the step can use either teacher. Requests run in a thread while the roles of the job compute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TeacherResults(NamedTuple):
 class ServedTeacher:
     """Client of a teacher's server.
 
-    ``top_tokens``: request for the most likely tokens of each distribution, or None for no such columns.
+    ``top_tokens``: request for the most likely tokens of each distribution, or None to omit their columns.
     """
 
     name = "teacher_server"

@@ -1,8 +1,8 @@
 """Batches of an asynchronous run: rollout ranks sample for later steps while other ranks (learners) train.
 
-The one idea: no threads. Every rank runs the same `train_step`, and a call of a role returns immediately on
-ranks without the role. So while the rollout's ranks generate, the learners compute log-probs of a batch that
-was sampled ``steps_ahead`` steps before, and update the weights.
+There are no threads. Every rank runs the same `train_step`, and a call of a role returns immediately on ranks
+without the role. So while the rollout's ranks generate, the learners compute log-probs of a batch that was
+sampled ``steps_ahead`` steps before, and update the weights.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from megatron_rl.types import Rollouts
 
 
 class AheadBatches:
-    """Batches that separate rollout ranks sample ``steps_ahead`` steps before the other ranks train on them.
+    """Batch source of an asynchronous run: rollout ranks sample each batch ``steps_ahead`` steps early.
 
-    Dynamic sampling cannot wait for rewards here. Instead the number of prompts of a batch is computed from
-    the fraction of informative groups (whose rewards differ) in the last batch that was trained on. A step
-    with too few informative groups uses all groups.
+    Dynamic sampling cannot wait for the rewards of a batch here. Instead the number of prompts of a batch is
+    computed from the last batch that was trained on: from its fraction of informative groups, whose rewards
+    are not all equal. A step with too few informative groups uses all groups.
 
     ``queue``: sampled batches that have not been trained on yet; checkpoints store them.
-    ``sets``: evaluation sets whose answers the next step also samples, with the weights that sample its new
-        batch.
-    ``answers``: after that step, the answers to each of ``sets``.
+    ``sets``: evaluation sets of a deferred evaluation. The next step samples the answers to these sets and
+        its new batch with the same weights.
+    ``answers``: answers to each of ``sets``, which the next step has sampled.
 
     Construction is collective over the world.
     """

@@ -1,7 +1,7 @@
 """Comparison of several runs: results, settings that differ, and charts with the curves of all runs.
 
-The one idea: a comparison shows the settings that users have set. Derived values and defaults follow from
-these settings, or from the version of this package, so they are only shown on request.
+A comparison shows the settings that users have set. Derived values and defaults follow from these settings,
+or from the version of this package, so they are only shown on request.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ def _start_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
 def _group_runs(
     runs: Sequence[ComparedRun], keys: Sequence[str]
 ) -> tuple[dict[str, list[ComparedRun]], list[str]]:
-    """Group runs with equal settings; return the groups by name, and notes on omitted copies.
+    """Group runs with equal settings; return the groups by name, and messages about omitted copies.
 
-    ``keys``: all configuration keys of the runs.
+    ``keys``: all configuration keys of the runs. If several runs are copies of one run, `_remove_copies`
+    selects the copy to compare.
     """
     # Compare settings as JSON text, since values such as lists cannot be keys of a dictionary.
     common_keys = [key for key in keys if key not in RUN_SPECIFIC_KEYS]
@@ -227,7 +228,7 @@ def _result_rows(
 
 
 def _remove_copies(group: list[ComparedRun]) -> list[str]:
-    """Remove copies of the same run from a group, except the longest one; return notes on removed copies.
+    """Remove copies of a run from a group, except the longest copy; return a message for each removed copy.
 
     Two folders whose first steps took exactly the same time are copies of one run.
     """
@@ -254,10 +255,10 @@ def _remove_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of a run's first step, or of its first stage step if it has only stages.
+    """Return the metrics of the first step of a run, or of its stages if the run has only stages.
 
-    Returns None for a run without steps. An evaluation before the first step has no ``time/step`` and is
-    skipped: its metrics can be equal in runs that are not copies.
+    Returns None if there is no step. An evaluation before the first step is skipped: it has no ``time/step``,
+    and different runs can have equal evaluation metrics.
     """
     lines = list(run.lines)
     if not lines:

@@ -509,7 +509,10 @@ def _annotate_point(
 
 
 def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
-    """Return the seconds per step of each of `STEP_PHASES` that has run: name of the metric -> seconds."""
+    """Return the seconds of every step in each phase of `STEP_PHASES`: metric name -> seconds per step.
+
+    Phases that never ran are omitted.
+    """
     seconds: dict[str, list[float]] = {}
     for name in STEP_PHASES:
         # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.

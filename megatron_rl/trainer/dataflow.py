@@ -1,8 +1,8 @@
 """User-defined dataflow: a user's script that executes the steps of a run.
 
-The one idea: `Run.steps` runs everything around a step like `train` (evaluation, checkpoints, metrics, stop
-rules), and the script executes the step itself. Every rank runs the same lines on the same values, and each
-method here is collective over the world.
+`Run.steps` does the work around a step in the same way as the command ``train``: evaluation, checkpoints,
+metrics and stop rules. The script executes the step itself. Every rank runs the same lines on the same
+values, and each method here is collective over the world.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ class LearningRole:
         ``loss``: function ``loss(rows, log_probs, entropy)`` of a micro-batch, or ``loss(rows, values)`` for
             a critic. It returns ``sum(rows.loss_weights * l)`` with losses ``l`` per token, and `Metrics`.
             The weights contain the denominator of the whole mini-batch, so that sums over micro-batches and
-            ranks are exact. None for the configured algorithm's loss, or DPO for pairs.
+            ranks are exact. None uses the configured algorithm's loss; for pairs, None uses the DPO loss.
         ``optimizer_steps``: number of mini-batches, or None for `batch.optimizer_steps`.
         ``epochs``: number of passes over the batch, or None for `batch.epochs`.
         """

@@ -153,7 +153,7 @@ def _load_checked_config(config: str | Path, model: Sequence[Any], overrides: It
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings that need an actor, other models or stages that this package builds."""
+    """Raise UserErrors for settings that are not supported with the model of a training script."""
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
 

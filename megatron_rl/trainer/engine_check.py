@@ -112,7 +112,7 @@ def _sample_requests(roles: Roles, requests: list[GenerationRequest]) -> list[Co
 def _collate_rollouts(
     requests: list[GenerationRequest], completions: Iterable[Completion], version: int
 ) -> Rollouts | None:
-    """Return the completions with tokens as a ragged batch, or None if no completion has tokens."""
+    """Return the completions as a ragged batch, without empty completions; None if all are empty."""
     sequences = []
     for completion in completions:
         # The requests of a lost server fail. A run tolerates lost servers, so this check must, too.

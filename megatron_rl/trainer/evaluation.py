@@ -331,8 +331,8 @@ def majority_at_k(correct: ndarray, votes: Sequence[Sequence[str]], count: int) 
     """Estimate majority@k: the probability that the most frequent of k answers to a prompt is correct, [P].
 
     ``correct``: [P, n], 1 for a correct answer. ``votes``: the n answers to each prompt as text. ``count``:
-    k. For k < n the estimate is a mean over random subsets, which are the same in every call. Equally
-    frequent answers share the vote (Wang et al. 2022, arXiv 2203.11171).
+    k. For k < n the estimate is a mean over random subsets, which are the same in every call. If several
+    answers are the most frequent, each wins with equal probability (Wang et al. 2022, arXiv 2203.11171).
     """
     generator = numpy.random.default_rng(0)
     num_answers = correct.shape[1]
@@ -366,8 +366,8 @@ def bootstrap_intervals(
 ) -> dict[str, tuple[float, float]]:
     """Compute the 95% bootstrap interval of the mean of each statistic: name -> (low, high).
 
-    ``values``: name of a statistic -> [P], its value for each prompt. Prompts are drawn with replacement; the
-    draws are equal for all statistics and in every call.
+    ``values``: name of a statistic -> [P], its value for each prompt. Prompts are drawn with replacement. All
+    statistics and all calls use the same draws.
     """
     # Stack to [P, statistics], so that all statistics use the same resamples of prompts.
     stacked = numpy.stack(list(values.values()), axis=1)
@@ -388,9 +388,10 @@ def diversity_statistics(responses: Sequence[ndarray], samples_per_prompt: int) 
     prompt. The statistics are:
 
     ``distinct_1``, ``distinct_2``: distinct n-grams as a fraction of all n-grams in the responses to a
-    prompt, mean over prompts (Li et al. 2016, arXiv 1510.03055).
+        prompt, mean over prompts (Li et al. 2016, arXiv 1510.03055).
     ``ngram_entropy``: entropy of the 2-grams of all responses, in nats.
-    ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
+    ``repetition``: fraction of a response's 4-grams that already occurred in the response, mean over
+        responses.
     """
     group_starts = range(0, len(responses), samples_per_prompt)
     groups = [responses[start : start + samples_per_prompt] for start in group_starts]

@@ -1,7 +1,7 @@
 """Health rules during a run: each rule compares a metric of each step with a band from `config.health`.
 
-The one idea: the rules only use metrics that the main rank already has. Checkpoints contain the state of the
-rules, so a resumed run prints the same warnings as an uninterrupted run.
+The rules only use metrics that the main rank already has. Checkpoints contain the state of the rules, so a
+resumed run prints the same warnings as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PAGE = "docs/health.md"
 class RuleState:
     """State of one health rule between steps, stored in checkpoints as plain values.
 
-    Example: a rule that fires after 3 measurements outside its band has, after two such measurements of 0.2
-    and 0.3 at steps 7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
+    Example: a rule fires after 3 consecutive measurements outside its band. After two such measurements, 0.2
+    at step 7 and 0.3 at step 8, ``firing`` is False and ``changed`` is ``[(7, 0.2), (8, 0.3)]``.
     """
 
     firing: bool = False
@@ -161,25 +161,28 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
     return UserError(
         f"a health rule has ended the run: {rule.meaning}",
         where=f"{key} (step {measurements[-1][0]})",
-        expected=f"{rule.band_text()} ({_measure_text(rule)})",
+        expected=f"{rule.band_text()} ({_describe_measure(rule)})",
         got=_describe_measurements(rule, measurements),
         fix=fix,
     )
 
 
 def _describe_measurements(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Format a rule's last three measurements, the steps of all its measurements, and its healthy band.
+    """Describe the measurements of a rule: the last three values, all steps, and the rule's healthy band.
 
     ``measurements``: (step, value) pairs.
     """
     # Show only the last values, since a rule can require hundreds of steps.
     last_values = ", ".join(_format_value(value) for _, value in measurements[-3:])
     steps = format_step_ranges([step for step, _ in measurements])
-    return f"{_measure_text(rule)} {last_values} at steps {steps}, where {rule.band_text()} is healthy"
+    return f"{_describe_measure(rule)} {last_values} at steps {steps}, where {rule.band_text()} is healthy"
 
 
-def _measure_text(rule: HealthRule) -> str:
-    """Describe the value that a rule compares with its band: its metrics and their combination."""
+def _describe_measure(rule: HealthRule) -> str:
+    """Format the names of a rule's metrics, followed by the rule's measure in parentheses.
+
+    If the rule compares the metric itself with the band, the text is only the metric's name.
+    """
     if rule.measure in (health.VALUE, health.FRESH):
         return rule.metrics[0]
     names = ", ".join(rule.metrics)
@@ -273,10 +276,11 @@ def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | 
 
 
 def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
-    """Return the largest drop of an accuracy below its best value, if the mean reward has risen since then.
+    """Return the largest drop of an accuracy below its best value while the mean reward has risen.
 
-    Returns 0 without such a drop, and None in steps without an evaluation. The mean reward is over the steps
-    since the previous evaluation.
+    A drop only counts if the mean reward is higher than at the accuracy's best value. The mean reward is over
+    the steps since the previous evaluation. Returns 0 if no drop counts, and None in steps without an
+    evaluation.
     """
     # Accumulate the rewards of the steps since the previous evaluation.
     reward_name, accuracy_pattern = rule.metrics
@@ -345,7 +349,7 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def find_rule(name: str) -> HealthRule:
-    """Return the built-in health rule ``name``, or a rule with a generic meaning for a user-defined name."""
+    """Return the built-in health rule ``name``; for a user-defined name, return a rule without metrics."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 
@@ -354,7 +358,10 @@ Sample = Mapping[str, Any]
 
 
 def select_samples(rule: HealthRule, samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """Return at most ``limit`` of a step's samples that show a rule's problem; see `HealthRule.samples`."""
+    """Return at most ``limit`` of a step's samples that show the problem which a rule detects.
+
+    `HealthRule.samples` determines which samples are selected.
+    """
     return SELECTIONS[rule.samples](samples)[:limit]
 
 
@@ -365,7 +372,7 @@ def _sort_by_reward(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _select_equal_groups(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples of prompts with several samples whose rewards are all equal."""
+    """Return the samples of each prompt whose samples, at least two, all have the same reward."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample["prompt"], []).append(sample)

@@ -1,8 +1,8 @@
 """A job on this rank: run folder, console, stop signals, failures, and the lock of the run folder.
 
-The one idea: a failed rank never waits for the other ranks, which may be waiting for it inside a collective.
-It reports its phase and step and ends its process immediately; the launcher then ends the others. Only one
-job at a time can lock a run folder.
+A failed rank never waits for the other ranks, which may be waiting for it inside a collective. It reports its
+phase and step and ends its process immediately; the launcher then ends the other ranks. Only one job at a
+time can lock a run folder.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ class Job:
         """Save the current step and raise Stopped, if any rank has received a stop signal or has an error.
 
         Call it after each step. All ranks gather the requests, so that they end after the same step.
-        ``save``: function that writes a checkpoint of a step and returns its path. ``error``: error of this
-        rank, such as a health rule's, that ends a run which can be resumed. Collective over the world.
+        ``save``: function that writes a checkpoint of a step and returns its path. ``error``: error with
+        which this rank stops the run, such as the error of a health rule, or None. The run can then be
+        resumed. Collective over the world.
         """
         requests = gather_objects((self.stop.signal_number, error is not None))
         signals = [signal_number for signal_number, _ in requests if signal_number is not None]
@@ -184,8 +185,9 @@ class Job:
 def open_job(config: RunConfig, explicit_keys: Sequence[str] = ()) -> Iterator[Job]:
     """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    ``explicit_keys``: keys that the user has set, for the run's list of starts. A failure is reported with
-    the rank, its roles and its phase, and ends this process and thereby the job. Collective over the world.
+    ``explicit_keys``: keys that the user has set; the run's list of starts records them. A failure is
+    reported with the rank, its roles and its phase. It ends this process and thereby the job. Collective over
+    the world.
     """
     # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
@@ -421,8 +423,8 @@ class StopRequest:
     def defer_stops(self) -> Iterator[None]:
         """Inside the block, defer a requested stop to the end of the step.
 
-        There `Job.stop_if_requested` saves a checkpoint and stops the run. Outside, a signal ends the process
-        immediately.
+        At the end of the step, `Job.stop_if_requested` saves a checkpoint and stops the run. Outside the
+        block, a stop signal ends the process immediately.
         """
         self._can_save = True
         try:
@@ -461,7 +463,7 @@ class StopRequest:
         os._exit(code)
 
     def _end_after_signal(self, signal_number: int) -> None:
-        """End the process because of a signal; report its phase and the main thread's current calls."""
+        """End the process because of a signal; print its phase and the main thread's innermost calls."""
         calls = last_calls(self._main_thread)
         self.end_process(
             f"{self.rank_text} was stopped {self._phases.location}, inside {calls}",
@@ -553,7 +555,11 @@ def contained_functions(config: RunConfig) -> Iterator[str]:
 
 
 def _load_code_files(job: Job) -> dict[str, bytes]:
-    """Return the content of the user's code files by path, from the copy in use or from a new copy."""
+    """Return the content of the user's code files by path.
+
+    A rank that the launcher has restarted reads the copy in the run folder that the job used before.
+    Otherwise the files are copied into the run folder again.
+    """
     folder = job.folder.code
     try:
         used_copy = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
@@ -595,10 +601,11 @@ _UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 def lock_run_folder(run_dir: Path, console: Any = None) -> Iterator[None]:
     """Lock the run folder inside the block, on the rank that writes there; raise UserError if it is locked.
 
-    The folder is locked if another process holds the operating system's lock. Not every file system shares
-    these locks between hosts, so the lock file's modification time is used, too: the job that holds the lock
-    updates it (a heartbeat). If the file names a job on another host, wait until there was no heartbeat for
-    `STALE_SECONDS`, and then acquire the lock. ``console``: stream for a message about the wait, or None.
+    The folder is locked if another process holds a file lock (``flock``) on its lock file. Not every file
+    system shares file locks between hosts. So the job that holds the lock also updates the lock file's
+    modification time regularly (a heartbeat). If the lock file names a job on another host, this function
+    waits until there was no heartbeat for `STALE_SECONDS`, and then acquires the lock. ``console``: stream
+    for a message about the wait, or None.
     """
     # The file is never removed: otherwise two jobs could lock two different files of the same name.
     path = run_dir / "run.lock"
@@ -636,7 +643,10 @@ def lock_run_folder(run_dir: Path, console: Any = None) -> Iterator[None]:
 
 
 def _acquire_lock(descriptor: int) -> bool:
-    """Acquire the operating system's lock; return False if another process holds it."""
+    """Acquire a file lock (``flock``) without waiting; return False if another process holds it.
+
+    Returns True without a lock on a file system that does not support file locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -64,9 +64,10 @@ def accuracy_names(names: Iterable[str]) -> list[str]:
 
 
 def _format_health(values: Mapping[str, float]) -> list[str]:
-    """Return the console column of health rules, as a list of one text; empty if no rule fires.
+    """Return the console text about firing health rules, as a list of one text; empty if no rule fires.
 
-    The text names the first firing rule and counts the others. ``values``: metrics of the step.
+    The text has the name of the first firing rule and the number of further firing rules. ``values``: metrics
+    of the step.
     """
     prefix = "health/"
     firing_rules = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]

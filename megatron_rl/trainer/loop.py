@@ -1,9 +1,8 @@
 """One step of reinforcement learning, as every rank runs it. Read this file first.
 
-The one idea: all ranks run the same lines, and a batch has the same value on every rank that trains
-(learner). A call of a role shards the batch's rows over the role's ranks and returns immediately on other
-ranks, so roles on disjoint ranks run in parallel. `ReplicaGroup.gather_rows` then gathers their outputs onto
-every learner.
+All ranks run the same lines, and a batch has the same value on every learner (rank that trains). A call of a
+role shards the batch's rows over the role's ranks and returns immediately on other ranks, so roles on
+disjoint ranks run in parallel. `ReplicaGroup.gather_rows` then gathers their outputs onto every learner.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ class BatchSource(Protocol):
         """Sample responses and compute rewards; yield the batch of ``step`` and this rank's sampling metrics.
 
         ``learners`` are the ranks that train: the batch is equal on all of them, and None on ranks that only
-        sample. ``phase`` measures the time of each phase. The end of the block gathers the responses that
-        were sampled during the block. Collective over the world.
+        sample. ``phase`` measures the time of each phase. Responses that are sampled during the block are
+        gathered when the block ends. Collective over the world.
         """
         ...
 
@@ -283,7 +282,7 @@ def _rows_by_teacher(
     roles: Roles,
     config: RunConfig,
 ) -> dict[str, list[int]]:
-    """Return the rows that each teacher scores: `ModelRole.name` of the teacher -> row indices.
+    """Return the rows that each teacher scores: the teacher's `ModelRole.name` -> row indices.
 
     The result is empty if no teacher is restricted to tasks. Raises UserError for a row whose task has no
     teacher.
@@ -332,10 +331,11 @@ def _scatter_columns(
     lengths: Tensor,
     rows: list[int],
 ) -> None:
-    """Write a role's outputs for a subset of the rows into ``columns``, which cover all tokens of the batch.
+    """Write a role's outputs for some of the rows into ``columns``, which cover all tokens of the batch.
 
-    ``outputs``: name -> values of the tokens of ``rows`` (row indices). ``lengths``: number of tokens of each
-    row of the batch. A new column is 0 at the tokens of other rows.
+    ``outputs``: name of an output -> its values at the tokens of ``rows``. ``lengths``: number of tokens of
+    each row of the batch. ``rows``: indices of the rows with outputs. A column that does not exist yet is
+    created, and is 0 at the tokens of all other rows.
     """
     token_indices = token_index(lengths, torch.tensor(rows, dtype=torch.long))
     for name, values in outputs.items():
@@ -403,8 +403,8 @@ def update_weights(
     """Update the critic's and the actor's weights, one optimizer step per mini-batch.
 
     Raises MismatchError, before the actor's first update, if the log-probs of actor and rollout engine differ
-    too much. The actor's log-probs come from `compute_log_probs` or, if that skipped the actor, from the
-    first forward pass here, which uses the same weights. Collective over the learners.
+    too much. The actor's log-probs come from `compute_log_probs`. If it skipped the actor, they come from the
+    actor's first forward pass here, before any update. Collective over the learners.
     """
 
     def compare_with_engine(scores: Scores) -> None:
@@ -540,7 +540,8 @@ def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 def require_accepted_tokens(metrics: Metrics) -> None:
     """Raise UserError if importance-ratio rejection removed every token of the step.
 
-    With `Correction.bypass`, only the metrics of the update contain the fraction of rejected tokens.
+    `require_loss_tokens` cannot check this if `Correction.bypass` is set: then the update itself computes the
+    fraction of rejected tokens, and only its metrics contain it.
     """
     values = metrics.values()
     # `>=` instead of `==`: the fraction is a quotient of floating-point sums.
@@ -581,9 +582,9 @@ def fresh_log_prob_difference(
 ) -> float | None:
     """Return the mean absolute difference of trainer and engine log-probs per response token, in nats.
 
-    The mean is over tokens of ``valid`` rows ([B] bool) that were sampled by weights of ``version``: for
-    older tokens the difference would include the weight updates since. Returns None if there is no such
-    token.
+    The mean covers the tokens of ``valid`` rows ([B] bool) that were sampled by weights of ``version``. Older
+    tokens are excluded, since their difference includes the effect of weight updates. Returns None if there
+    are no tokens to compare.
     """
     if scores.old_log_probs is None:
         return None
@@ -603,14 +604,15 @@ def fresh_log_prob_difference(
 
 
 class MismatchError(RuntimeError):
-    """Error for log-probs of trainer and rollout engine that differ by more than `mismatch.stop`."""
+    """Error that is raised if log-probs of trainer and rollout engine differ by more than `mismatch.stop`."""
 
 
 def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
-    """Raise MismatchError if ``difference``, in nats per token, exceeds `mismatch.stop`.
+    """Raise MismatchError if the log-probs of trainer and engine differ by more than `mismatch.stop`.
 
-    Such a batch was not sampled by the policy that is trained. The health rule ``mismatch`` warns of smaller
-    differences. ``difference``: see `fresh_log_prob_difference`; None is accepted.
+    ``difference``: mean absolute difference in nats per token, from `fresh_log_prob_difference`; None is
+    accepted. Above the limit, the sampling policy is not the policy that is trained. The health rule
+    ``mismatch`` warns of smaller differences.
     """
     assert config.stop is not None, "the configuration is resolved"
     # Not `difference > stop`: a NaN must stop the run, too.
@@ -630,7 +632,7 @@ class Phases:
 
     ``current``: name of the innermost current phase.
     ``step``: number of the step, from 1; 0 before the first.
-    ``gather_stats``: seconds and bytes of gathers of rows since the last call of `metrics`.
+    ``gather_stats``: cost of `ReplicaGroup.gather_rows` on this rank since the last call of `metrics`.
     """
 
     def __init__(self) -> None:
@@ -649,7 +651,7 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block's seconds (``time/NAME``) and peak device memory (``memory/NAME_peak_bytes``).
 
-        After an exception, ``current`` remains this phase, so that the report of the failure can name it.
+        After an exception, ``current`` is still the name of the failed phase, for the report of the failure.
         """
         outer_phase = self.current
         self.current = name
@@ -666,7 +668,10 @@ class Phases:
         self.current = outer_phase
 
     def metrics(self) -> Metrics:
-        """Return the measurements since the last call as metrics that are reduced by maximum; reset them."""
+        """Return the time and memory since the last call as metrics, and reset them.
+
+        The metrics are reduced over all ranks by maximum.
+        """
         # Report maxima: the slowest rank and the fullest device limit the job.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}

@@ -86,14 +86,15 @@ def _format_estimate(config: RunConfig, rank: int, phase: str) -> str:
     return f"{peak_gib:.2f} GiB in the phase {estimated_phase}, as `check` estimates: {', '.join(item_texts)}"
 
 
-def _advise_less_memory(config: RunConfig, is_in_pass: bool, phase: str) -> str:
+def _advise_less_memory(config: RunConfig, in_forward_backward: bool, phase: str) -> str:
     """Return advice that names the settings with which the phase needs less memory.
 
-    ``is_in_pass``: whether a forward or backward pass ran out of memory, or another part of the phase.
+    ``in_forward_backward``: whether memory ran out inside a forward or backward pass. If False, it ran out
+    elsewhere in ``phase``.
     """
     if phase == "generate":
         return "lower rollout.memory_fraction, or rollout.max_in_flight"
-    if not is_in_pass:
+    if not in_forward_backward:
         return "set actor.offload=true or actor.optimizer.offload=true, or use more GPUs"
     advice = "lower batch.tokens_per_microbatch"
     if config.batch.memory_target is not None:

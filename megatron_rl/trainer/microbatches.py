@@ -97,9 +97,9 @@ class MicroBatchControl:
 
 
 def announce_split_passes(job: Job, values: Mapping[str, float]) -> None:
-    """Print how many passes of a step ran out of memory and were repeated on smaller micro-batches.
+    """Print how many forward and backward passes of a step were repeated after running out of memory.
 
-    ``values``: the step's metrics, gathered over all ranks.
+    They were repeated on smaller micro-batches. ``values``: the step's metrics, gathered over all ranks.
     """
     split_tokens = values.get(SPLIT_TOKENS)
     if split_tokens is None:

@@ -132,7 +132,10 @@ def _require_compatible_models(config: RunConfig, paths: Sequence[Path], hf_mode
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts were rendered with the chat template, which is equal for all sets."""
+    """Return whether the prompts of all sets were rendered with the chat template.
+
+    Otherwise the prompts of no set were rendered with it.
+    """
     first_source = next(iter(sources.values()))
     return first_source.templated
 
@@ -183,7 +186,8 @@ def _require_rewards(
 def format_metrics_table(model_names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     """Format the metrics of models as text, with a line per metric and a column per model.
 
-    An interval follows its value. Several models are numbered, and listed with their numbers above the table.
+    A metric's interval is shown after its value. Several models are numbered: the numbers are the column
+    headings, and a list above the table has the model of each number.
     """
     # The bounds of intervals are metrics, too, but are shown next to the metric to which they belong.
     interval_suffixes = tuple(f"_{end}" for end in INTERVALS)
@@ -208,7 +212,7 @@ def format_metrics_table(model_names: Sequence[str], metrics: Sequence[Mapping[s
 
 
 def _format_with_interval(metric: str, values: Mapping[str, float]) -> str:
-    """Format a metric's value, with its interval if it has one; "-" if the model lacks the metric."""
+    """Format a metric's value and its interval, if there is one; return "-" if the model lacks the metric."""
     if metric not in values:
         return "-"
     text = f"{values[metric]:.4f}"

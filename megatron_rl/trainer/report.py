@@ -202,7 +202,7 @@ def _page_sections(
     phases: Sequence[PhaseTime],
     samples: StoredSamples,
 ) -> list[Markup]:
-    """Return the sections of the page, from the run's start to its configuration."""
+    """Return the sections of the report page in their order, from the run's start to its configuration."""
     sections = [
         page.name_value_table(run_info_rows(folder, run)),
         page.heading("Result"),
@@ -281,7 +281,7 @@ def format_pairs(values: Mapping[str, Any]) -> str:
 def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
     """Return the page's section about health rules: a table of the rules that fired, and samples.
 
-    The samples of a rule are from the first step in which it fired. Returns no section for a run without
+    The samples of a rule are from the first step in which it fired. Returns an empty list for a run without
     health metrics.
     """
     steps_by_rule = firing_steps(lines)
@@ -310,7 +310,10 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
 
 def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
-    """Return table rows of a step's samples that show a rule's problem; empty without stored samples."""
+    """Return table rows of a step's stored samples that show the problem which a rule detects.
+
+    Returns no rows if no samples of the step are stored.
+    """
     file_pattern = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
     samples: list[dict[str, Any]] = []
     for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
@@ -332,8 +335,7 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
 def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
     """Read a run's algorithm from config.yaml; return a table row for its name and for each component.
 
-    A component's row contains its settings. Returns no rows for a job without an algorithm, or without that
-    file.
+    A component's row contains its settings. Returns no rows if config.yaml is missing or has no algorithm.
     """
     if not folder.config.is_file():
         return []
@@ -397,7 +399,10 @@ def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
 
 
 def _trend_rows(lines: Lines) -> list[SummaryRow]:
-    """Return a table row for reward, response length and entropy: their means over first and last steps."""
+    """Return the table rows of reward, response length and entropy.
+
+    Each row has the mean over the first steps and the mean over the last steps.
+    """
     rows: list[SummaryRow] = []
     for name, label, number_format in (
         ("reward/mean", "mean reward", ".3f"),
@@ -512,7 +517,7 @@ def _print_tables(
 def _phase_rows(
     phases: Sequence[PhaseTime],
 ) -> list[tuple[str, ...]]:
-    """Return the cells of the table of phases, below `PHASE_HEADINGS`."""
+    """Return the rows of the table of phases, whose columns are `PHASE_HEADINGS`."""
     rows: list[tuple[str, ...]] = []
     for phase in phases:
         share_text = ""
@@ -613,11 +618,12 @@ def select_rows(
     *,
     spread: bool,
 ) -> dict[int, list[str]]:
-    """Select at most ``limit`` rows of a samples file; return their indices, ascending, with their `MARKS`.
+    """Select at most ``limit`` rows of a samples file; return a dictionary of row index -> marks, ascending.
 
-    Marked rows are selected first, then the other rows of their groups, then further rows: with ``spread``
-    every n-th row of the file, otherwise its first rows. The first rows of an evaluation set have the same
-    prompts in every step.
+    Each selected row has a list of `MARKS`, which may be empty. Marked rows, such as the row with the best
+    reward, are selected first, then the other rows of their groups. Up to the limit, further rows are added:
+    with ``spread`` every n-th row of the file, otherwise the file's first rows. In the files of an evaluation
+    set, the first rows have the same prompts in every step.
 
     Example:
         >>> select_rows([0.0, 1.0, None, 1.0], [3, 9, 5, 4], [0, 0, 1, 1], 3, spread=True)

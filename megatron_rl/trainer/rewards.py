@@ -333,7 +333,7 @@ def _invalid_reasons(
     valid: Tensor,
     filtered: FilteredRows,
 ) -> tuple[str | None, ...]:
-    """Return for each of B rows the reason why it has no reward from scorers, or None if it has a reward."""
+    """Return for each of B rows the reason for its missing reward, or None if scorers returned a reward."""
     # If several scorers failed on a row, use the reason of the first failed scorer.
     reason_by_row: dict[int, str] = {}
     for result in results:
@@ -362,8 +362,9 @@ def _invalid_reasons(
 def count_prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
     """Return the number of prompts to sample in the next round of a step, or 0 if no round follows.
 
-    ``rounds``: batches of the step's rounds so far. With dynamic sampling, at most ``further_rounds`` rounds
-    follow the first one, to replace groups whose rewards are all equal.
+    ``rounds``: batches of the step's rounds so far. With dynamic sampling, at most
+    ``dynamic_sampling.further_rounds`` rounds follow the first one. They replace groups whose rewards are all
+    equal.
     """
     prompts_per_step = config.batch.prompts_per_step
     if not rounds:
@@ -413,7 +414,7 @@ def count_informative(batch: ScoredBatch) -> tuple[int, int]:
 
 
 def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
-    """Return a batch of the first ``group_count`` informative groups, or of all if there are fewer.
+    """Return a batch of the first ``group_count`` informative groups; with fewer, of all informative groups.
 
     If no group is informative, returns the rows of ``fallback``. The returned batch has the metrics and
     failures of ``batch``.
@@ -546,7 +547,7 @@ class FailureWatch:
 
         ``invalid_fraction``: fraction of the step's rows whose reward failed.
         ``reasons``: reason -> number of failed rewards of all ranks.
-        ``examples``: failures from which the error shows one.
+        ``examples``: examples of failures; the error shows one of them.
         """
         # A single step with failures, for example because a server was restarted, must not end the run.
         if invalid_fraction <= self._max_fraction:

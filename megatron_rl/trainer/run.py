@@ -91,7 +91,8 @@ from megatron_rl.types import Rollouts
 def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
     """Run the job of a resolved and checked configuration; write its results to ``config.run_dir``.
 
-    ``explicit_keys``: keys that the user has set, for the run's list of starts. Collective over the world.
+    ``explicit_keys``: keys that the user has set; the run's list of starts records them. Collective over the
+    world.
     """
     with open_job(config, explicit_keys) as current_job:
         if config.job != TRAIN:
@@ -109,7 +110,7 @@ def run(config: RunConfig, explicit_keys: Sequence[str] = ()) -> None:
 
 @dataclass
 class RunStep:
-    """One step of a run: `Training.steps` yields it, and its caller must execute it."""
+    """One step of a run, which `Training.steps` yields and its caller must execute."""
 
     number: int
     """Number of the step, from 1."""
@@ -347,7 +348,7 @@ class Training:
         return Progress(title, enabled=self.job.is_main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
-        """Restore a checkpoint, and write the files of its step that an interrupted job did not write.
+        """Restore a checkpoint, and write any file of its step that the interrupted job has not written.
 
         Collective over the world.
         """
@@ -388,8 +389,8 @@ class Training:
     def _run_step(self, step: RunStep) -> None:
         """Execute a step of the configured algorithm.
 
-        An asynchronous run also samples responses to ``step.sets``; in other runs ``step.sets`` is empty.
-        Collective over the world.
+        An asynchronous run also samples answers to the evaluation sets ``step.sets``. In other runs there are
+        no such sets. Collective over the world.
         """
         if self.ahead_batches is not None:
             self.ahead_batches.sets = step.sets
@@ -482,8 +483,8 @@ class Training:
         # be sampled with the weights to evaluate. Sets whose metrics decide about checkpoints or the run's
         # end must be evaluated before training continues.
         can_defer = self.ahead_batches is not None and not is_last and self.config.hybrid_engine.every == 1
-        has_decisive_set = any(self._is_decisive(evaluation_set) for evaluation_set in scheduled_sets)
-        if scheduled_sets and can_defer and not has_decisive_set:
+        has_best_metric = any(self._has_best_metric(evaluation_set) for evaluation_set in scheduled_sets)
+        if scheduled_sets and can_defer and not has_best_metric:
             set_names = tuple(evaluation_set.name for evaluation_set in scheduled_sets)
             self.state.deferred = DeferredEvaluation(step, set_names, metrics)
             return metrics
@@ -552,9 +553,10 @@ class Training:
         return patience is not None and self.state.best.waited >= patience
 
     def _health_error(self) -> UserError | None:
-        """Return the error of a health rule that stops the run; None on other ranks than the main rank.
+        """Return the error of the health rule that stops the run, or None if no rule stops it.
 
-        Also returns None after the last step, when the run ends anyway.
+        Always returns None on ranks other than the main rank, and after the last step, when the run ends
+        anyway.
         """
         if self.state.step == self.config.steps or self._patience_exhausted():
             return None
@@ -584,8 +586,11 @@ class Training:
             save_for_megatron(self.config, self.roles.actor, self.state.step)
         return pending_checkpoint
 
-    def _is_decisive(self, evaluation_set: EvaluationSet) -> bool:
-        """Return whether `checkpoint.best` is a metric of the set, so that the evaluation affects the run."""
+    def _has_best_metric(self, evaluation_set: EvaluationSet) -> bool:
+        """Return whether `checkpoint.best` is a metric of the evaluation set.
+
+        The set's evaluation then decides which checkpoints are retained, and may end the run.
+        """
         return (self.config.checkpoint.best or "").startswith(f"eval/{evaluation_set.name}/")
 
     def _deferred_sets(self, deferred: DeferredEvaluation | None) -> list[EvaluationSet]:

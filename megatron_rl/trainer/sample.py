@@ -1,9 +1,8 @@
 """Sampling of the responses for each step, and the buffer of groups that no step has trained on yet.
 
-The one idea: sampling is split into two calls. `RolloutSource.start_round` samples on the rollout's ranks,
-and returns immediately on other ranks. `RolloutSource.finish_round` gathers the new tokens, after which all
-ranks have the same rows. Between the two calls the other ranks can do other work, such as training on an
-earlier batch.
+Sampling is split into two calls. `RolloutSource.start_round` samples on the rollout's ranks, and returns
+immediately on other ranks. `RolloutSource.finish_round` gathers the new tokens, after which all ranks have
+the same rows. Between the two calls the other ranks can do other work, such as training on an earlier batch.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ same rounds, so their counters are equal.
 
 
 class StalenessError(RuntimeError):
-    """Error for rollouts whose age in weight updates exceeds `asynchrony.max_staleness`."""
+    """Error that is raised if rollouts are older than `asynchrony.max_staleness` weight updates."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +98,22 @@ class SampledBatch:
 class RolloutSource:
     """Source of each step's responses, with the buffer of groups that later steps may use.
 
-    With `rollout.oversample`, a step samples this fraction of additional prompts, in token rounds of
-    `rollout.round_tokens` tokens per sequence, and selects the groups that finish first. With
-    `rollout.partial`, the next step continues the remaining groups with newer weights; a step waits for
-    groups that would become older than `asynchrony.max_staleness`. Without `rollout.partial`, the next step
-    restarts the prompts of the remaining groups, so it trains more often on prompts with short responses.
+    With `rollout.oversample`, a step samples more prompts than it trains on; the setting is the fraction of
+    additional prompts. The step samples in token rounds of `rollout.round_tokens` tokens per sequence, and
+    selects the groups that finish first.
 
-    In the open order there are no token rounds: the replicas sample until the learners wait for them and
-    enough groups are finished. The next step continues the remaining groups.
+    With `rollout.partial`, the next step continues the remaining groups with newer weights. A step waits for
+    groups that would otherwise become older than `asynchrony.max_staleness`. Without `rollout.partial`, the
+    next step restarts the prompts of the remaining groups, so the run trains more often on prompts with short
+    responses.
+
+    With `rollout.order: open` there are no token rounds. The replicas sample until enough groups are finished
+    and the learners wait for them. The next step continues the remaining groups.
 
     ``draw_prompts``: function that returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; checkpoints contain them.
-    ``group_counts``: numbers of informative groups (whose rewards are not all equal) and of all groups in the
-        last batch; checkpoints contain them.
+    ``group_counts``: number of informative groups (whose rewards are not all equal), and number of all
+        groups, in the last batch; checkpoints contain them.
     ``limits``: automatic limits of response lengths; checkpoints contain their state.
     """
 
@@ -317,8 +319,9 @@ class RolloutSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; restart prompts whose groups cannot be continued.
 
-        Groups cannot be continued if `batch.samples_per_prompt` or `rollout.partial` has changed, or if they
-        are too old for a smaller `asynchrony.max_staleness`. Restore the hybrid engine's version first.
+        A group can only be continued with `rollout.partial`, and with the same `batch.samples_per_prompt`. It
+        must not be too old for `asynchrony.max_staleness`, which may have been reduced. The hybrid engine's
+        version must be restored before.
         """
         self.group_counts = tuple(state["informative"])
         # Checkpoints of older versions have no lengths.
@@ -337,7 +340,11 @@ class RolloutSource:
             self.buffer.restart_all()
 
     def select_trainable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
-        """Return the queued batches that can still be trained on; restart the prompts of the others."""
+        """Return the queued batches that are still usable; restart the prompts of the rejected batches.
+
+        A batch is rejected if it would be too old when it is trained on, or if the queue has more batches
+        than `asynchrony.steps_ahead`.
+        """
         version = self.roles.hybrid_engine.version
         trainable: list[SampledBatch] = []
         rejected: list[SampledBatch] = []
@@ -362,7 +369,7 @@ class RolloutSource:
 
     @property
     def _max_staleness(self) -> int:
-        """Return `asynchrony.max_staleness`: the maximum age of a trained-on row, in weight updates."""
+        """Return `asynchrony.max_staleness`: the maximum age of a row in training, in weight updates."""
         assert self.config.asynchrony.max_staleness is not None
         return self.config.asynchrony.max_staleness
 
@@ -497,7 +504,7 @@ def _sample_rows(
 
 
 def _replace_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
-    """Return the batch with ``responses`` in place of ``rows``, which are row indices in the same order."""
+    """Return the batch with row ``rows[i]`` replaced by row ``i`` of ``responses``, for every ``i``."""
     # Concatenate both batches, then select the new response for each replaced row.
     source_rows = list(range(len(rollouts)))
     for index, row in enumerate(rows):

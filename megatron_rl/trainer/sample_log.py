@@ -121,7 +121,10 @@ class SampleWriter:
         reasons: Counter[str],
         examples: Sequence[Failure],
     ) -> None:
-        """Print examples of failed rewards, and the counts by reason if there are more failures."""
+        """Print examples of failed rewards, then the counts of failures by reason.
+
+        If the examples are all failures of the step, the counts are omitted.
+        """
         for failure in examples:
             message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)
             self.job.print(f"step {step}: a reward failed ({failure.reason}): {message}")

@@ -1,7 +1,7 @@
 """Stages before reinforcement learning: supervised training, preferences and reward models.
 
-The one idea: the same loop runs the steps of every stage. A `Stage` contains everything that differs between
-stages: the role, its data, the objective and the options of an update.
+The same loop runs the steps of every stage. A `Stage` contains everything that differs between stages: the
+role, its data, the objective and the options of an update.
 """
 
 from __future__ import annotations
@@ -130,7 +130,10 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     assert max_row_tokens is not None
 
     def load_source(path: DataPath, setting: str) -> ResponseSource:
-        """Load the records at ``path``, and print remarks about them under the stage's ``setting``."""
+        """Load the records at ``path``, and print remarks about them.
+
+        ``setting``: name of the stage's setting that contains ``path``.
+        """
         key = f"{plan.where}.{setting}"
         # Errors about a record contain the configuration key that selects its field.
         key_by_field = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
@@ -273,7 +276,7 @@ def _load_into_dependent_roles(plan: StagePlan, roles: Roles, config: RunConfig)
 
 
 def require_stage_models(config: RunConfig) -> None:
-    """Raise UserError if a model that a stage has trained is missing, although the resumed run needs it.
+    """Raise UserError if a resumed run needs the model of a completed stage and the model is missing.
 
     A checkpoint contains the weights of actor and critic. The reference, trained reward models and the base
     of the actor's adapters are loaded from the models in the run folder.
@@ -332,8 +335,8 @@ def run_stage(stage: Stage, job: Job) -> None:
     """Train the stage's role, from the stage's newest checkpoint if there is one, and write its model.
 
     The model is a Hugging Face checkpoint that is written atomically: a stage is complete if its model folder
-    exists. If the role has an optimizer for the run, the optimizer's float32 weights are reloaded.
-    Collective over the world.
+    exists. If the role already has an optimizer for the run, the optimizer's float32 weights are set to the
+    trained weights. Collective over the world.
     """
     role = stage.role
     plan = stage.plan
@@ -543,7 +546,7 @@ def _require_target_loss(stage: Stage, loss: float | None) -> None:
 
 
 def _is_scheduled(step: int, interval: int | None, last_step: int) -> bool:
-    """Return whether an action is scheduled after ``step``: every ``interval`` steps, and after the last.
+    """Return whether an action runs after ``step``: every ``interval`` steps, and after the last step.
 
     ``interval``: None for an action only after the last step.
     """
@@ -555,13 +558,14 @@ def _prepare_batches(
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
     """Return an iterator over the remaining batches, and the batch of held-out rows or None.
 
-    Each batch comes with the state of the data source after it, for a checkpoint. If the stage needs a
-    reference, this computes the log-probs of all batches with the current weights. Collective over the world.
+    The iterator yields each batch with the state of the data source after this batch, which a checkpoint
+    stores. If the stage needs a reference, this computes the log-probs of all batches with the current
+    weights. Collective over the world.
     """
     data = stage.data
 
     def draw_batches() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
-        """Yield the batch of each remaining step, and the data's state after it."""
+        """Yield the batch of each remaining step, with the state of the data source after this batch."""
         for step in range(completed_steps + 1, data.steps + 1):
             batch = data.train.next_batch(data.count_records(step))
             yield batch, data.train.state_dict()

@@ -1,7 +1,7 @@
 """List of a run's starts: time, command, code revision, versions and hardware of each job of the run.
 
-The one idea: each job appends its start to ``starts.json`` of the run folder. The report shows command,
-hardware and versions from this file, and a comparison of runs shows the settings that the users have set.
+Each job appends its start to ``starts.json`` of the run folder. The report shows command, hardware and
+versions from this file, and a comparison of runs shows the settings that the users have set.
 """
 
 from __future__ import annotations
@@ -158,7 +158,10 @@ def _quote_argument(argument: str) -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Return the git revision of a folder's checkout, ``-dirty`` with changes; None outside of a checkout."""
+    """Return the git revision of a folder, or None if the folder is not in a git checkout.
+
+    The revision ends with ``-dirty`` if the checkout has uncommitted changes.
+    """
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)

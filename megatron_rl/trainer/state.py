@@ -1,7 +1,7 @@
 """State of a run between two steps, and the schedule of its checkpoints.
 
-The one idea: distributed checkpoints store the roles' tensors. Everything else is one dictionary of plain
-values and host tensors that is equal on every rank.
+Distributed checkpoints store the roles' tensors. All other state is one dictionary of plain values and host
+tensors that is equal on every rank.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ ROLLOUT_WEIGHTS = "rollout"
 class Best:
     """Best measurements of the metric `checkpoint.best`.
 
-    Example: after accuracies of 0.5, 0.7 and 0.6 at steps 10, 20 and 30 with ``keep_best: 2``, ``kept`` is
-    ``[(20, 0.7), (30, 0.6)]`` and ``waited`` is 1.
+    Example: with ``keep_best: 2``, accuracies are 0.5, 0.7 and 0.6 at steps 10, 20 and 30. Then ``kept`` is
+    ``[(20, 0.7), (30, 0.6)]``. ``waited`` is 1, since one measurement followed the best one.
     """
 
     kept: list[tuple[int, float]] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Best:
 
 @dataclass(frozen=True)
 class DeferredEvaluation:
-    """Evaluation of a step's weights that runs during the next step, which samples with the same weights."""
+    """Evaluation of a step's weights that is deferred to the next step, which samples with these weights."""
 
     step: int
     """Step whose weights are evaluated."""
@@ -218,7 +218,7 @@ class TrainerState:
         return warning
 
     def _set_sources(self, prompts: MixedPrompts) -> None:
-        """Set the sources of restored prompts: the reward function of a prompt depends on its source."""
+        """Set each restored prompt's data source, which selects the prompt's reward function."""
         buffer = self.source.buffer
         for group in (*buffer.waiting, *buffer.started):
             group.prompt = prompts.with_sources(group.prompt)
@@ -281,7 +281,7 @@ class Checkpoints:
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
-        """Save the current step in the configured layout, in the background if so configured.
+        """Save the current step in the configured layout, in the background with `checkpoint.asynchronous`.
 
         Collective over the world.
         """
@@ -305,10 +305,10 @@ class Checkpoints:
         return path
 
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
-        """Save the restored step again for any layout, if its checkpoint has optimizer shards of one layout.
+        """Save the restored step again, so that any layout can restore it.
 
-        Does nothing unless `checkpoint.optimizer_layout` is `ANY`, for example because the user has changed
-        it. ``path``: the restored checkpoint, or None. Collective over the world.
+        Does nothing if any layout can already restore the checkpoint, or if `checkpoint.optimizer_layout` is
+        not `ANY`. ``path``: the restored checkpoint, or None. Collective over the world.
         """
         # The run can then resume on another layout at once: otherwise it would have to train a step first.
         if path is None or self._layout != ANY or is_gathered(read_meta(path)):
@@ -337,7 +337,7 @@ class Checkpoints:
             self._pending = None
 
     def finish_if_written(self) -> Metrics:
-        """Complete the pending checkpoint if all ranks have written it; return the metrics of write times.
+        """Complete the pending checkpoint if all ranks have written it; return metrics of the write time.
 
         The metrics cover the checkpoints that were completed since the last call. Collective over the world.
         """

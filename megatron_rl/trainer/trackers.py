@@ -241,10 +241,10 @@ def _silence_writer_threads() -> None:
 
 
 class ServerTracker:
-    """Base class of trackers that send to a server, or write files for one while offline.
+    """Base class of trackers that send to a server, or write files for a server while offline.
 
-    ``id``: id of the run in the tracker; ``resumed_id`` if a run is continued, otherwise a new one.
-    ``name``: name of the run in the tracker.
+    ``id``: id of the run in the tracker: ``resumed_id`` for a resumed run, otherwise a new id. ``name``: name
+    of the run in the tracker.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class ServerTracker:
         self.run_info = run_info
 
     def begin_phase(self, phase: str, resumed_step: int | None) -> None:
-        """Do nothing: after a resume, the repeated steps are logged a second time."""
+        """Do nothing: if a resumed run repeats steps, the tracker has the metrics of these steps twice."""
 
 
 class Wandb(ServerTracker):
@@ -296,7 +296,7 @@ class Wandb(ServerTracker):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step to the run; each stage has a separate step metric."""
+        """Log the metrics of a step to the run, on the step axis of their phase."""
         if phase == "train":
             self._run.log({**values, "step": step})
         else:
