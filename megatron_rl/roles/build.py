@@ -443,7 +443,7 @@ def adopt_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -
 def _find_starting_model(
     config: RunConfig, spec: RoleSpec, path: str, section: Any
 ) -> tuple[str | None, bool]:
-    """Return the path of the Hugging Face model that a role starts from, and whether it is trainable.
+    """Return the path of the Hugging Face model that a role starts from, and whether the role is trainable.
 
     Returns None as the path if neither a stage nor the role's section names a model.
     """
@@ -491,8 +491,8 @@ def _attach_adapters(
 def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:
     """Build a policy that is not trained; return None on ranks outside the layout.
 
-    ``path``: Hugging Face model to load. None builds a model with the actor's adapters, if configured, into
-    which a checkpoint of the run can be loaded.
+    ``path``: Hugging Face model to load. None builds a model into which a checkpoint of the run can be
+    loaded; it has the actor's adapters, if these are configured.
 
     Collective over the world.
     """

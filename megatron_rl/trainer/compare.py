@@ -228,9 +228,10 @@ def _result_rows(
 
 
 def _remove_copies(group: list[ComparedRun]) -> list[str]:
-    """Remove copies of a run from a group, except the longest copy; return a message for each removed copy.
+    """Remove copies of the same run from a group; return a message for each removed copy.
 
-    Two folders whose first steps took exactly the same time are copies of one run.
+    Of several copies, the longest remains. Two folders whose first steps took exactly the same time are
+    copies of one run.
     """
     # Runs with the same first step are copies of each other. A run without a step is not a copy.
     runs_by_first_step: dict[str, list[ComparedRun]] = {}
@@ -314,7 +315,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
 
 
 def _read_run(path: Path, name: str) -> ComparedRun:
-    """Read the settings, metrics and last start of a run from its run folder ``path``.
+    """Read the settings, metrics and last start of a run from its folder ``path``.
 
     ``name``: name of the run in the comparison.
     """

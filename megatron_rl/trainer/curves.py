@@ -160,7 +160,7 @@ def smooth_curve(values: Sequence[float]) -> list[float]:
 
 
 def select_panels(lines: Lines) -> list[Panel]:
-    """Return a panel for each metric that occurs in the lines, evaluation sets first."""
+    """Return a panel for each metric that occurs in the lines, the metrics of evaluation sets first."""
     accuracy_panels = [
         Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True)
         for name in measured_accuracy_names(lines)

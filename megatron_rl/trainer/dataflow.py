@@ -449,7 +449,7 @@ class LearningRole:
             The weights contain the denominator of the whole mini-batch, so that sums over micro-batches and
             ranks are exact. None uses the configured algorithm's loss; for pairs, None uses the DPO loss.
         ``optimizer_steps``: number of mini-batches, or None for `batch.optimizer_steps`.
-        ``epochs``: number of passes over the batch, or None for `batch.epochs`.
+        ``epochs``: number of epochs over the batch, or None for `batch.epochs`.
         """
         objective = loss or self._objective
         if loss is not None and isinstance(batch, TrainBatch):

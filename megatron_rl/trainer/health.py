@@ -208,7 +208,8 @@ def _measure_value(rule: HealthRule, values: Mapping[str, float], memory: Memory
 def _measure_fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the rule's first metric if the second metric, the maximum age of the step's tokens, is 0.
 
-    Otherwise returns None: for old tokens, the metric also contains the effect of updates since sampling.
+    Otherwise returns None: with older tokens, the metric also contains the effect of weight updates since the
+    tokens were sampled.
     """
     metric, age_metric = rule.metrics
     # A run without old tokens has no age metric.
@@ -278,8 +279,8 @@ def _divide_by_median(value: float, earlier_values: Sequence[float]) -> float | 
 def _measure_accuracy_drop(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the largest drop of an accuracy below its best value while the mean reward has risen.
 
-    A drop only counts if the mean reward is higher than at the accuracy's best value. The mean reward is over
-    the steps since the previous evaluation. Returns 0 if no drop counts, and None in steps without an
+    A drop only counts if the mean reward is higher than when the accuracy had its best value. The mean reward
+    is over the steps since the previous evaluation. Returns 0 if no drop counts, and None in steps without an
     evaluation.
     """
     # Accumulate the rewards of the steps since the previous evaluation.

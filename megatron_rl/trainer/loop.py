@@ -500,7 +500,7 @@ def _make_step_result(
 def gather_step_metrics(result: StepResult | None, local_metrics: Metrics) -> Metrics:
     """Sum a step's local metrics over all ranks, and add the metrics of the batch. Collective over the world.
 
-    This is the only gather of metrics in a step. ``result`` is None on ranks that only sampled: they get the
+    This is the only gather of metrics in a step. Ranks that only sampled pass None as ``result``, and get the
     sums without the metrics of the batch. Raises UserError if every token was rejected.
     """
     if result is None:
@@ -512,7 +512,7 @@ def gather_step_metrics(result: StepResult | None, local_metrics: Metrics) -> Me
 
 
 def actor_learns(config: RunConfig, roles: Roles, step: int) -> bool:
-    """Return whether ``step`` updates the actor: the first `critic.warmup_steps` train only the critic."""
+    """Return whether ``step`` updates the actor: the first `critic.warmup_steps` update only the critic."""
     return roles.critic is None or config.critic is None or step > config.critic.warmup_steps
 
 
@@ -540,8 +540,8 @@ def require_loss_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 def require_accepted_tokens(metrics: Metrics) -> None:
     """Raise UserError if importance-ratio rejection removed every token of the step.
 
-    `require_loss_tokens` cannot check this if `Correction.bypass` is set: then the update itself computes the
-    fraction of rejected tokens, and only its metrics contain it.
+    This check follows the update. With `Correction.bypass`, the update itself computes the fraction of
+    rejected tokens, so that `require_loss_tokens` cannot check it earlier.
     """
     values = metrics.values()
     # `>=` instead of `==`: the fraction is a quotient of floating-point sums.

@@ -132,9 +132,9 @@ def _require_compatible_models(config: RunConfig, paths: Sequence[Path], hf_mode
 
 
 def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
-    """Return whether the prompts of all sets were rendered with the chat template.
+    """Return whether all prompts were rendered with the chat template.
 
-    Otherwise the prompts of no set were rendered with it.
+    The value is equal for all sets, so this reads it from the first set.
     """
     first_source = next(iter(sources.values()))
     return first_source.templated

@@ -391,8 +391,8 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
     """Combine a step's rounds of sampling into its batch, with the metrics of all rounds.
 
     With dynamic sampling, the batch has only informative groups, whose rewards are not all equal. Surplus
-    groups are dropped. With too few informative groups the batch is smaller, and without any it has the first
-    round's groups.
+    groups are dropped. With too few informative groups the batch is smaller. If no group is informative, the
+    batch has the groups of the first round.
     """
     if not algorithm.dynamic_sampling.further_rounds:
         return rounds[0]
@@ -414,7 +414,7 @@ def count_informative(batch: ScoredBatch) -> tuple[int, int]:
 
 
 def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
-    """Return a batch of the first ``group_count`` informative groups; with fewer, of all informative groups.
+    """Return a batch of at most ``group_count`` informative groups, in the order of sampling.
 
     If no group is informative, returns the rows of ``fallback``. The returned batch has the metrics and
     failures of ``batch``.

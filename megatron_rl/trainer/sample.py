@@ -321,7 +321,7 @@ class RolloutSource:
 
         A group can only be continued with `rollout.partial`, and with the same `batch.samples_per_prompt`. It
         must not be too old for `asynchrony.max_staleness`, which may have been reduced. The hybrid engine's
-        version must be restored before.
+        version must be restored before this call.
         """
         self.group_counts = tuple(state["informative"])
         # Checkpoints of older versions have no lengths.

@@ -123,7 +123,7 @@ class SampleWriter:
     ) -> None:
         """Print examples of failed rewards, then the counts of failures by reason.
 
-        If the examples are all failures of the step, the counts are omitted.
+        The counts are omitted if every failed reward of the step is among the examples.
         """
         for failure in examples:
             message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)

@@ -374,8 +374,8 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
 def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     """Save the Megatron-LM checkpoint of a restored step if it is missing.
 
-    It is missing if the run was killed between writing the step's checkpoint and its Megatron-LM checkpoint.
-    After the last step, no later step would write a Megatron-LM checkpoint. Collective over the world.
+    It is missing if the run was killed after the step's own checkpoint was written. If the step is the last
+    one, no later step would write a Megatron-LM checkpoint. Collective over the world.
     """
     folder = config.checkpoint.megatron
     if folder is None:
@@ -383,7 +383,10 @@ def save_missing_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -
     _, first_iteration = checkpoint_arguments(config.model.path)
 
     def is_written() -> bool:
-        """Return whether the step's Megatron-LM checkpoint exists; first undo an interrupted replacement."""
+        """Return whether the step's Megatron-LM checkpoint exists.
+
+        An interrupted replacement of the checkpoint is undone first.
+        """
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 

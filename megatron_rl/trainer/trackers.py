@@ -198,7 +198,7 @@ class TensorBoard:
         if resumed_step is None:
             set_aside(events_folder)
         else:
-            _renumber_if_clock_went_back(events_folder)
+            _rename_event_files_if_newer(events_folder)
             purge_step = resumed_step + 1
         self._writers[phase] = SummaryWriter(str(events_folder), purge_step=purge_step)
 
@@ -296,7 +296,7 @@ class Wandb(ServerTracker):
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of a step to the run, on the step axis of their phase."""
+        """Log the metrics of a step to the run; each phase has a separate step axis."""
         if phase == "train":
             self._run.log({**values, "step": step})
         else:
@@ -488,8 +488,8 @@ def _to_cell(value: Any) -> Any:
     return json.dumps(value, default=str)
 
 
-def _renumber_if_clock_went_back(events_folder: Path) -> None:
-    """Rename the existing event files if the name of a new file would not sort after their names.
+def _rename_event_files_if_newer(events_folder: Path) -> None:
+    """Rename the existing event files if their names do not sort before the name of a new file.
 
     TensorBoard reads the files in the order of their names, which contain the time in seconds. A clock can be
     set back, and two runs can start in the same second.
