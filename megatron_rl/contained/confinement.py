@@ -4,10 +4,10 @@ Like `megatron_rl.contained.process` this module imports only the standard libra
 allow a protection, the protection is reported by name and a weaker protection replaces it: Landlock replaces
 a new root, a filter of system calls a network namespace, and measurements by the supervisor a control group.
 
-bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: they need the
-same permissions as this module (they fail if namespaces are refused, as in most containers), are not
-installed on most nodes, and do not count memory over processes. As an addition to this module, they would be
-a second implementation to test.
+bubblewrap, nsjail and Firejail build such roots from the same namespaces, and are not used here. They need
+the same permissions: they fail if the kernel refuses namespaces, as in most containers. They are not
+installed on most nodes, and do not count the total memory of several processes. This module would still be
+needed, and each tool would be a second implementation to test.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Isolation:
 def set_limits(limits: Mapping[str, Any]) -> None:
     """Limit memory, open files and file sizes of this process and of all processes that it starts.
 
-    `allow_files` may later raise the limit of open files by ``own_files`` of ``limits``.
+    `allow_files` may later raise the limit of open files by at most ``limits["own_files"]``.
     """
     files = int(limits["files"])
     max_files = files + limits.get("own_files", 0)
@@ -135,7 +135,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Raise the limit of processes of contained code by ``count``, at most by ``own_processes``."""
+    """Raise the limit on the number of contained processes by ``count``, at most by ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -252,9 +252,9 @@ def _create_namespaces(namespaces: int) -> Owner:
 
 
 def _find_unprivileged_owner() -> Owner | None:
-    """Return a user and group that no other process has, or None if this user namespace has too few numbers.
+    """Return a user and a group that no other process uses, or None if all may be in use.
 
-    The owner has a user namespace that maps files to it, if the kernel allows that.
+    If the kernel allows it, the owner also has a user namespace that maps the trainer's files to this user.
     """
     user = _find_unused_number(Path("/proc/self/uid_map"))
     group = _find_unused_number(Path("/proc/self/gid_map"))
@@ -292,8 +292,8 @@ def _find_unused_number(mapping_file: Path) -> int | None:
 def _open_mapped_namespace(user: int, group: int) -> int:
     """Create a user namespace that maps this process's user and group to ``user`` and ``group``.
 
-    Returns a descriptor of the namespace. A helper process creates the namespace, this process writes the
-    mappings and opens it. The namespace then exists as long as the descriptor is open.
+    Returns a descriptor of the namespace. A helper process creates the namespace. This process writes the
+    mappings and opens the namespace, which exists as long as the descriptor is open.
     """
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
@@ -376,7 +376,10 @@ def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root of this process to one with only the visible paths; return whether this succeeded."""
+    """Create a root directory with only the visible paths and move this process into it.
+
+    Returns whether the kernel allowed the new root.
+    """
     scratch = isolation.scratch
     if scratch is None:
         return False
@@ -413,7 +416,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
 
 
 def _run_as_own_user(isolation: Isolation) -> None:
-    """Change ``isolation`` so that contained code runs as the user of this process, not a separate user."""
+    """Change ``isolation`` so that contained code runs as the user of this process, not as another user."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
@@ -429,9 +432,9 @@ def _switch_user(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Limit the number of threads and processes, if the kernel counts those of contained code separately.
+    """Limit the number of threads and processes, if the kernel counts them for contained code alone.
 
-    Otherwise set no limit, since it would apply to all tasks of the trainer's user.
+    Otherwise set no limit, since it would apply to all processes of the trainer's user.
     """
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
@@ -445,9 +448,10 @@ def _restrict_with_landlock(
     isolation: Isolation,
     has_root: bool,
 ) -> bool:
-    """Restrict signals and abstract sockets and, for a process without a new root, files with Landlock.
+    """Use Landlock to restrict signals, abstract sockets and, without a new root, access to files.
 
-    Returns whether abstract sockets and signals are restricted.
+    ``has_root``: whether the process has its own root directory. Returns whether signals and abstract sockets
+    are restricted.
     """
     if has_root:
         return filters.restrict_sockets_and_signals()
@@ -543,8 +547,8 @@ def supervise_worker(
 ) -> int:
     """Wait until ``worker`` ends, or end it, then end its descendants; return the exit code.
 
-    The supervisor ends the worker if the process ``trainer`` has ended, if it receives SIGTERM itself, and if
-    the worker and its descendants exceed the ``limits`` of processes or memory.
+    The supervisor is this process. It ends the worker when the process ``trainer`` ends, when the supervisor
+    receives SIGTERM, or when the worker and its descendants exceed the ``limits`` of processes or memory.
     """
     kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
     # Raise the priority: the supervisor must run even if many processes compete for the processors.
@@ -698,9 +702,9 @@ def _scratch_bytes(scratch: int | None) -> int:
 
 
 def _shared_bytes(processes: Iterable[int]) -> int:
-    """Return the total size of the processes' shared mappings without a file.
+    """Return the total size in bytes of the anonymous shared mappings of processes.
 
-    The number of resident pages of such a mapping is unknown, so its size is counted.
+    The kernel does not report the number of resident pages of a shared mapping, so its full size is counted.
     """
     # Several processes may map the same shared memory: count it once, up to the largest end of its mappings.
     end_by_inode: dict[str, int] = {}

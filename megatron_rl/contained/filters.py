@@ -146,7 +146,7 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
     """Refuse dangerous system calls of this process, and sockets outside of ``socket_families``.
 
     Opening a refused socket fails with the error number ``socket_error``. Raises OSError if the kernel has no
-    seccomp filters, or if `_REFUSED` has no numbers for this machine.
+    seccomp filters, or if `_REFUSED` lacks the system call numbers of this CPU architecture.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
@@ -220,9 +220,9 @@ def landlock_version() -> int:
 
 
 def restrict_sockets_and_signals() -> bool:
-    """Deny signals to other processes and connections to their abstract sockets, with Landlock.
+    """Use Landlock to deny signals to other processes, and connections to their abstract sockets.
 
-    Returns whether this kernel's version of Landlock supports it.
+    Returns whether this kernel's version of Landlock supports these restrictions.
     """
     if landlock_version() < SCOPES_SINCE:
         return False
@@ -256,7 +256,7 @@ def _apply_landlock_rules(
 ) -> None:
     """Deny the ``handled_rights`` for all paths, except for the rights in ``rights_by_path``.
 
-    ``refused_scopes`` are the Landlock flags to deny abstract sockets and signals, or 0.
+    ``refused_scopes`` are the Landlock flags that deny abstract sockets and signals, or 0 to allow both.
     """
     # struct landlock_ruleset_attr. Without scopes, pass only its first field, as older kernels require.
     attributes = struct.pack("QQQ", handled_rights, 0, refused_scopes)

@@ -158,8 +158,8 @@ def set_mount_attributes(
 def attach_mounts(descriptor: int, target: str) -> None:
     """Mount the file system or the cloned mounts of a descriptor at ``target``, and close the descriptor.
 
-    ``target`` must exist, as a file or a folder like the root of the mounts. Contained code must not inherit
-    descriptors of these mounts, and may open only few files.
+    ``target`` must exist: a folder if the root of the mounts is a folder, else a file. The descriptor is
+    closed because contained code must not inherit it, and may open only a few files.
     """
     try:
         system_call(MOVE_MOUNT, descriptor, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
@@ -173,7 +173,10 @@ def unmount(path: str) -> None:
 
 
 def drop_bounding_set() -> None:
-    """Stop programs that this process starts from gaining capabilities; has no effect without CAP_SETPCAP."""
+    """Drop the capability bounding set, so that a started program cannot gain capabilities.
+
+    Has no effect in a process without CAP_SETPCAP.
+    """
     for capability in range(_CAPABILITY_COUNT):
         _libc.prctl(DROP_FROM_BOUNDING_SET, ctypes.c_ulong(capability), 0, 0, 0)
 

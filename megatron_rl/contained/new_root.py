@@ -91,8 +91,8 @@ def change_root(
     """Create the new root and move this process into it. No other process may be in the mount namespace.
 
     ``scratch`` is the file system for temporary files, from `create_scratch`. ``kernel_limits`` maps files in
-    /proc to the values to write, before /proc becomes read-only. ``network``: whether the settings of name
-    resolution and TLS are visible.
+    /proc to their new values, which are written before /proc becomes read-only. ``network``: whether the
+    settings of name resolution and TLS are visible.
 
     Returns the reason why /proc shows the processes of the machine, or None if it shows only
     processes of the namespace. Raises `UnreadablePath` before any change, and OSError if the kernel refuses a
@@ -239,7 +239,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 def _attach_scratch(scratch: int, owner: Owner) -> None:
     """Mount /tmp, /dev/shm and the home folder in the new root, all from the file system ``scratch``.
 
-    The size of the file system limits them together.
+    The three folders share the size of this file system.
     """
     os.mkdir(_STAGE + _SCRATCH)
     kernel.attach_mounts(os.dup(scratch), _STAGE + _SCRATCH)
@@ -296,7 +296,10 @@ def _attach_trees(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
 
 
 def _is_hidden(path: str, outer_tree: _Tree) -> bool:
-    """Return whether ``outer_tree`` hides a path in it, or a folder that contains the path."""
+    """Return whether ``outer_tree`` hides a path below its root.
+
+    A tree with ``hides_entries`` hides the files and folders in its root whose names begin with a dot.
+    """
     return outer_tree.hides_entries and path[len(outer_tree.path) :].startswith("/.")
 
 

@@ -112,8 +112,8 @@ class ContainedProcess:
         limits: a section of limits (`megatron_rl.config.sections.bounds.LimitsConfig`) as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code, whose folder is visible to the process.
 
-    `replies` is the file descriptor for replies. `protocol_error` describes a violation of the protocol by
-    the process, after which no further reply may be used, and is otherwise None.
+    `replies` is the file descriptor of the replies. `protocol_error` describes a violation of the protocol by
+    the process, or has the value None without a violation. Replies after a violation must not be used.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def malformed_reply_error(reply: Mapping[str, Any]) -> LoadFailed:
-    """Return the error for a first reply that does not have the form that the trainer expects."""
+    """Return the error for a first reply whose form is not the expected one."""
     return LoadFailed(f"its process sent a malformed message: {reply!r:.200}")
 
 
@@ -449,8 +449,8 @@ class Requests:
 def set_module_sources(sources: tuple[list[str], Mapping[str, bytes]]) -> None:
     """Make this process import modules from the same files as the trainer.
 
-    ``sources`` are the trainer's search path, and the copies of the user's code in the run folder (path ->
-    content), which are executed instead of the files.
+    ``sources`` has two items. The first is the trainer's search path. The second maps the paths of the user's
+    files to the copies of their content in the run folder. A copy is executed in place of its file.
     """
     search_path, copies = sources
     sys.path[:] = search_path

@@ -256,7 +256,8 @@ def _is_in_home(folder: str) -> bool:
 def _import_paths(folder: str) -> Iterator[str]:
     """Yield the paths to make visible for imports from a folder of the search path.
 
-    This is the folder itself or, for a shared folder (`is_shared`), each of its Python files and packages.
+    The path is the folder itself. For a shared folder (`is_shared`), the paths are its Python files and
+    packages.
     """
     if not is_shared(folder):
         yield folder

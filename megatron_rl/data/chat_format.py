@@ -1,7 +1,7 @@
 """Render conversations with a chat template, turn by turn, as text and as tokens.
 
 A chat template renders only complete conversations, and may render an old turn differently from the sampled
-text. The one idea: the text between two turns comes from an artificial conversation. The template renders
+text. The text between two turns is therefore taken from an artificial conversation. The template renders
 ``[…, assistant(SENTINEL), *new]``, and everything after the sentinel is the *tail*: the end of the turn,
 the new messages, and the opening of the next turn. A trained turn is the text that the template writes after
 the opening of the turn, up to the first end token. So sampled turns are never tokenised again.
@@ -237,8 +237,8 @@ class ConversationText:
     def after_turn(self) -> str | None:
         """Text that the template writes after a turn, or None if it cannot render an example conversation.
 
-        Some templates write nothing after the last turn, and close a turn only when the next message opens.
-        For such a template, the result also contains the next message, a question.
+        Some templates write nothing after the last turn: they end a turn only before the next message. For
+        such a template, the result also contains an artificial next message, a question.
         """
         with suppress(UserError):
             text = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], add_generation_prompt=False)
@@ -552,7 +552,7 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
 def listed_end_ids(model_folder: Path, added_ids: Collection[int]) -> list[int]:
     """Return the ids of end tokens in the ``eos_token_id`` of a model's files.
 
-    ``added_ids`` are the ids of the tokenizer's added tokens. Only these are read from config.json, whose
+    ``added_ids`` are the ids of the tokenizer's added tokens. Other ids in config.json are ignored, since its
     value is often a library default.
     """
     ids = _eos_token_ids(model_folder / "generation_config.json")
@@ -655,9 +655,10 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Prepend a prefix to tokens, without the end of the prefix that the tokens already start with.
+    """Prepend ``prefix`` to ``tokens``, without repeating tokens that are already present.
 
-    Prompts that are stored as rendered text already start with the BOS.
+    If ``tokens`` start with a suffix of ``prefix``, only the missing tokens of the prefix are prepended. For
+    example, prompts that are stored as rendered text already start with the BOS.
     """
     for num_missing in range(len(prefix)):
         suffix = prefix[num_missing:]

@@ -1,10 +1,10 @@
 """Convert records in the formats of OpenAI, TRL, verl, ShareGPT, OpenRLHF and axolotl to one normal form.
 
-The one idea: `RecordReader.read` converts every record once, both in `check` and in a run. So both accept the
-same records, and all other modules handle only the normal form: a prompt is text or a list of messages, a
-message has a role and a text, the arguments of a call are an object, and tools are a list of objects. A value
-that cannot be converted is an error that names the record and the message. A field or key that nothing reads
-is a warning, once per data set.
+`RecordReader.read` converts every record once, both in `check` and in a run, so both accept the same records.
+All other modules handle only the normal form: a prompt is text or a list of messages, a message has a role
+and a text, the arguments of a tool call are an object, and tools are a list of objects. A value that cannot
+be converted raises an error that names the record and the message. A field or key that no setting reads
+causes one warning per data set.
 """
 
 from __future__ import annotations
@@ -745,11 +745,11 @@ def remove_nulls(value: Any) -> Any:
 
 
 def remove_schema_nulls(value: Any, from_arrow: bool) -> Any:
-    """Remove the keys with value null from the description of a function.
+    """Remove the keys with value null from the JSON Schema of a function.
 
-    A null that JSON Schema allows is retained, unless Arrow added it (``from_arrow``). In a column
-    of Arrow, every function has the properties of all other functions, with only nulls. These properties are
-    removed.
+    ``from_arrow``: whether the schema was read from an Arrow column. Arrow gives every function of a column
+    the properties of all functions, filled with nulls; these properties are removed. Other schemas retain a
+    null where JSON Schema allows it, such as for ``default``.
 
     Example:
         >>> remove_schema_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)
@@ -878,10 +878,10 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
 
 
 def _normalise_weight(message: dict[str, Any]) -> None:
-    """Convert the keys that exclude a turn from training to OpenAI's ``weight: 0``.
+    """Remove the loss-weight keys of a turn; add OpenAI's ``weight: 0`` unless the turn is trained on.
 
-    A trained turn loses all such keys. Raises _MessageError for a weight other than 0 and 1, and for weights
-    of spans within the message.
+    Raises _MessageError for a weight other than 0 and 1, and for a key that weights parts of a message
+    separately.
     """
     # A turn is trained on unless one of the keys excludes it.
     is_trained = True

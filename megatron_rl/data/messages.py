@@ -1,7 +1,7 @@
 """Validate the prompt, tools and responses of a record, and split conversations into prompt and response.
 
-The values have been normalised by `megatron_rl.data.forms`. The one idea: a conversation is split once, at
-the first trained turn of the assistant, into the messages of the prompt and the messages of the response.
+The values have been normalised by `megatron_rl.data.forms`. A conversation is split once, at the first
+trained turn of the assistant, into the messages of the prompt and the messages of the response.
 Nothing here needs torch or a tokenizer.
 """
 
@@ -68,7 +68,8 @@ def require_fields(
     """Raise UserError for the first of ``fields`` that is absent or null in a record.
 
     ``fields`` maps the name of a field to the setting that contains the name. The error for an absent field
-    suggests another field of the record, but no field in ``read_elsewhere``, which have other uses.
+    suggests a field of the record that may have been meant. Fields in ``read_elsewhere`` have other uses and
+    are not suggested.
     """
     for name, name_setting in fields.items():
         if record.values.get(name) is not None:
@@ -106,9 +107,9 @@ def _absent_field_fix(
 ) -> str:
     """Return the fix for an absent field ``name``: the field that its setting should name, if one fits.
 
-    The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
-    public data sets use, the only field without another use. ``name_setting`` is the setting that contains
-    the name. ``occupied_fields`` are the fields with another use.
+    The candidates, in this order: a nested field with the name, a field whose name differs by a typo, a field
+    with the name that public data sets use, the only field without another use. ``name_setting`` is the
+    setting that contains the name. ``occupied_fields`` are the fields with another use.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
     free_fields = [field for field in filled_fields if field not in occupied_fields]
@@ -324,10 +325,9 @@ def split_responses(
 ) -> Record:
     """Split a record's conversations into the prompt and the responses in ``fields``.
 
-    - A single response without a field is the end of the prompt's messages: the last trained turn or, with
-      ``every_turn``, all messages from the first trained turn on.
-    - Several responses may be complete conversations. The messages at the start that they share become the
-      prompt.
+    - If the prompt's field has the complete conversation, the response is the last trained turn or, with
+      ``every_turn``, all messages from the first trained turn on. The messages before it are the prompt.
+    - If several responses are complete conversations, their longest common prefix becomes the prompt.
     - Messages after the last trained turn are dropped.
     - A response of one message with only text becomes text if the prompt is text.
 
@@ -392,8 +392,8 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the response's first message in a complete conversation.
 
-    This is the first trained turn with ``every_turn``, otherwise the last trained turn. For a conversation
-    without a trained turn any turn is returned: `_cut_after_last_trained` raises the error for it.
+    The message is the first trained turn with ``every_turn``, else the last trained turn. A conversation
+    without a trained turn is not an error here: `_cut_after_last_trained` raises the error later.
     """
     # The first message cannot be the response, because it would have no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]

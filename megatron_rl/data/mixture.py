@@ -1,7 +1,7 @@
 """Training prompts of one data set, or of several sources in proportion to their weights.
 
-The one idea: the next prompt comes from the source that is furthest behind its share of the prompts so far.
-So the order is a function of the weights, and its state is one count per source.
+The next prompt comes from the source that is furthest behind its share of the prompts so far. So the order of
+the sources depends only on the weights, and a checkpoint stores one count of prompts per source for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ShareOrder:
-    """Deterministic order of sources that draws each source in proportion to its weight.
+    """Deterministic order in which each source occurs in proportion to its weight.
 
     If the weights, scaled to the smallest integers, have the sum N, the order repeats every N prompts, and
     any N consecutive prompts have exactly these proportions. Ties go to the first source in ``weights``. This
@@ -137,20 +137,21 @@ class MixedPrompts:
         return prompts.rows([rows_of_source[name].pop(0) for name in names])
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
-        """Record in the source of a prompt whether all rewards of the prompt's group were equal."""
+        """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
         name, record = self._find_record(prompt_id)
         self.sources[name].record_group(record, is_uniform=is_uniform)
 
     def _find_record(self, prompt_id: int) -> tuple[str, int]:
-        """Return the name of the source that a prompt came from, and the index of its record there."""
+        """Return the name of a prompt's source, and the index of the prompt's record in that source."""
         index = bisect_right(self._id_ends, prompt_id)
         name = list(self.sources)[index]
         return name, prompt_id - (self._id_ends[index] - self.sources[name].record_count)
 
     def with_sources(self, prompts: PromptBatch) -> PromptBatch:
-        """Return prompts of a checkpoint with the names of their sources, which older checkpoints lack.
+        """Add the names of the sources to prompts of a checkpoint; older checkpoints lack the names.
 
-        Raises UserError for a prompt that the source with its id does not have.
+        The source is found by the prompt's id. Raises UserError if the record with this id has a different
+        prompt, or if no record has the id.
         """
         saved_names = prompts.sources or (None,) * len(prompts)
         token_rows = split_rows(prompts.tokens, prompts.lengths)
@@ -179,9 +180,10 @@ class MixedPrompts:
         return name
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return two fractions of each source's prompts, by metric suffix ``/SOURCE``.
+        """Return two fractions for each source, by metric suffix ``/SOURCE``.
 
-        They are the fraction of prompts with equal rewards, and the fraction that this epoch skips.
+        The first is the fraction of prompts whose responses had equal rewards. The second is the fraction of
+        prompts that the current epoch skips.
         """
         fractions_by_suffix: dict[str, tuple[float, float]] = {}
         for name, source in self.sources.items():

@@ -107,7 +107,7 @@ def write_inputs(directory: str | Path, size: str = "small", seed: int = 1) -> P
 
 
 def _has_carry(pair: tuple[int, int]) -> bool:
-    """Return whether adding the two numbers of a pair carries: their last digits sum to more than 9."""
+    """Return whether the addition of a pair has a carry: the last digits sum to more than 9."""
     return pair[0] % 10 + pair[1] % 10 >= 10
 
 

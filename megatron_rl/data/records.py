@@ -1,9 +1,9 @@
 """Find the files of a data set, and read their records.
 
 A setting names one file, a directory saved by HF ``datasets``, a folder of shards, a pattern, or a list of
-these. The one idea: every such setting resolves to one sequence of files (`data_files`), whose records are
-concatenated. A run, the digest of token files and the rules of `check` all use that sequence, so they read
-the same records in the same order.
+these. Every such setting resolves to one sequence of files (`data_files`), whose records are concatenated. A
+run, the digest of token files and the rules of `check` all use this sequence, so they read the same records
+in the same order.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
 
 
 def partial_shards_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
-    """Return the warning about a setting that names only some shards of a set, or None for complete sets."""
+    """Return the warning about a setting that omits shards of a data set, or None if no shard is missing."""
     names = missing_shards(files)
     if not names:
         return None

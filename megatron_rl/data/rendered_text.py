@@ -150,7 +150,7 @@ def prompt_warnings(
     end_texts: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about prompts that end without opening a turn, or that were rendered before.
+    """Yield warnings about prompts that do not open a turn, and about messages with template markup.
 
     ``texts`` are the rendered prompts, ``end_texts`` the texts of the tokens that end responses, and
     ``marks`` the added tokens that the chat template writes around messages.

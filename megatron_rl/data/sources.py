@@ -70,8 +70,8 @@ class ShuffledOrder:
     """Order of the item numbers 0 … count-1 over epochs, with one permutation per epoch.
 
     ``fingerprint`` identifies the items: `load_state_dict` rejects a state with another fingerprint. An epoch
-    skips each item of the set `uniform` with probability 1 - ``uniform_share``. The draw depends on (seed,
-    epoch, item). An epoch never skips all items.
+    skips each item of the set `uniform` with probability 1 - ``uniform_share``. The random choice depends
+    only on (seed, epoch, item). An epoch never skips all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -112,8 +112,11 @@ class ShuffledOrder:
             items = generator.permutation(self.count).tolist()
         return [item for item in items if item not in self.skipped]
 
-    def _draw_skipped_items(self) -> set[int]:
-        """Draw the items with equal rewards that the current epoch skips."""
+    def _choose_skipped_items(self) -> set[int]:
+        """Choose at random which of the items in `uniform` the current epoch skips.
+
+        The choice depends only on (seed, epoch, item).
+        """
         if self.uniform_share == 1 or not self.uniform:
             return set()
 
@@ -143,7 +146,7 @@ class ShuffledOrder:
             if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
-                self.skipped = self._draw_skipped_items()
+                self.skipped = self._choose_skipped_items()
                 self._order = self._permute_items()
 
             num_remaining = count - len(items)
@@ -215,7 +218,7 @@ class PromptSource:
     ground truth become metadata. ``prompt_ids`` are indices of records.
 
     ``source`` is the name of the source in `data.sources`, or None. ``profile`` is the sampling profile of
-    records whose task has no profile; None selects the profile named like the task.
+    records whose task has no profile. None means the profile with the name of the task.
     """
 
     def __init__(
@@ -430,7 +433,10 @@ class PromptSource:
         return self._encoded.digest()
 
     def _make_batch(self, positions: Sequence[int]) -> PromptBatch:
-        """Return the prompts at ``positions`` as a batch; positions count only prompts within the limit."""
+        """Return the prompts at ``positions`` as a batch.
+
+        A position is an index into the prompts within the length limit.
+        """
         indices = [self._indices[position] for position in positions]
         records = [self._records[index] for index in indices]
         tokens = [self._tokens[index] for index in indices]
@@ -572,8 +578,8 @@ def load_prompts(
 class ResponseSource:
     """Source of batches of prompts with responses over epochs, in an order that depends on the seed.
 
-    ``encoded`` is the result of `encode_responses`. A record has one row (prompt and response) per field of
-    responses, in the order of the fields. A record with a row over ``max_tokens`` is dropped and counted in
+    ``encoded`` is the result of `encode_responses`. A record has one row (prompt and response) per response
+    field, in the order of the fields. A record with a row over ``max_tokens`` is dropped and counted in
     ``length_report``, or raises a UserError under ``data.over_long: error``. ``setting`` is the configuration
     key of the data.
     """
@@ -934,7 +940,7 @@ def _thoughts_warning(
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning about responses that do not close the thoughts that the chat template opens.
+    """Return the warning about responses without the closing tag of thoughts that the template opens.
 
     ``fields`` are the fields of responses. Returns None for a template that opens no thoughts, and without a
     template.

@@ -1,9 +1,9 @@
 """Render a model's chat templates in a process with limits.
 
-The one idea: templates never run in the trainer. jinja2's sandbox protects files and attributes from a
-template, but does not prevent ``'a' * 10**10`` or ``9**9**9``, and such an operation cannot be interrupted
-from inside the interpreter. So `TemplateRenderer` starts a process with a memory limit, and with a limit of
-processor time per rendering. `check` and a run render in the same way.
+Templates never run in the trainer. jinja2's sandbox protects files and attributes from a template. It does
+not prevent ``'a' * 10**10`` or ``9**9**9``, and Python cannot interrupt either operation once it has started.
+So `TemplateRenderer` starts a process with a memory limit, and with a limit of processor time per rendering.
+`check` and a run render in the same way.
 
 The trainer and the process exchange one JSON value per line. The first line contains the templates by name,
 the special tokens and the time that templates use as the current time. Each later line is a list of

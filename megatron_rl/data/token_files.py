@@ -1,10 +1,10 @@
 """Files of tokenised data sets: one process per node writes a file, and all processes map it into memory.
 
-The one idea: a token file is stored in the run folder, and its name is a digest of everything that determines
-its content. So a file with the right name has the right tokens. Processes that share a file system
-synchronise on the file's lock: the first writes the file, the others wait and map it. If the file cannot be
-written, each process tokenises the data. A digest of the content is stored next to the file. The first
-process of a node verifies it and replaces a damaged file.
+A token file is stored in the run folder. Its name is a digest of everything that determines its content, so a
+file with the expected name has the expected tokens. Processes that share a file system synchronise on the
+file's lock: the first writes the file, the others wait and map it. If the file cannot be written, each
+process tokenises the data. A digest of the content is stored next to the file. The first process of a node
+verifies it and replaces a damaged file.
 
 Why not the cached ``map`` of HF ``datasets``? Version 5.2.0 has these problems:
 

@@ -1,7 +1,7 @@
 """Tokenise prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
 
-The one idea: every text is tokenised once, in large batches. A text far over the length limit will be
-dropped, so only its beginning is tokenised. All code after this module handles rows of int32 token ids.
+Every text is tokenised once, in large batches. A text far over the length limit will be dropped, so only its
+beginning is tokenised. The result is rows of int32 token ids.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ def split_stop_texts(
     stop: Sequence[str],
     setting: str,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Split stop texts into the ids of texts with one token, and the texts with several tokens.
+    """Split stop texts by their number of tokens; return (token ids, texts).
+
+    A stop text of one token is returned as its token id. A stop text of several tokens is returned as text.
 
     ``setting`` is the configuration key of ``stop``, for errors. Raises UserError for a text that no response
     can contain, and for a text of several tokens unless the tokenizer is a fast tokenizer.
@@ -398,9 +400,9 @@ def encode_pieces(
 ) -> list[list[numpy.ndarray] | None]:
     """Tokenise the complete text of each row, and split its tokens (int32) at the pieces of the text.
 
-    A row has the consecutive pieces of one text, such as a prompt and the turns after it. A row becomes
-    None if a token spans two pieces, or if its text is so far over ``limit`` tokens that `encode_texts` would
-    truncate it. Every row becomes None for a tokenizer without offsets.
+    A row has the consecutive pieces of one text, such as a prompt and the turns after it. The result has None
+    for a row in which a token spans two pieces, and for a text so far over ``limit`` tokens that
+    `encode_texts` would truncate it. It has None for every row if the tokenizer reports no offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
@@ -490,17 +492,19 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the largest number of tokens that is counted exactly for a text with the length limit ``limit``.
+    """Return the number of tokens up to which the length of a text is exact; longer texts are truncated.
 
-    It is larger than the limit, so that messages can show how far to raise the limit.
+    ``limit`` is the length limit of the text. The result is larger than the limit, so that messages can show
+    how far the limit must be raised.
     """
     return 2 * limit + 1024
 
 
 def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
-    """Truncate a text that is far over ``limit`` tokens to a beginning that is still over the limit.
+    """Truncate a text that is far over ``limit`` tokens; return any other text unchanged.
 
-    The tokens are counted segment by segment, since a token may have any number of characters.
+    The truncated text has more than `counting_limit` tokens, so it is still recognised as over the limit. The
+    text is tokenised in segments, until the count suffices.
     """
     if len(text) <= _SEGMENT:
         return text
@@ -516,7 +520,7 @@ def _truncate_text(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) ->
 
 
 def _format_length(length: int, limit: int) -> str:
-    """Format a number of tokens for messages: exact, or as "N or more" for a text that was truncated."""
+    """Format the number of tokens of a text for messages; a truncated text has "N or more" tokens."""
     if length > counting_limit(limit):
         return f"{counting_limit(limit)} or more"
     return str(length)

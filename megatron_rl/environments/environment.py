@@ -22,7 +22,7 @@ LARGEST_OBSERVATION = 2**20
 
 
 class Truncated(Exception):
-    """Signal that the policy has no tokens or turns left: the episode ends there, without failure."""
+    """Signal that the policy has no tokens or turns left. It ends the episode without a failure."""
 
 
 class WrongUse(Exception):
@@ -111,7 +111,8 @@ class Episode:
 
     ``prompt`` is the text of the prompt; ``ground_truth`` and ``metadata`` come from the record. The
     environment must derive all its random numbers from ``seed``: an episode is repeated when a process is
-    lost or a run is resumed, and must then be the same. ``messages`` are all messages after the prompt.
+    lost or a run is resumed, and the repetition must behave identically. ``messages`` are all messages after
+    the prompt.
     """
 
     def __init__(

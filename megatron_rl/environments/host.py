@@ -134,7 +134,7 @@ class TurnRequest(NamedTuple):
 class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
-    Example: episode 3 ended with the reward 1, before the limit of tokens or turns.
+    Example: episode 3 ended with the reward 1, within the limits of tokens and turns.
 
         >>> EpisodeEnd(number=3, reward=1.0).truncated
         False
@@ -173,7 +173,7 @@ Event = TurnRequest | EpisodeEnd | EpisodeRestart
 class _OpenEpisode:
     """Episode that has not ended: it runs in a process, or waits for a process.
 
-    Example: ``_OpenEpisode(3, {"prompt": "1+2=", "ground_truth": 3, "metadata": {}, "seed": 7})`` waits.
+    Example: ``_OpenEpisode(3, {"prompt": "1+2=", "ground_truth": 3, "metadata": {}, "seed": 7})`` is waiting.
     """
 
     number: int
@@ -282,7 +282,7 @@ class EnvironmentPool:
         self._send(number, TURN, text, *attributes)
 
     def reject_turn(self, number: int) -> None:
-        """Reject the requested turn in episode ``number``, because its sequence has no room for tokens."""
+        """Reject the requested turn of episode ``number``, whose sequence has reached a length limit."""
         self._send(number, END)
 
     def cancel_episode(self, number: int) -> None:
@@ -294,7 +294,7 @@ class EnvironmentPool:
                 host.closing_deadlines[number] = time.monotonic() + GRACE_SECONDS
 
     def _send(self, number: int, kind: str, *values: Any) -> None:
-        """Send a request, such as `TURN`, to the process of an episode, and start the time of its turn."""
+        """Send a request, such as `TURN`, to the process of an episode, and start its ``turn_timeout``."""
         for host in self._hosts:
             if number in host.episodes:
                 host.process.send_request((kind, number, *values))
@@ -343,7 +343,7 @@ class EnvironmentPool:
         for episode in list(self._waiting):
             shareable_hosts: list[_Host] = []
             for candidate in self._hosts:
-                if not any(other.runs_alone for other in candidate.episodes.values()):
+                if not any(running.runs_alone for running in candidate.episodes.values()):
                     shareable_hosts.append(candidate)
             host = min(shareable_hosts, key=lambda host: len(host.episodes), default=None)
             if host is None or (episode.runs_alone and host.episodes):
@@ -355,7 +355,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _list_deadlines(self, host: _Host) -> list[float]:
-        """Return the deadlines (monotonic) of a process: for its reply to a ping, else for its episodes."""
+        """Return the deadlines (monotonic) of a process: of its reply to a ping, else of its turns."""
         if host.ping_time is not None:
             return [host.ping_time + GRACE_SECONDS]
         deadlines = list(host.closing_deadlines.values())
@@ -400,10 +400,10 @@ class EnvironmentPool:
             self._handle_lost_process(host, events, CRASHED)
 
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
-        """Ping a process with a late environment; replace a process that does not respond.
+        """Ping a process in which an episode has exceeded ``turn_timeout``.
 
-        Appends the events of a replaced process to ``events``. The ping is needed because another environment
-        may block the process, and so make this environment late.
+        The ping distinguishes a slow environment from a process that an environment blocks. A process that
+        does not respond is replaced, and the events of its episodes are appended to ``events``.
         """
         now = time.monotonic()
         if host.ping_time is not None:
@@ -425,7 +425,10 @@ class EnvironmentPool:
         ]
 
     def _fail_late_episodes(self, host: _Host, events: list[Event]) -> None:
-        """Fail the late episodes of a process that responded to a ping; append their ends to ``events``."""
+        """Fail the episodes that exceeded ``turn_timeout``, after the process has responded to a ping.
+
+        The ends of the episodes are appended to ``events``.
+        """
         host.ping_time = None
         for episode in self._find_late_episodes(host):
             self.cancel_episode(episode.number)
@@ -439,8 +442,8 @@ class EnvironmentPool:
     def _handle_lost_process(self, host: _Host, events: list[Event], reason: str) -> None:
         """Replace a lost process, and fail the episode that caused the loss with ``reason``.
 
-        The cause is the only busy episode, or the episode with ``runs_alone``. If several episodes are busy,
-        the cause is unknown, and each busy episode is restarted with ``runs_alone``.
+        A single busy episode is the cause, and so is an episode with ``runs_alone``. If several episodes are
+        busy, the cause is unknown. Then each of them is restarted with ``runs_alone``, in a separate process.
         """
         busy_episodes = [episode for episode in host.episodes.values() if episode.busy_since is not None]
         status = self._replace_process(host, events)
@@ -463,7 +466,10 @@ class EnvironmentPool:
             episode.runs_alone = True
 
     def _replace_process(self, host: _Host, events: list[Event]) -> int:
-        """Kill a process, start a new process and restart the episodes; return the exit status."""
+        """Kill a process, start a new process and restart the episodes.
+
+        Returns the exit status of the killed process.
+        """
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
@@ -478,8 +484,8 @@ class EnvironmentPool:
     def _restart_process(self) -> None:
         """Start a process in place of a lost process; give up after several failed attempts.
 
-        An attempt may fail for a temporary reason, since the class could be loaded before: the process was
-        killed, or the machine is out of memory.
+        The class was loaded successfully before, so a failed attempt may have a temporary reason, such as too
+        little memory, and is repeated.
         """
         start_time = time.monotonic()
         # After the last attempt there is no wait (None).
@@ -619,7 +625,7 @@ def _is_message(value: Any) -> bool:
 
 
 def serve_episodes(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
-    """Load the environment's class, then run the episodes of the trainer's requests.
+    """Load the environment's class, then run the episodes that the trainer requests.
 
     This is the main function of the process. ``requests`` is the connection to the trainer, and ``limits``
     are the limits of the process. ``unenforced_limits`` are descriptions of limits that this machine's kernel
@@ -698,7 +704,7 @@ def make_environment_factory(class_path: str, settings: Mapping[str, Any]) -> pa
 
 
 def _load_environment_class(class_path: str) -> type[Environment]:
-    """Load the class at ``class_path``; raises UserError unless it is a valid class of environments."""
+    """Load the class at ``class_path``; raises UserError unless it is a valid environment class."""
     loaded_class = load_callable(class_path)
     if not (isinstance(loaded_class, type) and issubclass(loaded_class, Environment)):
         raise UserError(
@@ -733,10 +739,10 @@ def _load_environment_class(class_path: str) -> type[Environment]:
 
 
 class _EventLoops:
-    """Factory of the episodes' event loops, which raises the limits of the process with each open loop.
+    """Factory of the episodes' event loops, which adjusts the process's limits to the number of open loops.
 
-    ``files`` is the limit of open files without episodes. Each episode adds ``own_files`` to this limit and
-    ``own_processes`` to the limit of processes.
+    ``files`` is the limit of open files without an open loop. Each open loop adds ``own_files`` to the limit
+    of open files, and ``own_processes`` to the limit of processes.
     """
 
     def __init__(self, files: int, own_files: int, own_processes: int) -> None:

@@ -13,10 +13,11 @@ from megatron_rl.rewards.reasoning_gym import score
 
 @dataclass
 class ReasoningGym(Environment):
-    """Conversation about one task of reasoning-gym, up to an answer with full score or ``attempts`` answers.
+    """Conversation about one problem of reasoning-gym, in which the policy gives up to ``attempts`` answers.
 
-    The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The reward is the task's score of the
-    last answer, which may be partial; ``first_attempt`` is the score of the first answer.
+    The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The episode ends after an answer with
+    the full score or after the last attempt. The reward is the score of the last answer, which may be
+    partial. The component ``first_attempt`` is the score of the first answer.
     """
 
     attempts: int = setting(1, "Answers that an episode may give.", at_least=1, at_most=1024)

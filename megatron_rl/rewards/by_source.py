@@ -1,7 +1,7 @@
 """Rewards of data sources with their own reward functions.
 
-The one idea: the source of a sample selects the reward function. A `FunctionReward` per function runs the
-calls, in processes with limits.
+The source of a sample selects the reward function. Each function has a `FunctionReward`, which calls it in
+processes with limits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NO_FUNCTION = "no_function"
 class SourceRewards:
     """Reward that calls the function of each sample's source.
 
-    ``functions`` maps sources to functions, which all have the settings of ``config``. ``config.function``
-    rewards the samples of all other sources, and samples without a source. Each function has
-    ``config.workers`` processes, even if several sources name it.
+    ``functions`` maps a source to the path of its function. ``config.function`` rewards samples without a
+    source, and samples of sources without an entry. All functions have the settings of ``config``. Each
+    function has ``config.workers`` processes in total, even if several sources use it.
     """
 
     def __init__(self, config: RewardConfig, functions: Mapping[str, str]) -> None:

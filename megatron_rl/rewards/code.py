@@ -1,10 +1,10 @@
 """Run the tests of the program in a response: the reward function behind ``reward.code``.
 
-The one idea: a program only supplies values and never takes part in their comparison. A new child process of
-the worker runs the program for each test. A second process runs the test: it has the expected values, calls
-the program's functions, receives plain values (`megatron_rl.rewards.program`) and makes every comparison. So
-a program that prints a verdict, ends early, defines its own ``isclose`` or changes the interpreter gains
-nothing.
+A program only supplies values and never takes part in their comparison. For each test, a new child process of
+the worker runs the program, and a second process runs the test. The test's process has the expected values,
+calls the program's functions, receives plain values (`megatron_rl.rewards.program`) and makes every
+comparison. So a program gains nothing if it prints a verdict, ends early, defines its own ``isclose`` or
+changes the interpreter.
 
 The program cannot read the memory or the pipes of the worker and the test. Processes that it leaves running
 are killed after each test. It can read the same files as all contained code: not the data sets, unless
@@ -92,7 +92,7 @@ _SOLUTION = "Solution"
 _PASSED = "passed"
 _FAILED = "failed"
 _UNREADABLE = "unreadable"
-"""Verdict on a test whose comparison only the program itself could make."""
+"""Verdict on a test that leaves a comparison to the program."""
 
 
 class Test(NamedTuple):
@@ -141,8 +141,8 @@ def run_tests(
     with ``all`` the reward is 1 if all tests pass, else 0. ``test_timeout`` and ``timeout`` are the time
     limits of a test and of all tests in seconds.
 
-    Raises ValueError for a ground truth that is not a list of tests, and for a test whose comparison only the
-    program itself could make.
+    Raises ValueError for a ground truth that is not a list of tests, and for a test that leaves a comparison
+    to the program.
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + timeout
@@ -174,10 +174,10 @@ def run_tests(
 
 
 def extract_program(response: str) -> str:
-    """Return the program in a response: the last block of Python, else the last block, else all the text.
+    """Return the last Python block of a response, else the last block, else the complete response.
 
-    If no block is marked as Python, a block without a language counts as Python, unless it only shows a
-    value.
+    If no block is marked as Python, blocks without a language count as Python. A block that only displays
+    a value, such as an example of the output, does not count.
 
     Example:
         >>> extract_program("So:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```\\n")
@@ -252,7 +252,10 @@ def _block_text(lines: list[str], indent: str) -> str:
 
 
 def _is_program(source: str) -> bool:
-    """Return whether a text is Python that does more than show a value."""
+    """Return whether a text is Python code with a call, or with a statement that is not an expression.
+
+    Other Python code only displays values, such as ``[1, 2]`` in an example of an output.
+    """
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -380,9 +383,10 @@ def _join_lines(value: str | list[str]) -> str:
 
 
 def _parse_assertions(text: str) -> list[Test]:
-    """Parse the tests in Python code: one per top-level assertion, with all other statements before it.
+    """Parse Python code into tests, one per assertion at the top level.
 
-    Code whose assertions are all nested is a single test, such as a function with assertions and its call.
+    The test of an assertion contains all other statements before the assertion. Code without an assertion at
+    the top level is a single test, for example a function with assertions and the call of this function.
     Raises ValueError for text without an assertion.
     """
     try:
@@ -398,7 +402,7 @@ def _parse_assertions(text: str) -> list[Test]:
     tests: list[Test] = []
     for statement in tree.body:
         if isinstance(statement, ast.Assert):
-            _require_decidable(statement, preceding_statements)
+            _require_independent_comparison(statement, preceding_statements)
             test_module = ast.Module([*preceding_statements, statement], [])
             tests.append(Test(source=ast.unparse(test_module)))
         else:
@@ -409,8 +413,10 @@ def _parse_assertions(text: str) -> list[Test]:
     return tests
 
 
-def _require_decidable(statement: ast.Assert, preceding_statements: list[ast.stmt]) -> None:
-    """Raise ValueError for an assertion whose outcome the program itself could decide.
+def _require_independent_comparison(statement: ast.Assert, preceding_statements: list[ast.stmt]) -> None:
+    """Raise ValueError for an assertion in which the program makes the comparison.
+
+    A program could define a comparison that is always true.
 
     ``preceding_statements`` are the other statements of the same test.
     """
@@ -423,7 +429,7 @@ def _require_decidable(statement: ast.Assert, preceding_statements: list[ast.stm
     if isinstance(condition, ast.Compare):
         sides = (condition.left, *condition.comparators)
         if all(_belongs_to_program(side, names) for side in sides):
-            raise _undecidable_error(statement, "both of its sides are the program's")
+            raise _program_comparison_error(statement, "both of its sides are the program's")
         return
 
     # `assert same(f(2), 4)`: the program's own `same` could always return True.
@@ -433,11 +439,11 @@ def _require_decidable(statement: ast.Assert, preceding_statements: list[ast.stm
             calls = [node for node in ast.walk(argument) if isinstance(node, ast.Call)]
             if any(_belongs_to_program(call, names) for call in calls):
                 reason = "the function that compares is the program's: define it before the assertion"
-                raise _undecidable_error(statement, reason)
+                raise _program_comparison_error(statement, reason)
 
 
-def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
-    """Return the error for an assertion whose outcome the program itself could decide."""
+def _program_comparison_error(statement: ast.Assert, reason: str) -> ValueError:
+    """Return the error for an assertion in which the program makes the comparison."""
     return ValueError(
         f"the program decides the outcome of a test, since {reason}: {ast.unparse(statement)!r:.200}"
     )
@@ -446,7 +452,8 @@ def _undecidable_error(statement: ast.Assert, reason: str) -> ValueError:
 def _belongs_to_program(node: ast.AST, names: set[str]) -> bool:
     """Return whether the value of an expression comes from the program, which defines ``names``.
 
-    The expression is then one of these names, or a call, an attribute or an item of such an expression.
+    The value comes from the program if the expression is one of these names, such as ``f``, or is built from
+    one by calls, attributes and items, such as ``f(2).x[0]``.
     """
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
@@ -480,15 +487,15 @@ def _free_names(statements: list[ast.stmt]) -> list[str]:
 
 
 def _is_predefined(name: str) -> bool:
-    """Return whether a name is defined in every test: a built-in, or a name that this module provides."""
+    """Return whether a name is a Python built-in or a name that this module provides to every test."""
     return name in _MODULES or name in _NAMES or hasattr(builtins, name)
 
 
 def _program_names(statements: list[ast.stmt]) -> set[str]:
     """Return the names that a test expects the program to define.
 
-    Predefined names such as ``sorted`` count only in a test without other names, which then tests the
-    program's own ``sorted``.
+    Predefined names such as ``sorted`` are excluded if the test reads any other name. A test that reads only
+    predefined names tests a program that defines ``sorted`` itself.
     """
     free_names = _free_names(statements)
     program_names = {name for name in free_names if not _is_predefined(name)}
@@ -503,7 +510,7 @@ def _program_names(statements: list[ast.stmt]) -> set[str]:
 def passes_test(source: str, test: Test, time_limit: float) -> bool:
     """Return whether the program ``source`` passes a test within ``time_limit`` seconds.
 
-    Raises ValueError if the test compares an object that only the program itself could compare.
+    Raises ValueError if the test leaves a comparison to the program.
     """
     if time_limit <= 0:
         return False
@@ -553,8 +560,8 @@ def _run_call_test(
 ) -> tuple[str, str]:
     """Run the program and a test that calls it in two processes, for at most ``time_limit`` seconds.
 
-    ``program`` is the path of the program's source. Returns the verdict of the test, and the reason of the
-    verdict `_UNREADABLE`, or "" for other verdicts.
+    ``program`` is the path of the program's source. Returns the verdict of the test and its reason. Only the
+    verdict `_UNREADABLE` has a reason; for other verdicts it is "".
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
@@ -741,7 +748,7 @@ def _limit_files() -> None:
 
 
 def _equals_expected(value: Any, expected: Any) -> bool:
-    """Return whether a value equals the expected value, at least after conversion to the types of JSON."""
+    """Return whether a value equals the expected value, directly or after conversion to JSON types."""
     if type(value) is type(expected) and value == expected:
         return True
     return bool(_to_json_types(value) == _to_json_types(expected))

@@ -1,8 +1,8 @@
 """Filters of responses: a removed response is dropped from training, or gets a fixed reward.
 
-The one idea: the result of a filter is an `Answer`, so that it is sent between ranks and saved like a reward.
-The answer for a removed response has the reason `FILTERED`, and the name of the filter as message. A user's
-filter runs like a reward function, contained and with the same limits. If it fails, the sample is invalid.
+The result of a filter is an `Answer`, so it is sent between ranks and saved like a reward. The answer for a
+removed response has the reason `FILTERED`, and the name of the filter as message. A user's filter runs in
+contained processes with limits, as a reward function does. If the filter fails, the sample is invalid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEPT = Answer(None, reward=1.0)
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """Rows of a batch that filters removed, equal on every rank.
+    """Rows of a batch that the filters removed; every rank has the same value.
 
     Example: with ``FilteredRows({3: "empty"}, reward=-1.0)`` row 3 has the reward -1, and no reward function
     is called for it.
@@ -50,9 +50,9 @@ class FilteredRows:
 
     @property
     def answers(self) -> dict[int, Answer]:
-        """Return the answers of removed rows with a fixed reward and of failed filters, by row.
+        """Return the answers for rows on which no reward function is called, by row.
 
-        No reward function is called for these rows.
+        These are the removed rows that get a fixed reward, and the rows on which the user's filter failed.
         """
         answers = dict(self.failures)
         if self.reward is not None:
@@ -60,9 +60,9 @@ class FilteredRows:
         return answers
 
     def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
-        """Return the filters' answer for each of ``rows``: kept, `FILTERED` or failed.
+        """Return the result of the filters for each row in ``rows``: kept, `FILTERED` or failed.
 
-        The answers are stored, so that carried-over rows are not filtered again.
+        The caller stores these answers, so that carried-over rows are not filtered again.
         """
         answers = dict.fromkeys(rows, _KEPT)
         for row, name in self.names.items():

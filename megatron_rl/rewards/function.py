@@ -1,8 +1,8 @@
 """Rewards from a Python function, run in worker processes with a time limit per sample.
 
-The one idea: a failed call makes its sample *invalid*, with a reason, and never becomes a number. A worker
-that exceeds the time limit, dies or sends a malformed reply is killed with all processes that it started, and
-a new worker replaces it. Its unanswered calls are sent again to any worker.
+A failed call makes its sample *invalid*, with a reason, and never becomes a number. A worker that exceeds the
+time limit, dies or sends a malformed reply is killed with all processes that it started, and a new worker
+replaces it. The call that caused the failure is not repeated; the other open calls are sent again.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ class FunctionReward:
     def _start_replacement(self) -> Worker | None:
         """Start a worker in place of a lost worker; return None if every attempt fails.
 
-        An attempt may fail for a temporary reason, since the function could be loaded before: the process was
-        killed, or the machine is out of memory.
+        The function was loaded successfully before, so a failed attempt may have a temporary reason, such as
+        too little memory, and is repeated.
         """
         start_time = time.monotonic()
         for delay in (*worker_process.RESTART_DELAYS, None):
@@ -359,7 +359,7 @@ class FunctionReward:
         reason: str,
         status: int,
     ) -> tuple[str, str]:
-        """Return the failure reason and the message for the samples of the call that ended a worker.
+        """Return the failure reason and the message for a call that ended its worker process.
 
         ``status`` is the exit status of the worker process.
         """
@@ -375,7 +375,10 @@ class FunctionReward:
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:
-        """Kill the workers; later calls of `score`, and one in another thread, raise RuntimeError."""
+        """Kill the workers.
+
+        Later calls of `score` raise RuntimeError, and so does a call that is running in another thread.
+        """
         self._finalizer()
 
     def __enter__(self) -> FunctionReward:

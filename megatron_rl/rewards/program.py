@@ -1,9 +1,9 @@
 """Run a program under test, and exchange values between the program and its test.
 
 A test runs in a separate process (`megatron_rl.rewards.code`) and uses the program from there: it looks up
-names of the program, calls functions and receives values. The one idea: plain values are serialized by their
-structure, never by ``repr`` or pickle. So the program chooses the values, but not how they are compared.
-Every other value stays in the program's process, and the test gets a `Remote` in its place.
+names of the program, calls functions and receives values. Plain values are serialized by their structure,
+never by ``repr`` or pickle. So the program determines the values, but not how they are compared. An object
+that is not a plain value stays in the program's process, and the test gets a proxy for it (`Remote`).
 
 Each process has a `Peer`, connected by two pipes. A message is a length and JSON. The reply to ``["request",
 operation, operands]`` is ``["value", value, arguments after the call]`` or ``["error", type, message]``. A
@@ -56,11 +56,11 @@ _COMPARISONS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "
 
 
 class CannotCompare(Exception):
-    """Error of a test that compares a value that only the program itself could compare."""
+    """Error of a test that leaves a comparison to the program."""
 
 
 class ProgramEnded(Exception):
-    """Error of a request to the other process, which has ended or sent a malformed message."""
+    """Error for a connection whose other process has ended or sent a malformed message."""
 
 
 class Remote:
@@ -184,9 +184,9 @@ class Peer:
         """Reason why the test has no outcome, or None."""
 
     def cannot_compare(self, reason: str) -> CannotCompare:
-        """Return the error for a comparison that only the program could make, and record its reason.
+        """Return the error for a test that leaves a comparison to the program, and record the reason.
 
-        The recorded reason remains even if the test catches the error.
+        The reason remains recorded even if the test catches the error.
         """
         if self.reason is None:
             self.reason = reason
@@ -216,7 +216,7 @@ class Peer:
         return value
 
     def serve(self) -> None:
-        """Perform the requests of the other process until it closes the connection."""
+        """Handle the requests of the other process until it closes the connection."""
         while True:
             try:
                 _, operation, operands = self._receive()
@@ -225,7 +225,7 @@ class Peer:
             self._handle_request(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
-        """Wait for the reply to a request; return its value, and the arguments as the call has changed them.
+        """Wait for the reply to a request; return the value, and the arguments after the call.
 
         Handles requests of the other process in the meantime. Raises the error of an error reply.
         """
@@ -239,7 +239,7 @@ class Peer:
                 raise _to_exception(*content)
 
     def _handle_request(self, operation: str, operands: Sequence[Any]) -> None:
-        """Perform an operation for the other process, and send the value or the error."""
+        """Perform the operation that the other process requests, and send the value or the error."""
         try:
             value, arguments = self._perform(operation, [self.decode(operand) for operand in operands])
             reply = json.dumps(["value", self.encode(value), self.encode(arguments)])
@@ -257,9 +257,10 @@ class Peer:
         operation: str,
         operands: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
-        """Perform an operation; return its value and, for a call, the arguments after the call.
+        """Perform an operation; return its value and, for a call, the arguments.
 
-        Arguments of immutable types are returned as None.
+        The arguments are returned because the call may have changed them. An argument of an immutable type is
+        returned as None.
         """
         if operation == "call":
             function, arguments, keywords = operands
@@ -325,10 +326,10 @@ class Peer:
         return [self.encode(value) for value in values]
 
     def _encode_reference(self, value: Any) -> list[Any]:
-        """Encode an object as a reference: ["yours", number] or ["mine", number, arguments of `Remote`].
+        """Encode an object as a reference to it.
 
-        A `Remote` refers to an object of the other process. Any other object is stored in this process, so
-        that the other process can refer to its number.
+        A `Remote` becomes ["yours", number], since its object is in the other process. An object of this
+        process becomes ["mine", number, further arguments of `Remote`], and is stored here under this number.
         """
         if isinstance(value, Remote):
             return ["yours", value._number]
@@ -521,7 +522,7 @@ def _to_exception(class_name: str, message: str) -> BaseException:
 
 
 def main() -> None:
-    """Run a program, then perform the requests of its test until the test ends.
+    """Run a program, then handle the requests of its test until the test ends.
 
     The arguments of the command are the path of the program, and the file descriptors of the pipes from and
     to the test.

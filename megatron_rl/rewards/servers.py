@@ -1,8 +1,8 @@
 """Rewards from HTTP servers: the user's own server, and a language model as a judge.
 
-The one idea: `Server` sends many requests concurrently, retries, pauses if the server requests it, and stops
-sending to a server that fails repeatedly (a circuit breaker). The two rewards only construct requests and
-parse replies.
+`Server` sends many requests concurrently, retries, pauses if the server requests it, and stops sending to a
+server that fails repeatedly (a circuit breaker). The classes `HttpReward` and `JudgeReward` only construct
+requests and parse replies.
 
 This module runs in the trainer, which has network access. User code that constructs requests or parses
 replies runs contained, without network and without the secrets in the headers. Servers are not trusted: the
@@ -111,9 +111,10 @@ class _Attempt(NamedTuple):
 
 
 class Server:
-    """Client of one server that sends rounds of concurrent requests.
+    """HTTP client that sends rounds of concurrent requests to one server.
 
-    A pause that the server requests, and the state of the circuit breaker, persist from round to round.
+    A round is one call of `post`. A pause that the server requests, and the state of the circuit breaker,
+    persist from round to round.
 
     ``secrets`` maps the names of secret headers to their values. A reply of more than ``largest_reply`` bytes
     is malformed. ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests
@@ -451,11 +452,11 @@ _Request = tuple[str, int]
 
 
 class JudgeReward:
-    """Reward from the verdicts of a language model; see `JudgeConfig`.
+    """Reward from the verdicts of a language model (the judge); see `JudgeConfig`.
 
-    The parser runs in confined worker processes, like a template that is a function. A text of the judge with
-    a verdict is cached by request, so that equal samples are sent to the judge once. The cache evicts the
-    least recently used texts.
+    The parser and a template function run in confined worker processes. A reply that contains a verdict is
+    cached by its request, so that equal samples are sent to the judge once. The cache evicts the least
+    recently used replies.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -561,7 +562,7 @@ class JudgeReward:
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _make_judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return the prompt for the judge per sample as `Answer.text`, or the failure of the template."""
+        """Return an answer per sample: the prompt for the judge as text, or the failure of the template."""
         if self._template is not None:
             return self._template.compute_answers(samples)
         return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
@@ -624,7 +625,7 @@ class JudgeReward:
 
 
 def _extract_completion(reply: Reply) -> Reply:
-    """Replace the value of a reply by the text of its chat completion; return a failure unchanged."""
+    """Return the reply with the text of its chat completion as value; return a failure unchanged."""
     if reply.reason is not None:
         return reply
 

@@ -3,9 +3,9 @@
 The main function of the process is `serve`. User code can only produce frames of JSON, which the trainer
 validates with `read_answer`. If a frame is malformed, the trainer kills the process.
 
-Calls are numbered. A call ends in one of three ways: it is answered, it fails when the process ends, or it is
-sent again to a process without other calls. The module can be imported without torch, so that `check` starts
-the same processes as a run.
+Calls are numbered. A call ends in one of three ways: the process answers it, the call fails because the
+process ended, or the call is sent again to another process. The module can be imported without torch, so that
+`check` starts the same processes as a run.
 """
 
 from __future__ import annotations
@@ -231,7 +231,10 @@ class CallSignature(NamedTuple):
 
     @classmethod
     def from_function(cls, function: Callable[..., Any]) -> CallSignature:
-        """Inspect a function; if its signature cannot be read, assume that it accepts any name."""
+        """Inspect the signature of a function.
+
+        If Python cannot read the signature, the function is assumed to accept every argument.
+        """
         # An object with an `async def __call__` is called like a coroutine function.
         call_method = getattr(function, "__call__", None)  # noqa: B004
         concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
@@ -292,7 +295,7 @@ def parameter_hints(names: Iterable[str]) -> str:
 
 
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that its positional-only parameters can be passed by name."""
+    """Wrap a function so that arguments of positional-only parameters can be passed by name."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (ValueError, TypeError):
@@ -392,7 +395,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
 
 
 def failure_frame(reason: str, message: str) -> dict[str, Any]:
-    """Return the frame (JSON object) of a failure; a message that is too long loses its beginning."""
+    """Return the frame (JSON object) of a failure; a message over the length limit is cut at its start."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
@@ -436,7 +439,7 @@ class Call:
 
 
 class Worker:
-    """Trainer's handle of a worker process, with the calls that the process has not answered yet.
+    """Trainer's handle of a worker process and of its open calls (calls without an answer yet).
 
     Calls are numbered from the start of the worker. A plain function answers them in that order, and the time
     limit of a call starts at the end of the previous call. A coroutine function runs its calls concurrently.
@@ -558,7 +561,7 @@ class Worker:
 
     @property
     def deadline(self) -> float:
-        """Return the time (monotonic, seconds) by which the oldest open call must have been answered."""
+        """Return the deadline of the oldest open call, in seconds of the monotonic clock."""
         if not self.signature.concurrent:
             first_number = min(self.calls)
             return self.calls[first_number].start_time + self.config.timeout
@@ -606,10 +609,11 @@ class Worker:
         return number
 
     def split_open_calls(self) -> tuple[list[Call], list[Call]]:
-        """Split the open calls of a process that ended into failed calls and calls to send again.
+        """Return the open calls that have failed, and the open calls to send again, after the process ended.
 
-        The call that a plain function was running fails, and so does a single open call. Any of several
-        concurrent calls may be the cause, so each is sent again to a process without other calls.
+        The first open call of a plain function has failed, since it was running. A single open call of a
+        coroutine function has failed, too. If several calls were running, any of them may be the cause, so
+        each is sent again to a process without other calls.
         """
         calls = list(self.calls.values())
         if not self.signature.concurrent or len(calls) == 1:
@@ -623,9 +627,9 @@ def loading_errors(
     returns_text: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Load the configured function in a worker process, as a run does; return the error in a list, if any.
+    """Load the configured function in a worker process, as a run does; return a list with the error, if any.
 
-    The arguments are those of `Worker`.
+    See `Worker` for the arguments.
     """
     worker = Worker(config, key, returns_text, extra_arguments)
     try:
@@ -772,7 +776,9 @@ class _CallLoop:
             return _failure_frames(call_values, EXCEPTION, format_error(error))
 
     def _select_arguments(self, call_values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the trainer's and the configured arguments of a call that the function has parameters for.
+        """Return the arguments of a call for which the function has parameters.
+
+        The arguments come from the trainer and from the configuration.
 
         A configured argument replaces an argument of the trainer with the same name.
         """
