@@ -176,7 +176,7 @@ def describe_exceeded_limit(
 
 
 def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolation:
-    """Move this process into new namespaces, whose first process will be the next child of this process.
+    """Move this process into new namespaces; its next child becomes their first process.
 
     The namespaces have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes in
     the network namespace may connect to each other.

@@ -2,7 +2,7 @@
 
 Refused system calls change or inspect the machine (mounts, namespaces, modules, other processes), expose
 large parts of the kernel's code (io_uring, bpf, userfaultfd, keys), or allocate memory that no limit of a
-process covers (memfd, System V). System calls that are newer than the list fail as if they did not exist.
+process covers (memfd, System V). System calls that Linux added after this list was written fail with ENOSYS.
 
 Landlock also restricts paths on kernels and in containers that do not allow namespaces.
 """
@@ -290,7 +290,8 @@ def _encode_instruction(
 ) -> bytes:
     """Encode one instruction of a BPF filter.
 
-    A comparison skips the next ``skip_if_true`` instructions if it is true, else ``skip_if_false``.
+    A comparison instruction skips ``skip_if_true`` instructions if the comparison is true, and else
+    ``skip_if_false`` instructions.
     """
     return struct.pack("HBBI", code, skip_if_true, skip_if_false, value)
 

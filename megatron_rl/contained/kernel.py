@@ -82,7 +82,7 @@ def process_control(option: int, value: int) -> int:
 
 
 def unshare(namespaces: int) -> None:
-    """Move this process into new ``namespaces`` (flags); a PID namespace starts with the next child."""
+    """Move this process into new ``namespaces`` (flags); only its later children enter a PID namespace."""
     _raise_if_failed(_libc.unshare(namespaces))
 
 

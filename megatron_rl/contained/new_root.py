@@ -202,7 +202,7 @@ def _set_tree_attributes(
 
 
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether ``owner`` can access the root of a tree, as its owner or by the permissions for others.
+    """Return whether the file permissions allow ``owner`` to access the root of a tree.
 
     ``descriptor`` is an open tree. Write permission is required unless ``attributes`` are read-only.
     """

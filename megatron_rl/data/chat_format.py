@@ -119,7 +119,7 @@ def cut_at_end(text: str, end_texts: Sequence[str]) -> str | None:
 
 
 def _find_trailing_end(text: str, end_texts: Sequence[str]) -> str:
-    """Return the end token at the end of ``text``, or "" for a text that ends with another token."""
+    """Return the end token at the end of ``text``, or "" for a text that does not end with an end token."""
     for end_text in end_texts:
         if text.endswith(end_text):
             return end_text
@@ -179,7 +179,7 @@ class ConversationText:
         self._make_with_kwargs = cache_by_kwargs(partial(ConversationText, renderer, self.end_texts))
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ConversationText:
-        """Return a renderer of the same template with the arguments ``kwargs``; renderers are cached."""
+        """Return a renderer of this template with the arguments ``kwargs``; renderers are cached."""
         if kwargs == self._kwargs:
             return self
         return self._make_with_kwargs(kwargs)
@@ -401,7 +401,7 @@ class ConversationText:
         tools: Any = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text after `SENTINEL`, the content of an artificial turn, in the rendered ``messages``.
+        """Render ``messages``, and return the text after the artificial content `SENTINEL`.
 
         ``add_generation_prompt``: whether the template opens the next turn at the end of the text. Raises
         UserError unless the sentinel occurs exactly once.
@@ -427,9 +427,9 @@ class ConversationText:
 
 
 def cache_by_kwargs(make: Callable[[Mapping[str, Any]], _Made]) -> Callable[[Mapping[str, Any]], _Made]:
-    """Wrap ``make``, a function of a template's arguments, in a cache of its last results.
+    """Wrap ``make`` in a cache of its last results; its argument is a mapping of template arguments.
 
-    ``make`` gets the arguments after a round trip through JSON, like the template itself.
+    The template arguments are encoded to JSON and decoded before the call, as for the template itself.
     """
     # The keys of the cache are JSON texts, since lists and mappings cannot be hashed.
     cached_make = lru_cache(CACHED_KWARGS)(lambda text: make(json.loads(text)))
@@ -526,7 +526,7 @@ def unnamed_turn_end_warning(
 
 
 def added_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the special and other added tokens of a tokenizer: id -> text."""
+    """Return the texts of the special tokens and the added tokens of a tokenizer, by token id."""
     special_tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
     text_by_id = dict(special_tokens)
     for token_id, token in tokenizer.added_tokens_decoder.items():

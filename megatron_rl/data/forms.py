@@ -514,7 +514,7 @@ class RecordReader:
 
     @cached_property
     def _template_words(self) -> frozenset[str]:
-        """Words in quotes in the template's source, among them the roles that it compares with."""
+        """Quoted strings in the template's source, which include the roles that the template supports."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.template or ""))
 
     def _read_tools(self, tools: Any, record: Record) -> list[Any] | None:
@@ -786,7 +786,7 @@ def _is_message(value: Any) -> bool:
 def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
     """Convert a mapping of columns to messages; return None for any other mapping.
 
-    HF ``datasets`` stores a ``Sequence`` of structs as a mapping of columns: key -> list of values.
+    HF ``datasets`` stores a ``Sequence`` of structs as a mapping of each key to the list of its values.
     """
     # Every column must have one value per role.
     columns = {name: column for name, column in value.items() if column is not None}

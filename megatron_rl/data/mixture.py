@@ -229,7 +229,7 @@ TrainingPrompts = PromptSource | MixedPrompts
 
 
 def prompt_data_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
-    """Return the data sets of the training prompts: configuration key -> path or paths."""
+    """Return the path or paths of each data set of training prompts, by configuration key."""
     if not config.data.sources:
         return {"data.train": config.data.train or ""}
     return {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}

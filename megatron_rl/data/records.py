@@ -375,7 +375,7 @@ def _list_shards(folder: Path, setting: str) -> list[Path]:
 
 
 def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
-    """Return the path of one split's shards: the file itself for one shard, else a pattern."""
+    """Return the path of one split's shards: the path of a single shard, or a pattern for several."""
     files = [shard for shard in shards if _parse_split(shard.name) == split]
     if len(files) == 1:
         return str(files[0])

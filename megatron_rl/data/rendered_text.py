@@ -262,7 +262,7 @@ def _continues_after_end(response: Any, end_texts: Sequence[str]) -> bool:
 
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
-    """Return whether the template renders a complete conversation differently from its single turns.
+    """Return whether a rendered conversation differs from the joined texts of its turns.
 
     ``fields`` are the fields of responses.
     """

@@ -168,7 +168,7 @@ class ShuffledOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state``; raises UserError for a state with different data, seed or shuffling."""
+        """Restore ``state``; raises UserError if its data, seed or shuffling differ."""
         # Compare the fingerprint first, so that the error for different data names the data and not the seed.
         current_state = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
@@ -395,7 +395,7 @@ class PromptSource:
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Restore the position of a checkpoint; raises UserError for different prompts.
+        """Restore the position from a checkpoint; raises UserError if the prompts differ.
 
         Returns a warning if the prompts are equal but other fields of the records differ, else None.
         """
@@ -690,7 +690,7 @@ class ResponseSource:
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Restore the position of a checkpoint; raises UserError for different data."""
+        """Restore the position from a checkpoint; raises UserError if the data differ."""
         self._order.load_state_dict(state)
 
 

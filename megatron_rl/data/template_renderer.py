@@ -7,8 +7,8 @@ So `TemplateRenderer` starts a process with a memory limit, and with a limit of 
 
 The trainer and the process exchange one JSON value per line. The first line contains the templates by name,
 the special tokens and the time that templates use as the current time. Each later line is a list of
-renderings, and the reply is a list of the same length. Templates are rendered as by transformers'
-``apply_chat_template``, but without transformers and torch.
+renderings, and the reply is a list of the same length. The text equals the result of transformers'
+``apply_chat_template``, but rendering needs neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class TemplateRenderer:
         return results
 
     def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Render a batch; if the process ends meanwhile, repeat the renderings one by one."""
+        """Render a batch; if the process ends before its reply, render the conversations one by one."""
         texts = self._request_texts(batch)
         if texts is not None:
             return texts
@@ -218,7 +218,7 @@ class TemplateRenderer:
         return process
 
     def close(self) -> None:
-        """End the rendering process; a later rendering starts another."""
+        """End the rendering process; a later rendering starts a new process."""
         if self._process is not None:
             self._finalizer()
             self._process = None

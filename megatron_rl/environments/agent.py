@@ -194,7 +194,7 @@ def _make_completion(
 ) -> dict[str, Any]:
     """Convert a turn of the policy to the JSON body of a chat completion.
 
-    ``message`` is the turn with its tokens, ``assistant_message`` the same turn in OpenAI's format.
+    ``message`` is the turn with its tokens. ``assistant_message`` is this turn in OpenAI's format.
     ``with_log_probs`` adds the log-prob of each token.
     """
     finish_reason = "stop"

@@ -26,7 +26,7 @@ class Truncated(Exception):
 
 
 class WrongUse(Exception):
-    """Error of an environment that misuses `Episode`, which fails the episode."""
+    """Error for an invalid call of an `Episode` method; the episode fails."""
 
 
 class Message(str):

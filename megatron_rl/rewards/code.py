@@ -7,8 +7,8 @@ comparison. So a program gains nothing if it prints a verdict, ends early, defin
 changes the interpreter.
 
 The program cannot read the memory or the pipes of the worker and the test. Processes that it leaves running
-are killed after each test. It can read the same files as all contained code: not the data sets, unless
-``limits.read`` names them.
+are killed after each test. It can read the files that are visible to contained code. The data sets are not
+visible unless ``limits.read`` names them.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ class FunctionReward:
 
     ``section`` and ``name`` are the configuration section and the name of the function's key. ``key`` is the
     complete key, if it is not in the section of the function's limits. A function with ``returns_text``
-    returns text or a list of messages for a sample, and no reward. ``extra_arguments`` are further fields of
-    the samples.
+    returns text or a list of messages instead of a reward. ``extra_arguments`` are the names of further
+    fields of the samples.
     """
 
     def __init__(

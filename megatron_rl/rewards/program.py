@@ -157,7 +157,7 @@ for _name in (*_LOOKUPS, *_COMPARISONS):
 
 
 class Peer:
-    """End of the connection between a program and its test, in either process.
+    """Endpoint of the connection between a program and its test; each of the two processes has one.
 
     ``read_end`` and ``write_end`` are file descriptors. ``names`` are the objects that the other process may
     look up, by name: the program's globals, or None in the test's process. The test may examine objects of

@@ -347,7 +347,7 @@ async def _read_content(response: aiohttp.ClientResponse, max_bytes: int) -> byt
 
 
 def secret_headers(config: ServerConfig, key_variable: str | None = None) -> dict[str, str]:
-    """Return the HTTP headers whose values are in environment variables: name -> value.
+    """Return the names and values of the HTTP headers whose values are in environment variables.
 
     ``key_variable`` is the environment variable with the API key, which is sent as a bearer token, or None to
     send no key.

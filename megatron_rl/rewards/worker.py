@@ -443,7 +443,7 @@ class Worker:
 
     Calls are numbered from the start of the worker. A plain function answers them in that order, and the time
     limit of a call starts at the end of the previous call. A coroutine function runs its calls concurrently.
-    A function with ``returns_text`` returns text or messages for a sample, and no reward. ``key`` is the
+    A function with ``returns_text`` returns text or messages instead of a reward. ``key`` is the
     configuration key of the function, and ``extra_arguments`` names further arguments of its calls.
     """
 
@@ -679,9 +679,9 @@ def serve(
 class _CallLoop:
     """Loop that calls one function for each request, one after another or concurrently.
 
-    ``arguments`` are the configured arguments of every call. ``make_frames`` converts the return value of a
-    call, and the size of its group or None, to one frame per sample. ``timeout`` is the time limit in seconds
-    after which the call of a coroutine function is cancelled.
+    ``arguments`` are the configured arguments of every call. ``make_frames`` gets the return value of a call
+    and the size of its group, or None without a group. It returns one frame per sample. ``timeout`` is the
+    time limit in seconds after which the call of a coroutine function is cancelled.
     """
 
     def __init__(
