@@ -5,8 +5,7 @@ statistic and gets advantage 0. Rewards of invalid rows are not read and may be 
 
 Discounted returns (REINFORCE++, ReMax) and GAE (PPO, VAPO) compute one advantage per token, ragged [N] with
 ``lengths`` [B]; ``mask`` [N] marks response tokens. Tokens outside the mask (prompts, tool output between
-turns) are skipped: the recursion steps from one response token to the next across them, and their result
-is 0.
+turns) are skipped: the recursion continues at the next response token. Skipped tokens get advantage 0.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class Advantage(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the estimator reads the actor's distributions, which a forward pass must compute first."""
+        """Whether the estimator reads squared probabilities: they need a forward pass before the loss."""
         return self.needs_squared_probs
 
     @abstractmethod
@@ -155,9 +154,9 @@ class FunctionAdvantage(Advantage):
 class NoRewards(Advantage):
     """Advantage 0 for every token: rewards are neither needed nor used.
 
-    For algorithms whose training signal is another piece, such as distillation.
+    This estimator is for algorithms that learn from another piece, such as distillation.
 
-    Source: none. It is the advantage of a constant reward with that reward as the baseline.
+    Source: none; a constant reward minus an equal baseline gives this advantage.
 
     Example:
         >>> NoRewards()(advantage_inputs([1.0, 0.0], group=[0, 0])).advantages.abs().sum().item()
@@ -168,7 +167,7 @@ class NoRewards(Advantage):
     learns_from_rewards: ClassVar[bool] = False
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
-        """Return advantage and return 0 for every token: [N] each."""
+        """Return zeros as advantages and as returns: [N] each."""
         zeros = torch.zeros(inputs.mask.shape, dtype=torch.float64)
         return Advantages(zeros, zeros)
 
@@ -216,7 +215,7 @@ class GroupAdvantage(Advantage):
 
     @abstractmethod
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
-        """Compute one advantage per row: [B]. A subclass defines the comparison of a prompt's samples."""
+        """Compute one advantage per row: [B]. A subclass defines how the samples of a prompt are compared."""
 
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
         """Compute one advantage per row, and assign it to all response tokens of the row."""
@@ -225,13 +224,15 @@ class GroupAdvantage(Advantage):
 
 @dataclass(frozen=True)
 class Grpo(GroupAdvantage):
-    """Reward minus its group's mean, in units of the group's standard deviation.
+    """Reward minus the group's mean, divided by the group's standard deviation.
 
-    ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with
-    one valid sample has mean 0 and standard deviation 1 by convention: ``A = R / (1 + epsilon)``. Equal
-    rewards give exactly 0. ``scale_by_std=False`` omits the division (Dr.GRPO, arXiv:2503.20783, section
-    3.2). ``scale_over="batch"`` divides by the standard deviation of all valid rewards of the step: a group
-    of nearly equal rewards then gets small advantages (arXiv:2508.08221, section 4.2).
+    ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with one
+    valid sample has mean 0 and standard deviation 1 by convention: ``A = R / (1 + epsilon)``. Equal rewards
+    give exactly 0.
+
+    ``scale_by_std=False`` omits the division (Dr.GRPO, arXiv:2503.20783, section 3.2). ``scale_over="batch"``
+    divides by the standard deviation of all valid rewards of the step: a group of nearly equal rewards then
+    gets small advantages (arXiv:2508.08221, section 4.2).
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; singleton rule from verl.
 
@@ -265,7 +266,7 @@ class Grpo(GroupAdvantage):
     def row_advantages(self, inputs: AdvantageInputs) -> Tensor:
         """Compute each row's reward minus its group's mean: [B].
 
-        With ``scale_by_std`` it is divided by the standard deviation of the group or of the step.
+        With ``scale_by_std`` the difference is divided by the standard deviation of the group or of the step.
         """
         size, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
@@ -284,11 +285,12 @@ class Grpo(GroupAdvantage):
 
 @dataclass(frozen=True)
 class GrpoLeaveOneOut(GroupAdvantage):
-    """Reward minus the mean of its group's *other* samples, in units of their standard deviation.
+    """Reward minus the mean of the group's *other* samples, divided by their standard deviation.
 
-    ``A_i = (R_i - mean_others) / (std_others + epsilon)``, divided only if the others differ (their unbiased
-    standard deviation is > 0, which takes three samples). A row without other valid samples gets 0. The
-    baseline does not depend on the row's own reward, so the policy gradient stays unbiased (before scaling).
+    ``A_i = (R_i - mean_others) / (std_others + epsilon)`` with the unbiased standard deviation. The division
+    is omitted if the standard deviation is 0: for equal rewards, or a single other sample. A row without
+    other valid samples gets 0. The baseline does not depend on the row's own reward, so the policy gradient
+    stays unbiased (before scaling).
 
     Source: Kool et al., "Buy 4 REINFORCE samples, get a baseline for free!" (2019); the scaling is
     NeMo-RL's default GRPO.
@@ -375,9 +377,9 @@ class Rloo(GroupAdvantage):
 class Opo(GroupAdvantage):
     """Reward minus the group's length-weighted mean, the baseline with the least gradient variance.
 
-    ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` with response lengths l [B] in tokens, under the assumption
-    that the squared norm of a response's gradient grows with its length. A group with one valid response, or
-    with only empty ones, has no baseline: ``A = R``.
+    ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` with response lengths l [B] in tokens, under the assumption that
+    the squared norm of a response's gradient grows with its length. A group with one valid response, or with
+    only empty responses, has no baseline: ``A = R``.
 
     Source: OPO, arXiv:2505.23585; singleton rule from verl.
 
@@ -407,12 +409,12 @@ class Opo(GroupAdvantage):
 
 @dataclass(frozen=True)
 class Gpg(GroupAdvantage):
-    """Reward minus its group's mean, scaled up to compensate for rows with reward 0.
+    """Reward minus the group's mean, scaled up to compensate for rows with reward 0.
 
     ``A_i = alpha (R_i - mean_g) / normalizer`` with ``alpha = B / max(#{R != 0}, 1)`` over the valid rows of
-    the whole batch. A singleton has mean 0: ``A = alpha R``.
+    the whole batch. The mean of a group with one valid sample counts as 0: ``A = alpha R``.
 
-    Source: GPG, arXiv:2504.02546, with verl's reading of alpha.
+    Source: GPG, arXiv:2504.02546, with alpha as in verl.
 
     Example:
         >>> Gpg().row_advantages(advantage_inputs([1.0, 0.0], group=[0, 0])).tolist()
@@ -443,8 +445,8 @@ class Gdpo(GroupAdvantage):
     ``A_i = sum_k w_k GRPO(r_k)_i``; GDPO then whitens over the batch (``whiten``). Normalising the sum
     instead maps different mixes of components to equal advantages. The total reward is used only for rows
     without components. A row with a NaN component is invalid for that component. Shaping and penalties change
-    the total reward, not its components, so they are errors together with this estimator: a penalty must be a
-    component.
+    the total reward and not its components, so a configuration with this estimator must not have them: a
+    penalty must be a component.
 
     Source: GDPO, arXiv:2601.05242; the example is the paper's.
 
@@ -673,7 +675,7 @@ class Gae(Advantage):
 
 @dataclass(frozen=True)
 class Vapo(Advantage):
-    """GAE with a lambda for the policy that depends on response length, and another for the critic's targets.
+    """GAE with a length-dependent lambda for the policy, and a fixed lambda for the critic's targets.
 
     Source: VAPO, arXiv:2504.05118, decoupled and length-adaptive GAE.
     """
@@ -702,7 +704,7 @@ def discounted_returns(
     *,
     gamma: float,
 ) -> Tensor:
-    """Sum the discounted rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
+    """Compute the discounted return of each response token: ``G_t = r_t + gamma G_(t+1)``, [N].
 
     With gamma = 1 and the reward on the last token this is REINFORCE++'s return before whitening.
 
@@ -767,8 +769,9 @@ def gae(
 def length_adaptive_lambda(response_lengths: Tensor, *, alpha: float) -> Tensor:
     """Compute VAPO's lambda for each row [B]: ``1 - 1 / (alpha l)``, clamped to [0, 1].
 
-    It makes the sum of GAE's weights proportional to the length l: ``1 / (1 - lambda) = alpha l``.
-    Responses shorter than 1 / alpha tokens get 0, and so do empty ones.
+    With this lambda the sum of GAE's weights is proportional to the response length l:
+    ``1 / (1 - lambda) = alpha l``. Lambda is 0 for responses shorter than 1 / alpha tokens, empty responses
+    included.
 
     Source: VAPO, arXiv:2504.05118, length-adaptive GAE, with alpha = 0.05.
 

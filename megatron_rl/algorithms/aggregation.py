@@ -69,8 +69,8 @@ class Aggregation(Piece, ABC):
     ) -> Tensor:
         """Compute w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
-        ``row_counts`` [B] are the rows' response tokens before masking, read for ``denominator: all``. An
-        empty mask gives zeros.
+        ``row_counts`` [B] are the numbers of response tokens before masking, used for ``denominator: all``.
+        An empty mask gives zeros.
         """
         mask = mask.to(torch.float64)
         if row_counts is None or not self.counts_all:
@@ -202,10 +202,12 @@ def minibatches(
     """Yield ``optimizer_steps`` mini-batches per epoch, each with its loss weights set.
 
     The samples of one prompt stay together. Each epoch distributes the prompts in a new random order (in
-    their original order for a single mini-batch), as evenly as their number allows. Rows without a token in
-    ``response_mask`` are left out: they have no gradient. With ``denominator: all``, rows whose tokens were
-    all masked out are first distributed and counted like the others. A mini-batch without rows is not
-    yielded, so there may be fewer than ``optimizer_steps``. Deterministic in ``seed``.
+    their original order for a single mini-batch), as evenly as their number allows.
+
+    Rows without a token in ``response_mask`` are left out: they have no gradient. With ``denominator: all``,
+    rows whose tokens were all masked out count in the denominators of their mini-batch before they are left
+    out. A mini-batch without rows is not yielded, so there may be fewer than ``optimizer_steps``. The order
+    of prompts is deterministic in ``seed``.
     """
     generator = torch.Generator().manual_seed(seed)
     has_gradient = ragged.row_sums(batch.response_mask.double(), batch.lengths) > 0

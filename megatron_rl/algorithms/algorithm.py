@@ -102,8 +102,8 @@ from megatron_rl.errors import UserError
 class Algorithm:
     """RL algorithm composed of pieces.
 
-    A key below ``algorithm`` in a run's configuration replaces the piece in the field of that name or changes
-    its settings. Defaults follow verl if frameworks differ.
+    Each piece is a field. The key of the same name in the configuration's ``algorithm`` section replaces the
+    piece or changes its settings. Where frameworks have different defaults, the defaults are verl's.
 
     Example: ``Algorithm("mine", advantage=Rloo(), kl=KlInLoss(coef=0.01))``.
     """

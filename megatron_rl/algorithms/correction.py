@@ -76,11 +76,11 @@ class Correction(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether weights and rejection are computed before the loss, which needs the actor's log-probs."""
+        """Whether weights and rejection are computed before the loss, from the actor's log-probs."""
         return self.is_active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the errors for a bad band or rejection measure, and for settings that exclude each other."""
+        """Yield the errors for an invalid band, an invalid rejection measure or contradicting settings."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -172,10 +172,10 @@ class Correction(Piece):
     ) -> Tensor:
         """Compute truncated importance weights per token: [N], 1 outside the mask.
 
-        ``level`` selects a token's ratio: ``token`` its own rho; ``sequence`` the product over its response,
-        ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean. ``threshold`` C gives
-        min(ratio, C), truncated importance sampling; ``floor`` is the smallest weight. ``band`` (lo, hi)
-        instead sets ratios outside it to 0, IcePop.
+        ``level`` selects the ratio of a token. It is the token's rho for ``token``, the product of rho over
+        the response for ``sequence`` (``exp(clamp(sum log rho, +-20))``), and the geometric mean of rho over
+        the response for ``geometric``. In truncated importance sampling the ratio is clamped to [``floor``,
+        ``threshold``]. With ``band`` (lo, hi), IcePop, a ratio outside the band gives weight 0.
 
         Example:
             >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
@@ -217,8 +217,9 @@ def rejection_mask(
 ) -> Tensor:
     """Mark the tokens that every measure accepts: [N] bool, a subset of ``mask``.
 
-    A measure is ``token_`` (drops tokens), ``seq_sum_``, ``seq_mean_`` or ``seq_max_`` (drop responses)
-    followed by a divergence, taken per token or as the response's sum, mean or maximum:
+    The name of a measure consists of a prefix and a divergence. ``token_`` compares the divergence of each
+    token and drops tokens. ``seq_sum_``, ``seq_mean_`` and ``seq_max_`` compare its sum, mean or maximum over
+    a response and drop whole responses. The divergences are:
 
     - ``k1`` = -log rho, accepted within [log lo, log hi] for ``[lo, hi]``; a single x means [1/x, x]. Note
       the sign: ``1/hi <= rho <= 1/lo``. There is no ``seq_max_k1``.
@@ -287,8 +288,8 @@ def normalize_over_batch(
 ) -> Tensor:
     """Divide the weights by their mean over the step: [N].
 
-    For ``level`` "token" the mean is over masked-in tokens. For the other levels it is over the responses
-    with such tokens, each counted once. With an empty mask, or weights that are all 0, the weights are
+    For ``level`` "token" the mean is over masked-in tokens. For the other levels it is over responses: a
+    response with masked-in tokens counts once. With an empty mask, or weights that are all 0, the weights are
     returned unchanged.
 
     Example:
@@ -398,7 +399,7 @@ def mismatch_metrics(
     - ``mismatch/chi2`` mean of rho^2, minus 1; ``mismatch/ess`` = mean(rho)^2 / mean(rho^2), the effective
       sample size as a fraction, 1 for equal log-probs
     - ``mismatch/ppl_ratio`` mean over rows of exp(-mean d): trainer perplexity over rollout perplexity
-    - ``mismatch/token_mult_prob_error`` mean of ``exp(|d|)``; 1 is perfect, above 1.05 investigate the cause
+    - ``mismatch/token_mult_prob_error`` mean of ``exp(|d|)``; 1 is perfect, above 1.05 is suspicious
 
     An empty mask gives no metrics.
 
@@ -448,7 +449,7 @@ def mismatch_metrics(
 
 
 def _select_counted_values(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Select the values inside ``mask`` for a statistic; return values and a bool mask of the valid ones.
+    """Select the values inside ``mask`` for a statistic; return values, and a bool mask of valid values.
 
     On the host only the selected values are returned, and the mask is all true. On a device all values are
     returned with ``mask`` unchanged: the result of a boolean index has an unknown size, and the host would

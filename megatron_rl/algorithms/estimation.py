@@ -50,9 +50,9 @@ def build_train_batch(
     until `minibatches` sets them. ``state`` None means the state before the first step. The function is
     pure: every rank computes the same result from the same input.
 
-    `Scores.old_log_probs` may be None, for the train step to fill in, if no piece ``needs_scoring_pass``;
-    the metrics of `old_policy_metrics` are then missing here. Raises ValueError if scores that the algorithm
-    needs are missing.
+    `Scores.old_log_probs` may be None, for the train step to fill in, if no piece ``needs_scoring_pass``; the
+    returned metrics then lack those computed by `old_policy_metrics`. Raises ValueError if scores that the
+    algorithm needs are missing.
     """
     if state is None:
         state = initial_state(algorithm)
@@ -358,8 +358,8 @@ def next_state(
     """Compute the algorithm's state after a step from the step's rollouts and scores.
 
     Call it once per step, after `build_train_batch` with the old state. An adaptive KL coefficient is updated
-    from the KL of the old policy to the reference by the algorithm's estimator, averaged per response and
-    then over responses.
+    from the mean KL of the old policy to the reference. The algorithm's estimator gives the KL per token,
+    which is averaged over each response and then over responses.
     """
     valid = valid_rows(rollouts, scores, algorithm)
     moments = algorithm.reward_shaping.moments_after(state.moments, scores.rewards, valid)

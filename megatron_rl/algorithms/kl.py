@@ -49,7 +49,7 @@ class Kl(Piece):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the rewards contain the penalty, which needs the actor's log-probs before the loss."""
+        """Whether the reward contains the penalty: it needs the actor's log-probs before the loss."""
         return self.in_reward
 
     @property
@@ -180,8 +180,8 @@ class KlInLoss(KlPenalty):
 class KlInReward(KlPenalty):
     """KL penalty subtracted from the reward, token by token.
 
-    The default estimator is k1: in the reward its policy gradient is that of the true KL, while in a loss its
-    expected gradient is 0.
+    The default estimator is k1. In the reward, its policy gradient equals the gradient of the true KL; in a
+    loss, its expected gradient is 0.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.
     """
@@ -211,14 +211,14 @@ class Distillation(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether the advantages have a teacher term, which needs the actor's log-probs before the loss."""
+        """Whether the advantages have a teacher term: it needs the actor's log-probs before the loss."""
         return self.needs_teacher and not self.top_tokens
 
     @abstractmethod
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
         """Compute the term that is added to each token's advantage: [N].
 
-        ``log_probs`` are the actor's. Both arguments are log-probs [N] of the sampled tokens.
+        The arguments are the log-probs [N] of the sampled tokens under the actor and under the teacher.
         """
 
     def __call__(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ class NoDistillation(Distillation):
         return False
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return a term of 0 for each token's advantage: [N], for a run without a teacher."""
+        """Return zeros [N]: without a teacher, the advantages get no teacher term."""
         return torch.zeros_like(log_probs)
 
 
@@ -248,8 +248,8 @@ class ReverseKl(Distillation):
     """Reverse KL to the teacher on the actor's own samples, as an advantage of each token.
 
     ``coef (log p_teacher - log p_actor)`` of the sampled token, which is minus the k1 estimate of
-    KL(actor || teacher). Used as the advantage of an undiscounted policy gradient, its expected gradient is
-    that of the next token's KL, averaged over the prefixes that the actor samples.
+    KL(actor || teacher). As the advantage of an undiscounted policy gradient, it gives the gradient of the
+    next token's KL in expectation, averaged over the prefixes that the actor samples.
 
     Source: On-policy distillation, thinkingmachines.ai/blog/on-policy-distillation (2025); per-token reverse
     KL on own samples: MiniLLM, arXiv:2306.08543, and GKD, arXiv:2306.13649.
@@ -271,7 +271,7 @@ class ReverseKl(Distillation):
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
         """Compute the term that is added to each token's advantage: [N].
 
-        ``log_probs`` are the actor's. Both arguments are log-probs [N] of the sampled tokens.
+        The arguments are the log-probs [N] of the sampled tokens under the actor and under the teacher.
         """
         term = self.coef * (teacher_log_probs - log_probs)
         if self.clip is None:
@@ -326,7 +326,7 @@ class TopKDivergence(Distillation):
         return self.k
 
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
-        """Return a term of 0 for each token's advantage: [N], since this divergence enters only the loss."""
+        """Return zeros [N]: this divergence is a loss, and the advantages get no teacher term."""
         return torch.zeros_like(log_probs)
 
     def token_loss(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
@@ -364,8 +364,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 
     - ``k1`` (``kl``): x; ``abs``: ``|x|``; ``k2`` (``mse``): ``x^2 / 2``
     - ``k3`` (``low_var``, ``low_var_kl``): ``exp(-x) - 1 + x`` with -x clamped to +-20, the result to +-10
-    - a trailing ``+`` (``k3+``) keeps the value and takes the gradient of k2. The expected gradient of k2 is
-      that of the true KL. The expected gradient of k1 is 0, and that of k3 is biased.
+    - a trailing ``+`` (``k3+``) combines the value of the estimator with the gradient of k2, which in
+      expectation is the gradient of the true KL. The gradient of k1 is 0 in expectation, and the gradient of
+      k3 is biased.
 
     k1 and k3 are unbiased (k3 up to its clamp); k3 has the smaller variance and is never negative.
 

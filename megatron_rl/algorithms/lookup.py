@@ -41,12 +41,13 @@ def algorithm_of(config: RunConfig) -> Algorithm:
 
 
 def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, dict[str, str]]:
-    """Write all pieces of an algorithm, such as its policy loss, with all settings into ``config.algorithm``.
+    """Write an algorithm's pieces, such as its policy loss, with all settings into the configuration.
 
-    Returns the configuration, which constructs the same algorithm, and a mapping from the key of each piece
-    that the user did not choose to its origin, such as ``algorithm.name=grpo``. Without a critic, the
-    pieces of the value function are omitted. Pieces of a user's `Algorithm` that have neither a name nor
-    settings are omitted too.
+    Returns the changed configuration and the origins of the pieces that the user did not choose: key of the
+    piece -> origin, such as ``algorithm.name=grpo``. The changed configuration constructs the same algorithm.
+
+    Pieces of the value function are omitted for an algorithm without a critic. Pieces of a user's `Algorithm`
+    that have neither a name nor settings are omitted too.
     """
     section = config.algorithm
     changes: dict[str, Any] = {}
@@ -70,8 +71,8 @@ def write_pieces(config: RunConfig, algorithm: Algorithm) -> tuple[RunConfig, di
 def _to_config_value(piece: Piece, kind: PieceKind, explicit: Any) -> str | dict[str, Any] | None:
     """Convert a piece to its value in a configuration: its name, or a mapping of its name and settings.
 
-    ``explicit`` is the user's value of the key, or None. Returns None for a piece without a name and without
-    settings.
+    ``explicit`` is the value that the user configured for the piece, or None. Returns None for a piece
+    without a name and without settings.
     """
     name = _piece_name(piece, kind, explicit)
     settings: dict[str, Any] = {}
@@ -164,9 +165,9 @@ def get_algorithm(
     """Return the algorithm called ``name`` with some pieces replaced or settings changed.
 
     ``name`` is in `ALGORITHMS`, or the path of a user's `Algorithm`. ``pieces`` maps keys of `KINDS` to a
-    piece, a piece's name or path, or a mapping of settings with or without ``name``. Settings that are left
-    out have the defaults of the named piece or, without a name, the values of the algorithm's piece. Raises
-    UserErrors with every error.
+    piece, a piece's name or path, or a mapping of settings with or without ``name``. A mapping with
+    ``name`` changes settings of the named piece, and a mapping without ``name`` changes settings of the
+    algorithm's own piece. Raises UserErrors with every error.
 
     Example:
         >>> loss = get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
@@ -246,8 +247,8 @@ def _load_algorithm(name: str) -> Algorithm:
 def _make_piece(kind_name: str, value: Any, current: Piece | None) -> Piece:
     """Construct the piece for a key of the ``algorithm`` section, such as ``policy_loss``.
 
-    ``kind_name`` is the key, and ``value`` is the user's value of it. ``current`` is the piece of the named
-    algorithm: a mapping without a name changes only its settings.
+    ``kind_name`` is the key, and ``value`` the value that the user configured. ``current`` is the piece of
+    the named algorithm. A mapping without ``name`` changes only the settings of ``current``.
     """
     key = f"algorithm.{kind_name}"
     if kind_name not in KINDS or current is None:
@@ -297,11 +298,11 @@ def _change_settings(
     kind: PieceKind,
     key: str,
 ) -> Piece:
-    """Return a copy of an algorithm's piece, such as its policy loss, with the given settings changed.
+    """Return an algorithm's piece, such as its policy loss, with the given settings changed.
 
-    A class is constructed with the settings, and with its own defaults for the others. ``kind`` is the kind
-    of piece and ``key`` its key in the configuration, for errors. Raises UserError or UserErrors for invalid
-    settings.
+    A ``piece`` that is a class is constructed from the settings; its other settings are the defaults of the
+    class. ``kind`` is the kind of piece and ``key`` its key in the configuration, for errors. Raises
+    UserError or UserErrors for invalid settings.
     """
     piece_class = type(piece)
     defaults = piece
@@ -330,10 +331,10 @@ def _change_settings(
 
 
 def _misplaced_setting_error(error: UserError, piece_name: str, kind: PieceKind) -> UserError:
-    """Return a clearer error for an unknown setting that other pieces of the same kind have.
+    """Return the error for an unknown setting, with the pieces that have a setting of this name.
 
-    The new error lists the pieces with this setting. ``piece_name`` is the piece for which the user wrote it.
-    Every other error is returned unchanged.
+    The pieces are of the kind ``kind``, and ``piece_name`` is the piece for which the user wrote the setting.
+    An error of another type, or for a name that no piece has, is returned unchanged.
     """
     if not isinstance(error, UnknownName):
         return error
@@ -383,8 +384,9 @@ def _unknown_name_error(
 def convert_user_piece(value: Any, kind: PieceKind, path: str, key: str) -> Piece | type[Piece]:
     """Convert a user's object to a piece of an algorithm, such as a policy loss, or to a class of pieces.
 
-    The object is a piece, a class or a function; UserError is raised for any other. ``kind`` is the required
-    kind of piece. ``path`` names the object in errors; ``key`` is its key in the configuration.
+    The object is a piece, a class or a function. Raises UserError for an object of any other type. ``kind``
+    is the required kind of piece. ``path`` names the object in errors; ``key`` is its key in the
+    configuration.
     """
     # A piece already has its settings; a class is constructed later, with the configured settings.
     if isinstance(value, kind.base):

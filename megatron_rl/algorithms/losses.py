@@ -7,10 +7,10 @@ A loss is neither summed nor averaged here: aggregation, mismatch correction and
   policy gradient.
 - On the ratio of a response: GSPO, GMPO, TOPR and off-policy sequence masking. Their tensors are ragged [N]
   with ``lengths`` [B] and ``mask`` [N]; rows must be complete. Rows with empty mask have ratio 1 and no loss.
-- On the mini-batch: clip-cov and kl-cov preserve entropy by a different loss on the few tokens that reduce it
-  most. The selection is made once per mini-batch, from the old policy's log-probs, and stored in
-  `TrainBatch.selected`. Losses thus stay exact under any split into micro-batches. In the first mini-batch of
-  a step this equals the published selection; in later ones the publication uses the slightly newer policy.
+- On the mini-batch: clip-cov and kl-cov preserve entropy with a different loss on the few tokens that reduce
+  entropy most. These tokens are selected once per mini-batch, from the old policy's log-probs, and stored in
+  `TrainBatch.selected`. Losses thus stay exact under any split into micro-batches. The paper selects by the
+  current policy instead, which differs only after the first mini-batch of a step.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 def squared_log_ratio(policy_loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
     """Compute the squared log ratio of new to old policy at each token: [N], 0 outside the mask.
 
-    ``log_ratio_of`` "token" squares each token's log ratio. "response" squares the sum over the response and
-    divides the square equally among its tokens, so that the sum over a row is the square at any length.
+    With ``log_ratio_of="token"`` the log ratio of each token is squared. With ``log_ratio_of="response"`` the
+    log ratios of a response are summed, the sum is squared, and each token gets an equal share of the square.
     ``log_probs`` [N] carries the gradient.
 
     Source: Kimi k1.5, arXiv:2501.12599, equation 3.
@@ -315,11 +315,13 @@ class Sapo(PolicyLoss):
 class Dppo(PolicyLoss):
     """Policy gradient with a trust region in *probability*: no loss for a token that moved too far.
 
-    ``l = -sg[min(r, ratio_cap)] A log_prob`` for a token inside the trust region, else 0. With p and q the
-    token's new and old probability, it is outside for A > 0, p > q and D > ``clip_high``, or for A <= 0,
-    p < q and D > ``clip_low``. D is ``|p - q|`` (``tv``) or the divergence of the binary distributions "this
-    token or another", ``q log(q/p) + (1-q) log((1-q)/(1-p))`` (``kl``). The default thresholds are from the
-    paper: 0.2 for tv (it uses 0.15 to 0.2) and 0.05 for kl.
+    ``l = -sg[min(r, ratio_cap)] A log_prob`` for a token inside the trust region, else 0. Let p and q be the
+    token's new and old probability. The token is outside if A > 0, p > q and D > ``clip_high``, or if A <= 0,
+    p < q and D > ``clip_low``.
+
+    The distance D is ``|p - q|`` for ``tv``. For ``kl`` it is the divergence of the binary distributions
+    (q, 1 - q) and (p, 1 - p): ``q log(q/p) + (1-q) log((1-q)/(1-p))``. The default thresholds are in the
+    paper's range: 0.2 for tv and 0.05 for kl.
 
     Source: DPPO, arXiv:2602.04879 (binary approximations).
 
@@ -442,12 +444,12 @@ MAX_LOG_SEQUENCE_RATIO = 10.0
 class Gspo(PolicyLoss):
     """PPO's clipped loss on the response's length-normalised ratio, the same for all its tokens.
 
-    ``s_i = exp(mean_t(log_probs - old_log_probs))``; each token uses ``sg[s_i] pi_t / sg[pi_t]``, equal to
-    s_i in value, in PPO's loss without dual clip. With ``seq-mean-token-mean`` its gradient is that of the
-    sequence loss ``max(-A s_i, -A clip(s_i))``. log s_i is clamped to at most 10. Clip ranges are the
-    paper's, far smaller than PPO's.
+    The response's ratio is ``s_i = exp(mean_t(log_probs - old_log_probs))``. Each token has PPO's loss
+    without dual clip on ``sg[s_i] pi_t / sg[pi_t]``, which equals s_i in value. With ``seq-mean-token-mean``
+    the gradient equals the gradient of the sequence loss ``max(-A s_i, -A clip(s_i))``. log s_i is clamped to
+    at most 10. Clip ranges are the paper's, far smaller than PPO's.
 
-    Source: GSPO, arXiv:2507.18071, equations 5 to 7, in the form of its GSPO-token.
+    Source: GSPO, arXiv:2507.18071, equations 5 to 7, in the variant GSPO-token.
 
     Example:
         >>> micro = micro_batch([1.0, 1.0], old_log_probs=[0.0, 0.0])
@@ -546,13 +548,15 @@ class Topr(PolicyLoss):
 class Vespo(PolicyLoss):
     """Policy gradient with a smooth weight of the response's full importance ratio, without a clip.
 
-    ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the full importance
-    ratio of the response to the policy that sampled it, which may be several updates old:
-    ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On policy the weight is 1. It is largest
-    at ``W = power / decay`` and falls to 0 for responses that have become far less or far more likely.
-    ``power`` and ``decay`` are ``*_positive`` for A >= 0 and ``*_negative`` otherwise.
+    ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the full importance ratio
+    of the response to the policy that sampled it, which may be several updates old:
+    ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``.
 
-    Source: VESPO, arXiv:2602.10693 (the weights of its code and of TRL).
+    On policy the weight is 1. It is largest at ``W = power / decay`` and falls to 0 for responses that have
+    become far less or far more likely. ``power`` and ``decay`` are ``*_positive`` for A >= 0 and
+    ``*_negative`` otherwise.
+
+    Source: VESPO, arXiv:2602.10693; its published code and TRL use these weights.
 
     Example:
         >>> micro = micro_batch([1.0, 1.0], rollout_log_probs=[-1.0, -1.0])
@@ -622,9 +626,9 @@ def off_policy_sequence_mask(
     *,
     delta: float,
 ) -> Tensor:
-    """Mark the tokens that keep their loss in off-policy sequence masking: [N] bool.
+    """Mark the tokens that get a loss under off-policy sequence masking: [N] bool.
 
-    Tokens with A < 0 lose it if their response has drifted by more than ``delta``. Drift is
+    A token gets no loss if its A is below 0 and its response has drifted by more than ``delta``. Drift is
     ``mean_t(rollout_log_probs - log_probs)`` over the response, an estimate of KL(rollout || new). Its causes
     are the updates since the response was sampled, and the numerical difference between inference and
     training. Bad responses that the policy no longer produces have no useful gradient and destabilise
@@ -686,7 +690,7 @@ class ClipCov(PolicyLoss):
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Select the tokens without a loss: [N] bool, no token for an empty mask."""
+        """Select the tokens that get no loss: [N] bool, all False for an empty mask."""
         mask = minibatch.response_mask
         covariance = _log_prob_covariance(minibatch)
         in_range = (covariance > self.covariance_low) & (covariance < self.covariance_high)
@@ -704,8 +708,8 @@ class ClipCov(PolicyLoss):
 class KlCov(PolicyLoss):
     """Unclipped loss ``-A r``, with ``coef |log_probs - old_log_probs|`` added on selected tokens.
 
-    `select` returns the max(floor(fraction * tokens), 1) tokens of largest covariance; earlier positions come
-    first among equal ones. The paper has ``coef`` 1, verl's configuration 0.1.
+    `select` marks the max(floor(fraction * tokens), 1) tokens of largest covariance; among tokens of equal
+    covariance, earlier positions come first. The paper has ``coef`` 1, verl's configuration 0.1.
 
     Source: arXiv:2505.22617, KL-Cov.
 
@@ -731,7 +735,7 @@ class KlCov(PolicyLoss):
         return TokenLoss(-advantages * log_ratios.exp() + penalty, {"selected_fraction": selected})
 
     def select(self, minibatch: TrainBatch, generator: Generator) -> Tensor:
-        """Select the tokens with a penalty: [N] bool, no token for an empty mask."""
+        """Select the tokens that get the penalty: [N] bool, all False for an empty mask."""
         mask = minibatch.response_mask
         covariance = _log_prob_covariance(minibatch)
         token_count = int(mask.sum())

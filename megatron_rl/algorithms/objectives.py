@@ -34,12 +34,16 @@ def policy_objective(
 ) -> tuple[Tensor, Metrics]:
     """Compute the policy loss of a micro-batch of complete rows, and its metrics.
 
-    ``log_probs`` and ``entropy`` [N] are the current policy's, with gradient, aligned with
-    ``micro.tokens``; their values outside ``response_mask`` are not read and get no gradient. The loss is
-    ``sum_t w_t (c_t l_t + kl_coef kl_t - entropy_coef H_t) - sum_t u_t log_prob_t`` with global weights w and
-    (for imitation) u, and the mismatch correction c. Losses and gradients of the micro-batches of a
-    mini-batch therefore add up to the mini-batch's for any split. ``state`` holds an adaptive KL coefficient.
-    If ``micro`` has no old log-probs, this is the first update from its batch, and they equal ``log_probs``.
+    ``log_probs`` and ``entropy`` [N] are the current policy's, with gradient, aligned with ``micro.tokens``;
+    their values outside ``response_mask`` are not read and get no gradient.
+
+    The loss is ``sum_t w_t (c_t l_t + kl_coef kl_t - entropy_coef H_t) - sum_t u_t log_prob_t`` with global
+    weights w and (for imitation) u, and the mismatch correction c. For any split of a mini-batch, the losses
+    and gradients of its micro-batches therefore add up to the loss and gradient of the mini-batch.
+
+    ``state`` holds an adaptive KL coefficient. If ``micro`` has no old log-probs, this is the first update
+    from the batch, and the old log-probs equal ``log_probs``.
+
     ``bucket_log_probs`` [N, k + 1], with gradient, are the log-probs of the teacher's k most likely tokens
     and of all other tokens together, for a distillation loss.
 
@@ -112,10 +116,10 @@ def _teacher_divergence(
     micro: TrainBatch,
     bucket_log_probs: Tensor | None,
 ) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Compute the loss-weighted sum of the tokens' divergence from the teacher, and the sums for its metrics.
+    """Compute the divergence from the teacher, summed over tokens with the loss weights, and its metrics.
 
     ``bucket_log_probs`` [N, k + 1] are the actor's log-probs of the teacher's k most likely tokens and of all
-    other tokens together. Each metric is a sum with its denominator.
+    other tokens together. Each metric is a pair of a sum and the denominator of the sum.
     """
     (teacher_log_probs,) = fields_of(micro, "teacher_top_log_probs")
     if bucket_log_probs is None:
@@ -173,7 +177,8 @@ def value_objective(
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
     """Compute the supervised loss ``-sum_t w_t log_probs_t`` of a micro-batch, and its metrics.
 
-    ``sft/loss`` is divided by the sum of weights: with ``token-mean`` the mean negative log-likelihood.
+    The metric ``sft/loss`` is the loss divided by the sum of weights. With ``token-mean`` weights it is the
+    mean negative log-likelihood.
     """
     micro = micro.to(log_probs.device)
     log_probs = mask_tokens(log_probs, micro.response_mask)
@@ -226,11 +231,11 @@ def _bypass_correction(
     micro: TrainBatch,
     log_probs: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
-    """Compute loss weights [N] for the current policy's difference from the rollout's, and mismatch metrics.
+    """Compute the bypass mode's correction: loss weights [N], and mismatch metrics.
 
-    Bypass mode has no recomputed old policy: the old policy is the rollout. A loss with a ratio already
-    includes the importance weight, so only a loss without ratio is weighted. Rejection applies to every loss,
-    as weight 0. The weights are None if no correction is configured.
+    Bypass mode has no recomputed old policy: the rollout's log-probs are the old log-probs. A loss with a
+    ratio already includes the importance weight, so only a loss without a ratio gets importance weights.
+    Rejected tokens get weight 0 in every loss. The weights are None if no correction is configured.
     """
     (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
     mask = micro.response_mask
@@ -274,7 +279,7 @@ def _policy_shift_metrics(
 def mask_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """Convert values [N] to at least float32, and set them to 0 outside the mask.
 
-    bfloat16 has three digits, too few for differences of log-probs.
+    bfloat16 has about three significant digits, too few for differences of log-probs.
     """
     if values.itemsize < 4:
         values = values.float()

@@ -141,7 +141,7 @@ def simpo_loss(
 ) -> Tensor:
     """Compute ``-log sigmoid(beta (chosen - rejected) - margin)`` from log-probs averaged per token: [P].
 
-    No reference policy. Source: SimPO, arXiv:2405.14734, equation 6.
+    It needs no reference policy. Source: SimPO, arXiv:2405.14734, equation 6.
 
     Example:
         >>> round(simpo_loss(torch.tensor([-0.5]), torch.tensor([-0.75])).item(), 4)
@@ -306,7 +306,7 @@ def _pair_metrics(
 ) -> Metrics:
     """Compute the pairs' loss, accuracy, margin and mean rewards, as metrics with the prefix ``name/``.
 
-    ``weighted_loss`` is the sum of the pairs' losses with ``weights`` [P].
+    ``weighted_loss`` is the sum of the pairs' losses, each multiplied by its weight in ``weights`` [P].
     """
     # A tensor on the device, like the sums: merging the metrics must not wait for the device.
     pair_count = torch.tensor(len(weights), device=weights.device)

@@ -45,7 +45,8 @@ def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
 def broadcast_rows(values: Tensor, lengths: Tensor, token_count: int | None = None) -> Tensor:
     """Repeat one value per row [B] over the row's tokens: [N].
 
-    ``token_count`` is N; with None it is computed from ``lengths``, which waits for their device.
+    ``token_count`` is N. With None, it is the sum of ``lengths``, for which the host waits for the
+    device.
     """
     return torch.repeat_interleave(values, lengths, output_size=token_count)
 
@@ -111,7 +112,7 @@ def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of each row's group, repeated for each of its rows.
+    """Statistics of the groups: one value per row, equal for all rows of a group.
 
     Example: rewards 1 and 3 of one group give
     ``GroupStatistics(size=tensor([2, 2]), mean=tensor([2, 2]), std=tensor([1.41, 1.41]))``.

@@ -123,9 +123,9 @@ class RewardShaping(Piece):
     ) -> Tensor:
         """Shape the rewards ``values`` [B]: float64, 0 on invalid rows.
 
-        ``values`` are the samples' ``rewards`` [B], or the rewards of responses that are compared with them,
-        such as greedy ones. Batch statistics are computed from ``rewards``. ``moments`` are the running
-        moments, which include this step's rewards.
+        ``values`` are the ``rewards`` [B] of the samples, or the rewards of the greedy responses to the same
+        prompts. Batch statistics are always computed from ``rewards``. ``moments`` are the running moments,
+        including this step's rewards.
         """
         shaped = self.scale_and_clip(values, valid)
         samples = self.scale_and_clip(rewards, valid)[valid]
@@ -174,7 +174,7 @@ class Overlong(Piece):
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error for a buffer longer than the piece's own limit."""
+        """Yield the error for a ``buffer`` that is longer than ``limit``."""
         if self.limit is not None:
             yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 
@@ -199,8 +199,8 @@ class Overlong(Piece):
     ) -> Tensor:
         """Return the rewards with the penalty added: [B], 0 on invalid rows.
 
-        ``response_lengths`` [B] are compared with ``limits`` [B], the length limit of each response, or with
-        the piece's own ``limit``. Both count the same tokens.
+        ``limits`` [B] is the length limit of each response; if the setting ``limit`` is given, it replaces
+        them. ``response_lengths`` [B] must count the same tokens as the limits.
         """
         if self.buffer is None:
             return rewards
@@ -243,7 +243,7 @@ class Imitation(Piece):
         """Mark the tokens that the policy imitates: [N] float32, 1 in good responses and 0 elsewhere.
 
         A response is good if its raw reward exceeds ``threshold``. `weights` converts the marks to loss
-        weights. Returns None if ``coef`` is 0, without imitation.
+        weights. Returns None if ``coef`` is 0, which turns imitation off.
         """
         if not self.coef:
             return None
@@ -428,9 +428,10 @@ def prompts_to_sample(
 ) -> int:
     """Return the number of prompts to sample for ``required`` informative groups, 0 if there are enough.
 
-    ``informative`` of the ``sampled`` groups so far were informative. The number of missing groups is divided
-    by that rate and rounded up; ``ceiling`` is the maximum for one round. Half a group is added to both
-    counts, so that the rate is positive before the first informative group.
+    So far ``sampled`` groups were generated, and ``informative`` of them were informative. The number of
+    missing groups is divided by the rate of informative groups and rounded up. ``ceiling`` is the maximum for
+    one round. Half a group is added to both counts, so that the rate is positive before the first informative
+    group.
 
     Example:
         >>> prompts_to_sample(64, 64, 100, ceiling=256)

@@ -116,8 +116,9 @@ class CheckReport:
         errors: Every error, each with the file and line that wrote its value.
         warnings: Settings that are valid but probably a mistake.
         origins: Key -> origin of its value: a file, an override, a default or a derivation.
-        layouts: Role -> its layout; None with errors. Then ``batch``, ``memory`` and ``sync`` are unset too.
-        batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
+        layouts: Role -> its layout. ``layouts``, ``batch``, ``memory`` and ``sync`` are None if there are
+            errors.
+        batch: Sizes of a step's batch; None for a job without reinforcement learning.
         shape: Shape of the actor's model, or None if not available.
         shapes: Role -> shape of its model.
         models: Role -> config.json of its model.
@@ -407,8 +408,8 @@ def _check_with_inputs(
 ) -> CheckReport:
     """Apply the rules that compare several values or read files, and build the report.
 
-    ``trial`` is the process in which Megatron validates its settings meanwhile. ``training`` is whether this
-    is the check at the start of a run.
+    ``trial`` is the process in which Megatron validates its settings in parallel. ``training`` is whether
+    this is the check at the start of a run.
     """
     # The algorithm, the user's code, and the ranks.
     config = check.config
@@ -608,7 +609,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
 
 
 def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
-    """Return the roles whose Megatron configuration a trial can build; their model has a config.json."""
+    """Return the Megatron settings of each role whose model has a config.json, for the trial."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
     roles: list[TrialRole] = []
@@ -783,7 +784,7 @@ def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, 
 
 
 def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Append the origin of an error's value to the configuration key in ``where``.
+    """Append the origin of the erroneous value to the configuration key in ``error.where``.
 
     The origin is a file and line, or an override.
     """

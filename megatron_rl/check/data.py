@@ -107,8 +107,8 @@ class DataSet:
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
         reader: Reader of its records, with the key of the data set and the names of the record fields.
-        limit: Largest valid number of tokens of a prompt together with its response, or of a prompt alone
-            for data without responses; None if not available.
+        limit: Maximum tokens of a prompt and response together, or of a prompt for data without responses.
+            None if not available.
         limited_by: The key that sets ``limit``.
     """
 
@@ -154,15 +154,17 @@ class DatasetStats:
     """Numbers of records and tokens of one data set, for the report of `check`.
 
     Attributes:
-        where: The key that names the data set.
+        where: Configuration key of the data set.
         records: Number of records that were read.
         total: Number of records of the complete data set, or None if they were not counted.
         tokenised: Number of records that were tokenised.
         longest: Tokens of the longest tokenised record.
         over: Number of tokenised records with more tokens than ``limit``.
-        limit: Largest valid number of tokens of a record, or None if that is not available.
+        limit: Largest valid number of tokens of a record, or None if the limit is not available.
 
     Example:
+        The longest of 64 tokenised records has 512 tokens. The limit is 256, and one record exceeds it.
+
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).describe()
         'read the first 200 of many records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
@@ -292,7 +294,7 @@ def _check_records(
 ) -> DataPreview | None:
     """Read the records of a data set; return the preview, or None for an empty data set.
 
-    Errors and warnings are added to ``files``. ``max_bytes`` is the largest number of bytes of JSON lines to
+    Errors and warnings are added to ``files``. ``max_bytes`` is the maximum number of bytes of JSON lines to
     read; None reads all records.
     """
     first_values: Mapping[str, Any] | None = None
@@ -338,8 +340,8 @@ def _check_records(
 def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
     """Yield the records of files, and an error for each invalid line.
 
-    ``max_bytes`` is the number of bytes of JSON lines to read, split evenly between the files. From tables
-    only the first records are then read. None reads every file to its end.
+    ``max_bytes`` is the number of bytes of JSON lines to read, split evenly between the files. With
+    ``max_bytes``, only the first records of a table are read; with None, every file is read to its end.
     """
     bytes_per_file = None
     if max_bytes is not None:
@@ -478,7 +480,7 @@ class TokenCounter:
 
     @cached_property
     def end_tokens(self) -> dict[int, str]:
-        """Return the end tokens of responses that the model's files list: id -> text."""
+        """Return the tokens that end a response according to the model's files: id -> text."""
         return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
@@ -622,8 +624,8 @@ class TokenCounter:
     ) -> dict[int, int]:
         """Return the number of tokens of a sample of records: index in ``records`` -> tokens.
 
-        For a record with several responses it is the number with the longest response. The first record that
-        cannot be rendered, or whose prompt has no tokens, is an error in ``files`` and ends the counting.
+        A record with several responses counts with its longest response. The first record that cannot be
+        rendered, or whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
         # Index of a record -> its rows. A row is a list of texts: of the prompt, then of a response if any.
         rows_by_index: dict[int, list[list[str]]] = {}
@@ -683,8 +685,9 @@ class TokenCounter:
     def _render_rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
         """Return the texts of a record's rows; raise UserError if the template cannot render the record.
 
-        There is a row for each response: the texts of the prompt, then of the response. Without responses the
-        only row is the prompt. Without a template, the texts are the contents of the messages.
+        Each response is one row: the texts of the prompt, followed by the texts of the response. A record
+        without responses has one row, the prompt. Without a chat template, the texts are the contents of the
+        messages.
         """
         data = data_set.data_config
         if self.renderer is None and uses_chat_template(record, data):
@@ -723,10 +726,10 @@ def _count_characters(record: Record, data_set: DataSet) -> int:
 
 
 def _sampled_indices(character_counts: Sequence[int]) -> Iterator[int]:
-    """Yield the indices of the records to tokenise: longest and shortest in turn, then others spread evenly.
+    """Yield the indices of the records to tokenise: alternately long and short records, then a spread sample.
 
-    ``character_counts`` has the number of characters of each record. The order matters if the budget of
-    characters runs out.
+    ``character_counts`` has the number of characters of each record. The spread sample consists of records at
+    equal distances. The order matters if the budget of characters runs out.
     """
     # Tokenise a small data set completely, longest record first.
     indices_by_size = sorted(range(len(character_counts)), key=character_counts.__getitem__)
@@ -755,7 +758,8 @@ def _too_long_error(
 ) -> UserError:
     """Return the error for a data set with records above its token limit.
 
-    ``location`` and ``token_count`` belong to the first such record; ``over_long`` is ``data.over_long``.
+    ``location`` and ``token_count`` describe the first record above the limit; ``over_long`` is
+    ``data.over_long``.
     """
     fix = f"raise {data_set.limited_by}"
     if over_long == "error":

@@ -15,15 +15,16 @@ class FileFindings:
     """Findings about the files that a configuration names.
 
     Attributes:
-        prepare: Directory -> the command that makes it. While the directory does not exist, a missing file
+        prepare: Directory -> the command that creates it. While the directory does not exist, a missing file
             below it is collected in ``to_be_made`` and is not an error.
-        hub: Directory -> the copy of a Hugging Face Hub repository there, if its download is not complete.
-            Missing files below the directory are collected in ``to_be_made`` too.
+        hub: Directory -> incomplete copy of a Hugging Face Hub repository in the directory. Missing files
+            below the directory are collected in ``to_be_made`` too.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
         warnings: Files that are valid but probably a mistake.
         missing: Missing files, if ``allow_missing`` is set.
-        to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
+        to_be_made: (directory, command) -> missing files below the directory; each text has the path of the
+            file and the key that names it.
 
     Example:
         >>> files = FileFindings(prepare={"/nowhere/data": "python make_data.py"})

@@ -93,19 +93,20 @@ class Inputs:
         files: Findings about files.
         is_valid: Function that returns whether all values at, below and above the given keys are valid.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
-        before_run: Whether this is a check before the run. The run itself reads all data, connects to the
-            servers and reports the limits that its kernel does not enforce, so its own check does not.
-        errors: Errors of the inputs; ``files`` has further ones.
+        before_run: Whether this is a check before the run, not the check at the start of a run. Data, servers
+            and kernel limits are only checked before the run: the run reads all data, connects to the servers
+            and reports unenforced limits itself.
+        errors: Errors of the inputs, except for errors of files, which are in ``files``.
         warnings: Warnings of the inputs.
         shape: Shape of the actor's model, or None if not available.
-        shapes: Role -> shape of its model, for roles whose model is not the actor's.
-        roles_without_shape: Roles whose model is not the actor's and not available.
+        shapes: Role -> shape of its model, for roles with a separate model, not the actor's.
+        roles_without_shape: Roles with a separate model that is not available.
         models: Role -> config.json of its model, where one is available.
         preview: Records of the training data.
         derived_templates: Key of an unset ``chat_template`` -> the value derived from the first record.
         uses_template: Key of a data set -> whether its prompts are rendered with the chat template.
         token_counter: Counter of the tokens of records; None at the start of a run.
-        read_budget: Remaining bytes of data sets to read to the end.
+        read_budget: Budget of bytes for data sets that are read completely.
     """
 
     config: RunConfig
@@ -141,7 +142,7 @@ class Inputs:
 
 
 def check_path_lengths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for paths that are too long for the file system, such as the text of a prompt.
+    """Yield the errors for paths that are too long for the file system, such as a text in place of a path.
 
     Later rules that read files then need no handling of such values.
     """
@@ -383,7 +384,7 @@ def _check_model_files(
 ) -> PretrainedModel | None:
     """Check a Hugging Face checkpoint and return its model, or None if it is not available.
 
-    ``shipped_config`` is a config.json with the sizes, for a checkpoint that is not on this machine.
+    ``shipped_config`` is a config.json with the model's sizes, used if the checkpoint is not on this machine.
     """
     if path.is_file():
         files.errors.append(

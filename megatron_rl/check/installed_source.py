@@ -1,13 +1,13 @@
 """Fields of classes in installed packages, read from their sources without importing them.
 
 `check` compares names and types of pass-through settings (``rollout.vllm``, ``actor.megatron``) and of
-config.json with the classes that will receive them. Importing vLLM, transformers or Megatron would give the
-same fields, but takes longer than all rules together, and a machine that only checks may lack torch.
+config.json with the classes that will receive them. Importing vLLM, transformers or Megatron takes longer
+than all rules together, and a machine that only checks may lack torch.
 
-The process that validates Megatron's settings (`megatron_rl.megatron.trial`) does not replace this module:
-Megatron's dataclasses accept a value of any type and suggest no field for a misspelled one, and vLLM and
-transformers are not part of it. Conversely, only that process can test whether values fit each other and the
-model.
+Megatron also validates its settings in a separate process (`megatron_rl.megatron.trial`), which tests whether
+the values fit each other and the model. The comparison here is needed as well: Megatron's dataclasses accept
+a value of any type and suggest no field for a misspelled name, and the process does not load vLLM and
+transformers.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
 def _find_definition(name: str, module: str) -> tuple[ast.expr | None, str]:
     """Return the expression that a module assigns to ``name``, and the module that contains the assignment.
 
-    Imports are followed. Returns None as the expression for a name without an assignment, or with the result
-    of a call such as ``NewType(...)``.
+    Imports are followed. An unassigned name, or an assigned call such as ``NewType(...)``, gives the
+    expression None.
     """
     for node in _parse_module(module).body:
         if isinstance(node, ast.Assign):

@@ -37,7 +37,7 @@ _DAMAGED_META = (KeyError, TypeError, AttributeError)
 
 
 class _SavedLearners(NamedTuple):
-    """Checkpoint to resume from, and the optimizer settings of each role that it must contain."""
+    """Checkpoint to resume from, and the optimizer settings of the roles that the checkpoint must contain."""
 
     checkpoint: Path
     optimizers: dict[str, OptimizerConfig]
@@ -128,9 +128,9 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or contains with other build settings.
+    """Return the errors for trained roles that the checkpoint lacks, or that were saved with other settings.
 
-    Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit ``layouts``.
+    Adapters, optimizers and dtypes must match the checkpoint, and its optimizer shards must fit ``layouts``.
     Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.
     """
     if config.checkpoint.resume == "never":
@@ -166,8 +166,8 @@ def resumed_build_errors(
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
     """Yield the checkpoints to resume from, with the optimizers of their roles.
 
-    If reinforcement learning has a checkpoint, only this one is yielded, otherwise the newest checkpoint of
-    each pending stage.
+    If reinforcement learning has a checkpoint, only this checkpoint is yielded. Otherwise the newest
+    checkpoint of each pending stage is yielded.
     """
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:

@@ -1,9 +1,12 @@
 """Rules on the sources of rewards: functions and servers, evaluation, and the limits of contained code.
 
 The source of a user's function is first parsed, without importing it: the file must exist, be valid Python
-and define the function, and the parameters must match the call. Then each function that computes rewards is
-loaded as in a run, in a contained process: a module that raises, exits or never returns on import becomes one
-error of the report. Parsing comes first because its errors have the function's line, and it needs no process.
+and define the function, and the parameters must match the call.
+
+Then each function that computes rewards is loaded as in a run, in a contained process: a module that raises,
+exits or never returns on import becomes one error of the report. Parsing comes first because it needs no
+process, and its errors have the function's line.
+
 The same rules apply to evaluators, parsers, templates and model providers.
 """
 
@@ -366,9 +369,10 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
 
 
 def _signature_fix(function: FunctionRef, refuses_arguments: bool, unsupplied_names: Sequence[str]) -> str:
-    """Return the fix for a function that refuses arguments of its call, or requires other arguments.
+    """Return the fix for a function whose parameters do not match the arguments of its call.
 
-    ``unsupplied_names`` are its required parameters that the call does not supply.
+    ``refuses_arguments`` is whether the function lacks parameters for some arguments. ``unsupplied_names``
+    are its required parameters that get no argument.
     """
     if refuses_arguments and unsupplied_names:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
@@ -402,7 +406,7 @@ class _ContainedFunction(NamedTuple):
         return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
-        """Return the errors of `check_function`, which other rules report."""
+        """Return the errors of `check_function` for this function; other rules report these errors."""
         extra_arguments = (*self.config.arguments, *self.extra_arguments)
         function = FunctionRef(self.config.function or "", self.key, extra_arguments, self.accepts_group)
         return check_function(function)
@@ -847,7 +851,7 @@ def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserErro
     """Yield warnings about limits that this machine's kernel does not enforce.
 
     A contained process is started with the limits of each section, and reports the limits that are not in
-    force. Sections with the same report have one warning.
+    force. Sections with equal reports share one warning.
     """
     reports: set[str] = set()
     for section, limits in sections.items():

@@ -128,9 +128,9 @@ def check_microbatch_budget(config: RunConfig) -> Iterator[UserError]:
 def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> Iterator[UserError]:
     """Yield the errors for a ``batch.memory_target`` without a GPU, or with explicit tokens per micro-batch.
 
-    ``target_tokens`` is the number of tokens per micro-batch that the target gives, None before it is
-    computed. A configuration with exactly this number is valid, as the resolved configuration of a run has
-    both.
+    ``target_tokens`` is the number of tokens per micro-batch that was computed from the target, or None
+    before that. An explicit number is valid if it equals ``target_tokens``: the resolved configuration of a
+    run contains both.
     """
     batch = config.batch
     if batch.memory_target is None:

@@ -2,7 +2,7 @@
 
 Every suggestion is tested first: the configuration is parsed and checked with the suggestion in place of the
 unknown name. A guess by spelling is dropped if it causes a new error. A name of another project is always
-translated; if its value has to change too, the fix contains the new value.
+translated; if the value must be translated too, the fix contains the new value.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _UnknownSetting:
     """Setting or section with an unknown name, or a setting in an unknown section.
 
     Attributes:
-        error: The error of parsing.
+        error: Error for the name, from parsing the configuration.
         tree: The complete configuration.
         names: Path of the setting from the root of ``tree``, as a sequence of names.
         path: The same path, joined with dots.
@@ -121,7 +121,8 @@ class _UnknownSetting:
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
         """Return an error about this setting.
 
-        ``source`` is appended to ``got``: the project that uses the name, such as ", a name of verl".
+        ``source`` names the project that uses the name, such as ", a name of verl"; it is appended to
+        ``got``.
         """
         name = self.path
         if name == self.error.path:
@@ -296,7 +297,7 @@ def _guess_error(setting: _UnknownSetting) -> UserError | None:
 
 
 def _valid_replacements(setting: _UnknownSetting, candidates: Iterable[str]) -> dict[str, _Replacement]:
-    """Test the ``candidates`` for an unknown name; return those without a new error: key -> replacement."""
+    """Return the ``candidates`` for an unknown name that cause no new error: key -> replacement."""
     replacements: dict[str, _Replacement] = {}
     for key in candidates:
         replacement = _try_replacement(setting, key, setting.value)
@@ -322,8 +323,8 @@ def _did_you_mean_error(setting: _UnknownSetting, replacements: Mapping[str, _Re
 def _absent_error(setting: _UnknownSetting, reason: str = "") -> UserError:
     """Return the error for a name without a known counterpart in this project.
 
-    ``reason`` explains why no setting corresponds to the name. It is from the list of other projects' names,
-    and empty for a name that is not in this list.
+    ``reason`` explains why no setting corresponds to the name. It is an entry in the list of other projects'
+    names; it is empty for a name without an entry.
     """
     # A name that is not in the list may still have a counterpart: point to the list of all keys.
     message = f"`{setting.path}` is not a known {setting.kind}"
@@ -387,8 +388,8 @@ def _find_sibling_keys(setting: _UnknownSetting) -> list[str]:
 def _find_keys_elsewhere(setting: _UnknownSetting, *, include_misspellings: bool = True) -> list[str]:
     """Return the keys in other sections that have the name of a setting.
 
-    For a key of several roles, only the actor's is returned. With ``include_misspellings``, keys with a
-    similar name are returned if no key has the same name.
+    If several roles have the setting, only the actor's key is returned. With ``include_misspellings``, keys
+    with a similar name are returned if no key has the exact name.
     """
     name = setting.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(setting.value, dict):
@@ -429,7 +430,7 @@ def algorithm_piece_keys() -> list[str]:
 
 
 def _pass_through_keys(setting: _UnknownSetting) -> Iterator[str]:
-    """Yield the key that sets the field with this name in the installed vLLM or Megatron, if they have it."""
+    """Yield the pass-through key of the setting if the installed vLLM or Megatron has a field of its name."""
     # A name of one word, such as `model`, is too common to identify a field.
     name = setting.names[-1]
     if "_" not in name:
@@ -443,7 +444,7 @@ def _pass_through_keys(setting: _UnknownSetting) -> Iterator[str]:
 
 
 def _translate_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value for another project's value, or the value unchanged if it needs no translation."""
+    """Translate another project's value to ours; return a value without a translation unchanged."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value

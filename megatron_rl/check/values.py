@@ -89,7 +89,10 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for settings that exclude a teacher's server: a local teacher, or changed sampling."""
+    """Yield the errors for settings that cannot be combined with a teacher's server.
+
+    These settings are a teacher in the job, and sampling settings that change the actor's distribution.
+    """
     if config.teacher is not None:
         yield exclusive_error(
             "teacher", "teacher_server", "each is the teacher of all tasks without one of their own"
@@ -116,7 +119,7 @@ def _teacher_server_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _task_teacher_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for teachers of single tasks: an invalid name, no model, or two for one task."""
+    """Yield the errors for the teachers of tasks: an invalid name, no model, or two teachers for one task."""
     teachers_by_task: dict[str, list[str]] = {}
     for name, teacher in config.teachers.items():
         path = f"teachers.{name}"
@@ -154,7 +157,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 def name_errors(
     path: str, name: str, reserved_names: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error for a user's name that metrics and files cannot contain, or that is reserved.
+    """Yield the error for a user's name that is reserved, or not valid in metric keys and file names.
 
     ``path`` is the key of the named section. With ``identifier`` the name must start with a letter, and have
     no dots or hyphens.
@@ -365,9 +368,10 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for sources and evaluation sets without a reward function, if others have one.
+    """Yield the errors for sources and evaluation sets without a reward function.
 
-    Without any reward function of a source, `_no_reward_errors` applies.
+    The rule applies only if at least one source has a reward function; `_no_reward_errors` reports a run
+    without any.
     """
     rewards = config.data.source_rewards
     if config.job != TRAIN or not rewards or config.reward.function is not None:
@@ -398,9 +402,10 @@ def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
 def _source_weight_errors(
     steps: str, weights: Mapping[str, float], sources: Sequence[str]
 ) -> Iterator[UserError]:
-    """Yield the errors for the weights of prompt sources that apply after ``steps`` steps.
+    """Yield the errors for one entry of ``data.weights``: the weights of sources from a step on.
 
-    ``weights`` maps the name of a source to its weight, ``sources`` are the names of all sources.
+    ``steps`` is the key of the entry, a number of steps as text. ``weights`` maps the name of a source to its
+    weight, and ``sources`` are the names of all sources.
     """
     path = f"data.weights.{steps}"
     if not steps.isdecimal():

@@ -212,7 +212,10 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about ``routing_replay: update`` without a scoring pass, whose routing it replays."""
+    """Yield the warning about ``routing_replay: update`` with one optimizer step per batch.
+
+    There is then no scoring pass whose routing could be replayed.
+    """
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -389,7 +392,7 @@ def _unused_server_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
 
 
 def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about teachers of single tasks without a teacher for the other tasks."""
+    """Yield the warning about teachers of specific tasks without a default teacher for all other tasks."""
     has_other_teacher = config.teacher is not None or config.teacher_server is not None
     if config.teachers and algorithm.needs_teacher and not has_other_teacher:
         yield UserError(
@@ -402,7 +405,7 @@ def _task_teacher_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[
 
 
 def untried_setting_warnings(config: RunConfig) -> Iterator[UserError]:
-    """Yield warnings about pass-through fields that this machine cannot try, or that no run has tried.
+    """Yield warnings about pass-through fields that this machine cannot test, or that no run has used.
 
     A section such as ``actor.megatron`` accepts nearly every field of the installed version. Only the fields
     in `TRIED` have been used in runs of this project with values other than the defaults.

@@ -227,7 +227,7 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
 
 
 def chunked_prefill_errors(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the error for chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
+    """Return the error for chunked prefill in ``rollout.vllm``, which needs an accelerator."""
     path = "rollout.vllm.enable_chunked_prefill"
     value = values.get("enable_chunked_prefill")
     if not value:
@@ -265,7 +265,8 @@ def host_engine_errors(
 ) -> Iterator[UserError]:
     """Yield the errors for sampling with vLLM's CPU build: chunked prefill, and models without a kernel.
 
-    A configuration with ``gpu`` describes a run on other machines, except with ``for_this_machine``.
+    A configuration that sets ``gpu`` is for other machines and gets no error, unless ``for_this_machine`` is
+    true.
     """
     # Of the engines, only vLLM is limited to kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities

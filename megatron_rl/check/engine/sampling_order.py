@@ -85,10 +85,10 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
-    """Yield ``error`` with the unmet requirements added to ``got`` and ``fix``, if there are any.
+    """Yield ``error`` with the unmet requirements added to ``got`` and ``fix``; nothing if all are met.
 
-    ``requirements`` maps the setting that meets a requirement to whether it is met. The ``got`` of ``error``
-    is the configured value, and its ``fix`` the alternative to meeting the requirements.
+    ``requirements`` maps a setting, such as ``rollout.order=open``, to whether the configuration has it.
+    ``error.got`` is the configured value. ``error.fix`` is a fix that needs none of the requirements.
     """
     unmet_settings = [setting for setting, is_met in requirements.items() if not is_met]
     if unmet_settings:
@@ -167,9 +167,10 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``rollout.partial`` without over-sampling, which leaves no response unfinished.
+    """Yield the error for ``rollout.partial`` without over-sampling.
 
-    This applies to the closed order, in which a step ends its sampling before it trains.
+    Without over-sampling a step waits for all of its responses, so none is partial. The rule applies only to
+    the closed order, in which a step ends its sampling before it trains.
     """
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:

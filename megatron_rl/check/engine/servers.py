@@ -134,7 +134,7 @@ def _format_flag(name: str, value: Any) -> str:
 
 
 class _CapabilityRule(NamedTuple):
-    """Rule against a setting that needs a capability which the rollout engine lacks."""
+    """Rule that refuses a setting if the rollout engine lacks the capability that the setting needs."""
 
     is_refused: bool
     """Whether the setting is set and the engine lacks the capability."""
@@ -193,10 +193,11 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the errors for a checkpoint at ``path`` from which servers and the trainer load different models.
+    """Yield the errors for a checkpoint at ``path`` that servers and the trainer load as different models.
 
-    A server loads the complete model of a multimodal checkpoint, with other tensor names, but the run trains
-    only its language model. For sparse attention, a server's model has an indexer that the trainer's lacks.
+    From a multimodal checkpoint, a server loads the complete model with other tensor names, but the run
+    trains only the language model. For a model with sparse attention, a server's model has an indexer and the
+    trainer's model has none.
     """
     # Sparse attention: the actor has no indexer, so its weights cannot be sent to the servers.
     if not rollout.capabilities.in_process and model.family.engine_family:

@@ -1,7 +1,7 @@
 """Accelerator defaults of a checked configuration, and the error for experts without Transformer Engine.
 
-`shapes.accelerator` has the table of defaults. This module applies it to the hardware that the run will be
-on: the GPU that the configuration names, or this machine.
+`shapes.accelerator` has the table of defaults. This module applies the table to the hardware of the run: the
+GPU that the configuration names, or this machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AppliedDefault:
 def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
     """Return the name of the run's GPUs, or None for a run on hosts without GPUs.
 
-    A configuration with ``gpu`` describes a run on other machines, except with ``for_this_machine``.
+    A configuration that sets ``gpu`` is for other machines, unless ``for_this_machine`` is true.
     """
     if config.gpu is not None and not for_this_machine:
         return config.gpu

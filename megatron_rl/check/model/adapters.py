@@ -60,8 +60,8 @@ CHECKPOINT_LAYERS = {
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors for adapters that are invalid on every model, or that the engine cannot receive.
 
-    ``key`` is the key of their section. ``engine`` is the rollout engine for adapters of the actor, and None
-    for adapters of other roles, which are not synced.
+    ``key`` is the configuration key of the adapters. ``engine`` is the rollout engine for adapters of the
+    actor, and None for adapters of other roles, which are not synced.
     """
     path = f"{key}.targets"
     for name in lora.targets or ():
@@ -318,9 +318,9 @@ def _peft_tensor_errors(
         yield UserError(
             "the adapter to start from has tensors that belong to no layer of the model",
             where=f"{key}.path",
-            expected="A and B of layers as the model's checkpoint names them, such as "
+            expected="only matrices A and B of the adapted layers, with names such as "
             f"{list(expected_shapes)[-1]}",
-            got=f"{len(unexpected_names)} others in {file}, {first_name} {list(stored_shapes[first_name])} "
-            "among them",
+            got=f"{len(unexpected_names)} tensors with other names or shapes in {file}, such as "
+            f"{first_name} {list(stored_shapes[first_name])}",
             fix="start from an adapter of this model; experts stored in one tensor have to be split",
         )

@@ -180,7 +180,10 @@ def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConf
 
 
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
-    """Return the error for ``checkpoint.megatron``, a folder for exports in Megatron-LM's format, or None."""
+    """Return the error for the folder ``checkpoint.megatron``, or None for a valid or unset folder.
+
+    The run exports checkpoints in Megatron-LM's format to this folder.
+    """
     export_folder = config.checkpoint.megatron
     if export_folder is None:
         return None
@@ -303,7 +306,7 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
     """Return the checkpoint to start from: ``checkpoint_folder``, or an iteration in this folder.
 
     A resumed run keeps the iteration that it began with, even if newer iterations exist. The pointer in
-    ``model_folder`` names it (`read_pointer`).
+    ``model_folder`` names this iteration (`read_pointer`).
     """
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return checkpoint_folder
@@ -319,9 +322,9 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
 def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raise UserError for an actor without a tokenizer.
 
-    It is ``model.hf_path`` if that is set. Otherwise the actor has the tokenizer that the checkpoint's
-    arguments name, and the other roles have the actor's. Returns None for another role if the
-    actor's folder is not written yet.
+    The folder is ``model.hf_path`` if the setting is given. Otherwise it is, for the actor, the tokenizer
+    folder in the checkpoint's arguments, and for every other role, the actor's model folder. Returns None if
+    the actor's model folder is needed and not written yet.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)
@@ -330,7 +333,7 @@ def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, ke
         raise UserError(
             "the directory with the tokenizer does not exist",
             where="model.hf_path",
-            expected="a directory with tokenizer files, and config.json if it is not to be derived",
+            expected="a directory with tokenizer files; a config.json in it describes the model",
             got=f"no directory {folder}",
             fix="correct the path",
         )
@@ -341,7 +344,7 @@ def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, ke
             return None
         return actor_folder
 
-    # Of Megatron-LM's types of tokenizers, only HuggingFaceTokenizer is a folder for transformers.
+    # Of Megatron-LM's tokenizer types, only HuggingFaceTokenizer has a folder that transformers can load.
     tokenizer_type = checkpoint.arguments.get("tokenizer_type")
     tokenizer_model = checkpoint.arguments.get("tokenizer_model")
     if tokenizer_type == "HuggingFaceTokenizer" and Path(str(tokenizer_model)).is_dir():

@@ -1,10 +1,13 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is set by the run (from a key of ours, or to the only value that works), refused because it has no
-effect, or passed through. Names and types of the passed fields are compared with the installed sources. Then
-Megatron itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`)
-that starts first and is awaited last: importing torch and Megatron takes longer than all other rules. Fields
-whose requirements this machine lacks, such as a GPU, are not tried, which is a warning.
+A Megatron field is one of three kinds: the run sets it (from a key of this project, or to the only value that
+works), it is refused because it has no effect, or it is passed through. Names and types of passed-through
+fields are compared with the installed sources.
+
+Then Megatron itself builds the configuration of every role, in a separate process
+(`megatron_rl.megatron.trial`) that starts first and is awaited last: importing torch and Megatron takes
+longer than all other rules. Fields that need hardware or packages which this machine lacks, such as a GPU,
+are not tested and get a warning.
 """
 
 from __future__ import annotations
@@ -328,7 +331,7 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
 def _select_testable_settings(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
     """Return the settings that Megatron can validate on this machine.
 
-    At the start of a run (``training``) these are all settings.
+    At the start of a run (``training``) all settings are returned.
     """
     if training:
         return dict(values)
@@ -659,7 +662,8 @@ class TrialRole:
     def build_request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's settings as a request to `megatron_rl.megatron.trial`.
 
-        Fields that this machine cannot try are left out, except at the start of a run (``training``).
+        Fields that cannot be tested on this machine are left out, except at the start of a run
+        (``training``).
         """
         optimizer = None
         if self.optimizer is not None:
@@ -682,8 +686,8 @@ class TrialRole:
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors for settings of this role that Megatron refuses.
 
-        ``refusals`` is the result of the trial: ``ROLE``, ``ROLE ddp`` or ``ROLE optimizer`` -> Megatron's
-        message. The name of the role alone stands for its model.
+        ``refusals`` is the result of the trial: refused component -> Megatron's message. A component is
+        ``ROLE ddp``, ``ROLE optimizer``, or ``ROLE`` for the role's model.
         """
         message = refusals.get(self.role)
         if message is not None:
@@ -722,10 +726,10 @@ class TrialRole:
 
 
 class Trial:
-    """Separate process in which Megatron builds, and so validates, the configurations of all roles.
+    """Separate process in which Megatron validates the configurations of all roles by building them.
 
-    The constructor starts the process. ``setting_keys`` are the keys of all settings; for an empty list no
-    process is started. ``time_limit`` is in seconds from the start of the process.
+    The constructor starts the process. ``setting_keys`` are the keys of all Megatron settings. Without keys
+    no process is started. ``time_limit`` is in seconds from the start of the process.
     """
 
     def __init__(self, setting_keys: list[str], time_limit: float) -> None:

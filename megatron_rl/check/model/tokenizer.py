@@ -101,12 +101,12 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
-    """Return whether a stop text has several tokens in the tokenizer of the model at ``path``."""
+    """Return whether any stop text is several tokens in the tokenizer of the model at ``path``."""
     return any(len(encoded.tokens) > 1 for _, _, encoded in _encode_stop_texts(path, rollout))
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, and the text that they decode to; a stop text must decode to itself."""
+    """Tokens of a stop text, and the text that they decode to, which must equal the stop text."""
 
     tokens: list[str]
     """Texts of the tokens."""
@@ -421,13 +421,13 @@ def _token_text(token: Any) -> Any:
 
 
 def added_token_texts(tokenizer: Any) -> dict[int, str]:
-    """Return the added tokens of a `tokenizers.Tokenizer`, which its base vocabulary lacks: id -> text."""
+    """Return the tokens that a `tokenizers.Tokenizer` adds to its base vocabulary: id -> text."""
     added_tokens = tokenizer.get_added_tokens_decoder()
     return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
-    """Return the tokens that a checkpoint's files list as ends of responses: id -> text."""
+    """Return the tokens that end a response according to the checkpoint's files: id -> text."""
     token_ids: list[int] = []
     eos_text = read_special_tokens(path).get("eos_token")
     if eos_text is not None:

@@ -171,7 +171,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _count_findings(files: FileFindings) -> tuple[int, int, int]:
-    """Return the numbers of errors, missing files and directories to be made, to detect new findings."""
+    """Count the errors, the missing files and the directories that do not exist yet.
+
+    The caller compares the counts before and after a check to detect new findings.
+    """
     return len(files.errors), len(files.missing), len(files.to_be_made)
 
 
@@ -239,7 +242,8 @@ def _tensor_errors(
 ) -> list[UserError]:
     """Return the error for stored tensors that do not match the model in config.json.
 
-    At most one error is returned: for quantised tensors, other names, an untied output layer, or a shape.
+    Only the first error is returned. The order of the checks is: quantised tensors, missing and unexpected
+    names, an untied output layer, shapes.
     """
     errors = _mxfp4_errors(tensors, model.quantization)
     if errors:
@@ -290,8 +294,8 @@ def _model_tensors(
 ) -> dict[str, StoredTensor]:
     """Convert stored tensors to the tensors of the model: name -> tensor.
 
-    Names are those in a text-only checkpoint with one tensor per expert. A tensor in mxfp4 has the dtype
-    float32, to which the run dequantises it.
+    The returned tensors are named as in a text-only checkpoint with one tensor per expert. The dtype of an
+    mxfp4 tensor is float32, since the run dequantises it to float32.
     """
     stored_names = {name: name for name in stored_tensors}
     if model.is_multimodal:
@@ -337,8 +341,8 @@ def _dequantised_tensors(
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors of a quantised checkpoint after dequantisation, and the errors for their scales.
 
-    A weight of 8 or 4 bits with scales has the dtype float32 in the result, and its scales are left out. All
-    tensors are headers: no data is read or converted.
+    A weight of 8 or 4 bits with scales becomes a float32 tensor, and the scales are left out. Only entries of
+    the files' headers are converted: no data is read.
     """
     scales_name_by_weight = scales_by_weight(stored_tensors)
     tensor_scale_by_weight: dict[str, str] = {}
