@@ -50,7 +50,7 @@ class RolloutBuffer:
         return groups
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Insert the prompts of groups at the front of ``waiting``, without the groups' sequences."""
+        """Discard the sequences of groups, and insert the prompts at the front of ``waiting``."""
         # Make new groups: a restarted prompt gets new seeds, and has no early rewards.
         restarted = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*restarted, *self.waiting]
@@ -64,8 +64,8 @@ class RolloutBuffer:
     ) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, to be trained on in time.
 
-        ``updates_ahead``: number of updates between the weights ``version`` and the training on a group that
-        finishes in this step; a group that finishes in the next step is trained on one update later.
+        ``updates_ahead``: number of weight updates after ``version`` until groups that finish in this step
+            are trained on. Groups that finish in the next step are trained on one update later.
         ``max_updates``: maximum number of updates between the sampling of a token and its training.
         """
         # Age at which a group is trained on if it finishes in the next step.
@@ -101,7 +101,7 @@ class RolloutBuffer:
         return selected
 
     def restart_unstarted(self) -> int:
-        """Move the prompts of started groups without any token back to ``waiting``; return their number."""
+        """Restart the groups that have no sampled tokens and no finished sequence; return their number."""
         unstarted = [group for group in self.started if group.is_unstarted]
         self.started = [group for group in self.started if not group.is_unstarted]
         self.restart(unstarted)

@@ -121,7 +121,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     if any(sequence.outcome is not None for sequence in sequences):
         outcomes = tuple(sequence.outcome for sequence in sequences)
     rules: tuple[LogitRules | None, ...] | None = None
-    if any(_has_rules(sequence) for sequence in sequences):
+    if any(_needs_logit_rules(sequence) for sequence in sequences):
         rules = tuple(_make_logit_rules(sequence) for sequence in sequences)
     experts = None
     routing_shape = _find_routing_shape(sequences)
@@ -345,14 +345,14 @@ def append_new_tokens(
             sequence.experts = experts
 
 
-def _has_rules(sequence: Sequence) -> bool:
-    """Return whether rules changed a sequence's logits, or its temperature over tokens."""
+def _needs_logit_rules(sequence: Sequence) -> bool:
+    """Return whether training needs a sequence's `LogitRules`: for rules or a temperature schedule."""
     return sequence.sampling.has_rules or sequence.sampling.temperature_tokens > 0
 
 
 def _make_logit_rules(sequence: Sequence) -> LogitRules | None:
-    """Return the rules, such as penalties, that changed a sequence's logits, or None without rules."""
-    if not _has_rules(sequence):
+    """Return the rules that training must reapply to a sequence's logits, or None without rules."""
+    if not _needs_logit_rules(sequence):
         return None
     turn_starts: tuple[int, ...] = ()
     if sequence.sampling.temperature_tokens:

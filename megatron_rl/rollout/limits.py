@@ -1,7 +1,8 @@
 """Automatic limits of response lengths, for `rollout.max_response_tokens: auto`.
 
-The one idea: lengths are recorded at the end of a round, when every rank has all rows. So all ranks compute
-the same limits for the next round without communication, and a checkpoint stores one copy of the lengths.
+Lengths are recorded at the end of a round, when every rank has the responses of all ranks. So all ranks
+compute the same limits for the next round without communication, and a checkpoint stores one copy of the
+lengths.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ MAX_TASKS = 32
 
 
 class AutoLimits:
-    """Limits of response tokens for tasks with the limit `AUTO`, from lengths of earlier responses.
+    """Response limits of tasks whose limit is `AUTO`, computed from the lengths of earlier responses.
 
-    Lengths are recorded per task and class of prompt lengths. See `AutoLimitConfig` for the settings.
+    Lengths are recorded per length class: a task with a range of prompt lengths. See `AutoLimitConfig` for
+    the settings.
     """
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._rollout = rollout
         self._config = rollout.auto_limit
-        # Length class, see `_name_length_class` -> response lengths in tokens, the oldest first.
+        # Response lengths in tokens, the oldest first, by the name of the length class.
         self._lengths: dict[str, list[int]] = {}
 
     def compute_limit(self, task: str, prompt_tokens: int) -> int:
@@ -51,11 +53,14 @@ class AutoLimits:
         return min(max(limit, config.at_least), config.at_most)
 
     def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Return copies of waiting groups with the computed limits in their sampling parameters."""
+        """Set the computed limits in the sampling parameters of waiting groups; return the new groups."""
         return [self._with_limit(group) for group in groups]
 
     def _with_limit(self, group: SequenceGroup) -> SequenceGroup:
-        """Return a copy of a waiting group with its computed limit; return other groups unchanged."""
+        """Return a copy of a waiting group with the computed limit.
+
+        Returns the group itself if the limit of its profile is not `AUTO`.
+        """
         prompt = group.prompt
         (task,) = prompt.tasks
         (profile,) = prompt.profile_names
@@ -68,7 +73,10 @@ class AutoLimits:
         return replace(group, prompt=replace(prompt, sampling=(sampling,)))
 
     def record_lengths(self, prompts: PromptBatch, rollouts: Rollouts) -> None:
-        """Record the lengths of finished responses; ``rollouts.group`` is the index of a row's prompt."""
+        """Record the lengths of finished responses.
+
+        ``rollouts.group`` [B] is the index of each response's prompt in ``prompts``.
+        """
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
         profiles = prompts.profile_names
@@ -113,7 +121,7 @@ def compute_length_metrics(
     rollouts: Rollouts,
     rollout: RolloutConfig,
 ) -> Metrics:
-    """Compute the fraction of truncated responses of each task, and the mean limit if it is not fixed."""
+    """Compute each task's fraction of truncated responses, and its mean limit unless the limit is fixed."""
     tasks = sorted(set(prompts.tasks))
     # A data set with a separate task per record would create too many metrics.
     if len(tasks) > MAX_TASKS:

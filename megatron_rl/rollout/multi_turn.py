@@ -1,8 +1,8 @@
 """Sampling of sequences that are conversations with environments.
 
-The one idea: an environment has always received a prefix of the sequence's tokens. So it can be restarted in
-another process or a later step: the existing turns are sent to the new environment again (a replay), which
-must return the same observations.
+An environment has always received a prefix of the sequence's tokens. So it can be restarted in a different
+process or in a later step, by a *replay*: the existing turns are sent to the new environment, which must
+return the observations that the sequence already has.
 
 A conversation alternates between two states. Either its environment is computing, or the environment waits
 for a turn of the policy. Then the engine samples, possibly over several requests and steps, until the turn is
@@ -105,16 +105,16 @@ class _Conversation:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether the sequence is finished, or may not sample more tokens in this token round.
+        """Return whether the sequence gets no more tokens in this token round.
 
-        If the environment waits for a turn without an open request, the token round permits no more tokens:
-        otherwise `schedule` would have submitted a request.
+        This is true if the sequence is finished. It is also true if the environment waits for a turn and no
+        request is open: `schedule` submits a request unless the token round permits no more tokens.
         """
         return self.sequence.is_finished or (self.awaits_turn and not self.in_engine)
 
     @property
     def needs_request(self) -> bool:
-        """Return whether a turn needs a request, and this token round still permits tokens."""
+        """Return whether an awaited turn has no open request, and this token round permits more tokens."""
         if self.sequence.is_finished or self.in_engine or not self.awaits_turn:
             return False
         return self.round_tokens_left != 0
@@ -139,7 +139,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     It runs on the replica's first rank, which broadcasts its schedule: the schedule depends on when the
     environments respond.
 
-    Arguments that `ReplicaScheduler` does not have:
+    Additional arguments:
         hosts: processes that run the environments.
         chat: chat formats that render the environments' messages.
         parse_tool_calls: function that parses the tool calls in a turn, or None without tools.
@@ -266,7 +266,10 @@ class MultiTurnScheduler(ReplicaScheduler):
                 self._process_episode_end(conversation, event)
 
     def close(self) -> None:
-        """End the environments of unfinished sequences; later steps replay the sequences to new ones."""
+        """End the environments of unfinished sequences.
+
+        A later step starts a new environment for each of these sequences, and replays the sequence to it.
+        """
         for conversation in self._conversations:
             if not conversation.sequence.is_finished:
                 self._hosts.cancel_episode(conversation.episode)
@@ -384,7 +387,8 @@ class MultiTurnScheduler(ReplicaScheduler):
     ) -> None:
         """Finish a sequence whose environment has ended.
 
-        Fail the episode if existing observations follow, which a replayed environment has not returned.
+        In a replay, the episode fails if the environment ends before it has returned all observations in the
+        sequence.
         """
         remaining_versions = conversation.sequence.versions[conversation.exchanged_tokens :]
         if event.failure is None and OBSERVED in remaining_versions:
@@ -400,7 +404,7 @@ class MultiTurnScheduler(ReplicaScheduler):
     ) -> bool:
         """Append the environment's messages, or in a replay compare them with the existing tokens.
 
-        Returns whether a turn follows: false if the episode has failed, or has no room for a turn.
+        Returns false if the episode has failed, or if the sequence has no room for another turn.
         """
         sequence = conversation.sequence
         start = conversation.exchanged_tokens
@@ -427,10 +431,10 @@ class MultiTurnScheduler(ReplicaScheduler):
         if start < len(sequence.tokens):
             # Replay: the observation must equal all existing tokens before the next turn, which begins with a
             # sampled token.
-            next_turn = start
-            while next_turn < len(sequence.tokens) and not sequence.is_sampled(next_turn):
-                next_turn += 1
-            if sequence.tokens[start:next_turn].tolist() != observed_tokens:
+            next_turn_start = start
+            while next_turn_start < len(sequence.tokens) and not sequence.is_sampled(next_turn_start):
+                next_turn_start += 1
+            if sequence.tokens[start:next_turn_start].tolist() != observed_tokens:
                 self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= compute_response_room(sequence, self.engine.max_model_len):

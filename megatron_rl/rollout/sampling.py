@@ -1,9 +1,9 @@
-"""Seeds, filters and random draws: the pure functions of sampling, shared by all engines.
+"""Seeds, filters and random draws: pure functions of sampling that all engines share.
 
-A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
-batch or the replica. After an interruption, the torch engine continues the sequence's random stream. vLLM
-starts a new stream for each request, so the continuation gets another seed, derived from the sequence's
-(`derive_continuation_seed`).
+A sequence has one seed. Its tokens are a function of the prompt, the seed and the weights: they do not
+depend on the batch or the replica. After an interruption, the torch engine continues the sequence's random
+stream. vLLM starts a new stream for each request, so the request that continues the sequence needs a new
+seed: `derive_continuation_seed` derives it from the sequence's seed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _hash_splitmix64(value: int) -> int:
 def derive_row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     """Derive an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
 
-    The seeds are outputs of the generator SplitMix64, which can compute any output directly.
+    The seeds are outputs of the generator SplitMix64, which can compute output n without the earlier outputs.
     """
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
     increment = 0x9E3779B97F4A7C15
@@ -96,8 +96,8 @@ def make_vllm_parameters(
 def make_vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     """Make the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
 
-    With its own filters, vLLM does not return which tokens passed them (the support), which training needs.
-    So they are used only for responses that are not trained on, such as evaluation answers.
+    vLLM's own filters do not return which tokens passed them (the support), but training needs the support.
+    So these fields are used only for responses that are not trained on, such as evaluation answers.
     """
     if not has_filters(sampling):
         return {}
@@ -140,7 +140,7 @@ def map_vllm_finish_reason(
 
 
 def resolve_schedules(sampling: SamplingParameters, position: int) -> SamplingParameters:
-    """Replace schedules of temperature and top-p over tokens by their values for one token.
+    """Replace the schedules that change temperature and top-p over tokens by their values for one token.
 
     ``position`` is the number of tokens that the policy has sampled before this token in its turn.
     """
@@ -164,7 +164,7 @@ def is_greedy(sampling: SamplingParameters) -> bool:
 
 
 def has_schedule(sampling: SamplingParameters) -> bool:
-    """Return whether the tokens of a turn are sampled with different temperatures or filters."""
+    """Return whether temperature or top-p changes from token to token; false for greedy decoding."""
     # Greedy decoding depends on neither.
     return sampling.changes_over_tokens and not is_greedy(sampling)
 
@@ -195,8 +195,8 @@ def extract_support_ids(mask: Tensor, sampling: SamplingParameters) -> list[int]
 def resolve_log_prob_temperature(sampling: SamplingParameters) -> float:
     """Return the temperature at which engines compute log-probs: 1 for greedy decoding.
 
-    For a schedule over tokens, this is the temperature of a turn's first token; see `resolve_schedules` for
-    later tokens.
+    If a schedule changes the temperature over tokens, this is the temperature of a turn's first token; see
+    `resolve_schedules` for later tokens.
     """
     if is_greedy(sampling):
         return 1.0

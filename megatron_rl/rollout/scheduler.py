@@ -4,7 +4,7 @@ Every unfinished sequence of a round just has a number of tokens that may still 
 admits sequences up to its in-flight limit, submits a request for each that needs tokens, steps its engine and
 appends the completions, until all its sequences are finished or the round ends.
 
-A round has one of two orders, which determine when it ends:
+A round has one of two orders (`rollout.order`), which determine when it ends:
 
 * closed: token rounds. Up to ``token_round`` tokens are sampled for each unfinished sequence. Then the
   replicas gather which sequences are finished, and repeat this until enough groups are finished. The result
@@ -99,8 +99,9 @@ def enough_groups_finished(
 class Rendezvous:
     """Condition that ends an open round: all learners wait for it, and enough groups are finished.
 
-    Learners are the ranks without an engine. The condition compares counters in the job's store, which only
-    grow. So replicas may observe the end at different engine steps, but every replica will observe it.
+    Learners are the ranks without an engine. The condition compares counters in the job's store. The
+    counters only grow, so every replica observes the end, but replicas may observe it at different engine
+    steps.
 
     ``learners``: number of ranks without an engine.
     """
@@ -127,7 +128,7 @@ class Rendezvous:
             store_increment(f"required and finished by rendezvous {rendezvous}")
 
     def is_over(self) -> bool:
-        """Return whether all learners wait and enough groups, including the required ones, are finished."""
+        """Return whether all learners wait and enough groups, with all required groups, are finished."""
         rendezvous = self._round.rendezvous
         return (
             store_value(f"waiting for rendezvous {rendezvous}") >= self._num_learners
@@ -137,9 +138,9 @@ class Rendezvous:
 
 
 def arrive_at_rendezvous(number: int) -> None:
-    """Count this learner as waiting for the end of an open round; does not block.
+    """Increment the number of learners that wait for the end of an open round.
 
-    ``number``: `GenerationRound.rendezvous` of the round.
+    Returns at once. ``number``: `GenerationRound.rendezvous` of the round.
     """
     store_increment(f"waiting for rendezvous {number}")
 
@@ -229,7 +230,7 @@ class ReplicaQueue:
 
         # Sequences of the current group that `pop_sequence` has not returned yet.
         self._admitting: list[Admitted] = []
-        # Index of each group that this replica has begun and not finished -> its admitted sequences.
+        # Admitted sequences of each group that this replica has started and not finished, by group index.
         self._admitted_by_group: dict[int, list[Admitted]] = {}
 
     def pop_sequence(self) -> Admitted | None:
@@ -387,7 +388,7 @@ class ReplicaScheduler:
                 self._append_interrupted(completions)
 
     def start_token_round(self, tokens: int | None) -> None:
-        """Start a token round: mark all unfinished sequences as needing a request of at most ``tokens``."""
+        """Start a token round: every unfinished sequence needs a request for at most ``tokens`` tokens."""
         self._token_round = tokens
         self._pending = []
         for admitted_index, admitted in enumerate(self.admitted):
@@ -462,7 +463,7 @@ class ReplicaScheduler:
         return unfinished
 
     def admit_remaining(self) -> None:
-        """Admit the groups that no replica has admitted, so that each sequence is reported by a replica."""
+        """Admit the groups that no replica has admitted, so that all sequences of the round are reported."""
         while self._admit_next() is not None:
             pass
 
@@ -529,7 +530,7 @@ class ReplicaScheduler:
         )
 
     def close(self) -> None:
-        """End the environments of unfinished sequences; does nothing for sequences without environments."""
+        """Do nothing. Subclasses for sequences with environments end the environments here."""
 
     def _append_interrupted(self, completions: abc.Sequence[Completion]) -> None:
         """Append the tokens of requests that were interrupted by the round's end."""
@@ -628,7 +629,7 @@ def _run_until_finished(
     generation_round: GenerationRound,
     report_finished: Callable[[], None],
 ) -> None:
-    """Sample until every sequence is finished or, in the open order, the round is over.
+    """Sample until every sequence is finished, or until an open round is over.
 
     Calls ``report_finished`` after each engine step.
     """
@@ -671,7 +672,7 @@ def _run_token_rounds(
 def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
     """Return whether enough groups of a round are finished for the training batch.
 
-    The keys of ``finished_in`` are the positions of the sequences that have finished during the round.
+    ``finished_in`` has the positions of the sequences that finished during the round, with their token round.
     """
     is_finished = [True] * len(generation_round.groups)
     for position, (group, _) in enumerate(generation_round.unfinished):
@@ -685,9 +686,9 @@ def _gather_cached_sequences(
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,
 ) -> dict[int, int]:
-    """Gather which sequences have a retained key-value cache: seed of the sequence -> replica of its cache.
+    """Gather the seeds of sequences whose key-value cache an engine retains, with the engine's replica.
 
-    Collective over the ranks of ``layout``.
+    Returns a dict from seed to replica. Collective over the ranks of ``layout``.
     """
     seeds_by_rank = all_ranks.gather_objects(tuple(engine.kept))
     replica_by_seed: dict[int, int] = {}
@@ -705,8 +706,9 @@ def draw_queue_index(
 ) -> int:
     """Draw the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
 
-    The first rank draws the index, and the other ranks receive it by broadcast. With ``is_led``,
-    only the first rank admits sequences, and the others get an index beyond the end of every queue.
+    The first rank draws the index, and the other ranks receive it by broadcast. With ``is_led``, only the
+    first rank admits sequences. Then there is no broadcast, and the other ranks return an index beyond the
+    end of every queue.
     """
     coordinates = layout.coordinates(rank)
     index = sys.maxsize

@@ -77,9 +77,9 @@ class StopSearch:
 
 
 class StopTextFinder:
-    """Finder of stop texts in turns of the policy, with the tokenizer that ``load_tokenizer`` returns.
+    """Finder of stop texts in the policy's turns. ``load_tokenizer`` is a function that loads the tokenizer.
 
-    The tokenizer is loaded at the first request with stop texts, since most runs have none.
+    It is called at the first request with stop texts, since most runs have no stop texts.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:
@@ -108,7 +108,10 @@ class StopTextFinder:
         tokens: Sequence[int],
         turn_tokens: int,
     ) -> StopSearch | None:
-        """Make a search in a turn, the last ``turn_tokens`` of ``tokens``; return None without stop texts."""
+        """Make a search for the stop texts of ``sampling`` in one turn; return None without stop texts.
+
+        The turn is the last ``turn_tokens`` of ``tokens``.
+        """
         if not sampling.stop_texts:
             return None
 
@@ -139,7 +142,7 @@ class StopTextFinder:
         request: GenerationRequest,
         completion: Completion,
     ) -> Completion:
-        """Cut a completion after the token that completes a stop text; return others unchanged."""
+        """If a completion contains a stop text, cut it after the token that completes the stop text."""
         search = self.make_search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
             return completion

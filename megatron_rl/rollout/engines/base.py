@@ -32,9 +32,9 @@ each call)."""
 class Generator(Protocol):
     """Sampler of token sequences from the weights that the engine has.
 
-    Every call is collective over the tensor-parallel ranks of one replica, which must make equal calls in an
-    equal order; the completions are equal, too. The tokens of a completion depend only on its request, not
-    on the requests that it is batched with.
+    Every call is collective over the tensor-parallel ranks of one replica. These ranks must make the same
+    calls in the same order, and get the same completions. The tokens of a completion depend only on its
+    request, not on the requests in the same batch.
     """
 
     # Bounds.
@@ -54,8 +54,9 @@ class Generator(Protocol):
     def sampling(self) -> AbstractContextManager[None]:
         """Return a context for `submit` and `step` that restores the process's random generators.
 
-        The end of the context aborts open requests: weights may change afterwards, and the engine must not
-        use state of older weights, except for `kept` requests. Raises RuntimeError while weights are missing.
+        Open requests are aborted at the end of the context: weights may change afterwards, and the engine
+        must not use state of older weights, except for `kept` requests. Raises RuntimeError if the weights
+        are missing.
         """
         ...
 
@@ -82,8 +83,8 @@ class Generator(Protocol):
     def kept(self) -> Collection[int]:
         """Return the seeds of interrupted requests whose key-value cache the engine retains.
 
-        Such a request resumes from its cache if it is submitted again, with the tokens that were returned,
-        before the next `step`. This step drops the caches of all other requests.
+        To resume a sequence from its cache, submit a request with its prompt and all returned tokens before
+        the next `step`. The next `step` drops the retained caches of all other sequences.
         """
         ...
 
@@ -139,7 +140,7 @@ class WeightStore(Protocol):
 
 
 class Storage(Protocol):
-    """Storage of tensors that the hybrid engine writes into, without the updates of a `WeightStore`."""
+    """Storage of tensors that the hybrid engine writes into. Unlike a `WeightStore`, it has no version."""
 
     def boxes(self) -> list[TensorBox]:
         """Return the boxes: regions of tensors, each with its position in ``parameters()``."""
@@ -184,12 +185,14 @@ def make_engine(
     routing_shape: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> Engine | None:
-    """Build the in-process engine ``config.engine`` of a rank, without weights; None outside ``layout``.
+    """Build the in-process engine ``config.engine`` without weights; return None on ranks outside ``layout``.
 
-    With ``routing_shape``, the model's (layers, experts per token), the engine records the experts of each
-    token; it must support ``routing_replay``. ``adapters`` describes an adapter with separate storage, for
-    engines with ``adapter_sync``. A user-defined engine receives neither argument, and is built only on the
-    ranks of ``layout``. Collective over the world.
+    ``routing_shape``: (layers, experts per token) of the model if the engine is to record the experts of each
+        token, or None. Only for engines that support ``routing_replay``.
+    ``adapters``: description of an adapter with separate storage, or None. Only for engines that support
+        ``adapter_sync``.
+
+    A user-defined engine does not receive these two arguments. Collective over the world.
     """
     arguments: dict[str, Any] = {
         "layout": layout,
@@ -216,7 +219,7 @@ def _make_user_engine(
     config: RolloutConfig,
     **arguments: Any,
 ) -> Engine:
-    """Build an engine of the user's class ``config.engine``; raise UserError if it lacks a member."""
+    """Build an engine of the user's class ``config.engine``; raise UserError for a missing attribute."""
     engine_class = load_object(config.engine, "rollout.engine")
     engine = engine_class(model_path, config, **arguments)
 

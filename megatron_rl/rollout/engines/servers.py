@@ -54,8 +54,8 @@ class Server(Protocol):
 
     Every call has a time limit and raises ServerError, except where another error is named.
 
-    A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and an
-    entry in the table of `config.engines`.
+    To add a server engine, add an entry to the table of `config.engines` and a folder to `rollout.engines`,
+    with a function ``make_server(url)`` that returns a `Server`.
     """
 
     # Identity and requests.
@@ -82,7 +82,7 @@ class Server(Protocol):
     # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
-        """Return the server's maximum number of concurrent requests.
+        """Check that the server fits the run; return its maximum number of concurrent requests.
 
         Raises UserError if the server's model or settings do not fit ``config``.
         """
@@ -114,7 +114,7 @@ class Server(Protocol):
     # seconds.
 
     def reset_updates(self, timeout: float) -> None:
-        """Drop the unfinished update of a killed job and its process group, if there is such an update."""
+        """Drop an unfinished weight update, which a killed job may have left, and its process group."""
         ...
 
     def pause(self, timeout: float) -> None:
@@ -176,14 +176,16 @@ RENEW_SECONDS = 5.0
 class ServerGenerator:
     """Generator that distributes requests over several servers and tolerates the loss of servers.
 
-    All requests of a sequence go to the same server, which has the sequence's prefix cached. If the server is
-    lost, or has other weights than the trainer sent last, the request is resubmitted to another server and
-    counted. If no server remains, the request fails.
+    All requests of a sequence are sent to the same server, which has cached the sequence's prefix. If this
+    server is lost, or does not have the weights that the trainer sent last, the request is resubmitted to a
+    different server; `pop_resubmitted` returns the number of these requests. If no server remains, the
+    request fails.
 
     ``most_rows``: maximum number of open requests.
-    ``client_index``: index of this client among all sampling ranks; each client begins with another server.
+    ``client_index``: index of this client among all sampling ranks. Clients start with different servers, to
+        share the load.
     ``on_close``: function that `close` calls.
-    ``stops``: finder with which responses are cut at stop texts, even if the server has not ended them there.
+    ``stops``: finder of stop texts, to cut a response that the server has continued after a stop text.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class ServerGenerator:
         self._weights_name = weights_name
 
     def pop_resubmitted(self) -> int:
-        """Return the number of requests that were sent to another server since the last call; reset it."""
+        """Return the number of requests that were resubmitted since the last call; reset the counter."""
         num_resubmitted = self._resubmitted
         self._resubmitted = 0
         return num_resubmitted
@@ -264,7 +266,7 @@ class ServerGenerator:
             self._cancel_requests([number])
 
     def interrupt(self) -> list[Completion]:
-        """Cancel every open request: servers return complete responses only. See `Generator.interrupt`."""
+        """Cancel every open request; return no tokens, since servers return only complete responses."""
         self._cancel_requests(list(self._tasks))
         return []
 
@@ -324,7 +326,10 @@ class ServerGenerator:
         return least_busy
 
     async def _complete_request(self, request: GenerationRequest) -> Completion:
-        """Send a request to its sequence's server, or to another if it is lost; return the completion."""
+        """Send a request to the server of its sequence; if the server is lost, send it to a different one.
+
+        Returns a failed completion if no server remains, or if the request is invalid.
+        """
         while (server := self._choose_server(request.seed)) is not None:
             self._in_flight[server] += 1
 
@@ -396,7 +401,7 @@ class Lease:
         self._thread.start()
 
     def _claim_all(self) -> tuple[str, str] | None:
-        """Reserve every server; return (URL, holder) of the first server of another holder, or None."""
+        """Reserve every server; return (URL, holder) of the first one with a different holder, or None."""
         holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
         for url, holder in holders:
             if holder:
@@ -404,7 +409,7 @@ class Lease:
         return None
 
     def _claim_or_raise(self, server: Server) -> str | None:
-        """Reserve a server, see `_claim`; raise UserError if it does not respond as expected."""
+        """Reserve a server as `_claim` does; raise UserError if the server's response is unexpected."""
         try:
             return self._claim(server, LEASE_SECONDS)
         except (ServerError, KeyError, ValueError) as error:
@@ -417,7 +422,7 @@ class Lease:
             ) from error
 
     def _claim(self, server: Server, seconds: float) -> str | None:
-        """Reserve a server for ``seconds``; return the name of another holder, or None on success.
+        """Reserve a server for ``seconds``; return None on success, or the name of the current holder.
 
         The holder's name contains the server's URL, so that a server with two URLs is detected.
         """

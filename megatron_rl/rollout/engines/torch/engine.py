@@ -111,7 +111,9 @@ class CachingDecoder:
 
 
 class TorchEngine:
-    """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
+    """Engine that samples with a `Decoder`.
+
+    Log-probs are float32, and computed at the sampling temperature, after the filters.
 
     ``make_decoder``: function that makes the decoder of one batch.
     ``model``: module with the weights that ``parameters()`` returns, or None for a decoder without weights.
@@ -247,7 +249,7 @@ class TorchEngine:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Return no seeds: no cache remains after a step."""
+        """Return no seeds: no key-value cache remains after a step."""
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -291,7 +293,7 @@ class TorchEngine:
         return boxes
 
     def finish_update(self, version: int) -> None:
-        """Set the version of the weights; there is no cache to drop, since none remains after a step."""
+        """Set the version of the weights. No key-value cache remains after a step, so none is dropped."""
         self.weights_version = version
 
     def sleep(self) -> None:
@@ -405,7 +407,8 @@ def _sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row of ``logits`` [B, V]; ``sampling`` has constant temperatures and filters.
 
-    Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
+    Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of the tokens that passed
+    the filters.
     """
     greedy_flags = [is_greedy(parameters) for parameters in sampling]
     is_greedy_row = torch.tensor(greedy_flags, device=logits.device)

@@ -22,7 +22,7 @@ def make_engine(
     rank: int,
     **arguments: Any,
 ) -> Engine | None:
-    """See `rollout.engines.base.make_engine`. Collective over the world, which makes the process groups."""
+    """See `rollout.engines.base.make_engine`. Collective over the world, to make the process groups."""
     from megatron_rl.rollout.engines.vllm.engine import VllmEngine
     from megatron_rl.rollout.engines.vllm.setup import create_layout_groups, prepare_vllm
 
@@ -37,8 +37,8 @@ def make_engine(
 def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
     """Make a function that parses tool calls with vLLM's parser ``name``; return None without a name.
 
-    Other engines can use the function, too. Raises UserError for an unknown parser, and for a parser that
-    refuses the tokenizer.
+    The function does not depend on the engine that sampled the text. Raises UserError for an unknown parser,
+    and for a parser that refuses the tokenizer.
     """
     if name is None:
         return None

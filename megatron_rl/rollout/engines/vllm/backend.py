@@ -1,8 +1,8 @@
-"""Weight-transfer backend of vLLM that `hybrid_engine` plugs in.
+"""Weight-transfer backends for vLLM, through which `hybrid_engine` sends weights.
 
-vLLM calls a backend on both sides of a transfer: `HybridTransferEngine` in its workers, `HybridTrainerEngine`
-in the trainer's ranks. Both only run a transfer; `register_backend` receives the function that joins a
-rendezvous and plans the transfer.
+vLLM calls one backend on each side of a transfer: `HybridTransferEngine` in vLLM's workers, and
+`HybridTrainerEngine` in the trainer's ranks. A backend only runs a transfer. The transfer is planned by the
+function that joins the rendezvous, which is an argument of `register_backend`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Transfer(Protocol):
     """Version of the weights that the next `sync` transfers."""
 
     def sync(self) -> Any:
-        """Transfer the weights of ``version`` and verify them. Collective over trainer ranks and workers."""
+        """Transfer and verify the next version of the weights. Collective over trainer ranks and workers."""
         ...
 
 
@@ -233,7 +233,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 
 
 def register_backend(join_rendezvous: JoinRendezvous) -> None:
-    """Register the backends of both sides with vLLM in this process. May be called repeatedly.
+    """Register both backends, the trainer's and the worker's, with vLLM. May be called repeatedly.
 
     ``join_rendezvous`` is the function that the backends call to join a rendezvous.
     """

@@ -2,8 +2,8 @@
 
 Each request of the scheduler is one request of vLLM, unless the engine *retains* it: an interrupted request
 can stay in vLLM during a weight update (`rollout.on_update: keep`), and the scheduler's next request then
-continues it. So an open request has two `GenerationRequest`: the original request that vLLM received, and the
-scheduler's current request, for the tokens that earlier completions have not returned.
+continues it. So an open request in vLLM corresponds to two requests of the scheduler: the original request,
+which vLLM received, and the current request, for the tokens that earlier completions have not returned.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ class _OpenRequest:
         return len(self.current.tokens) - len(self.original.tokens)
 
     def completes_stop_text(self, tokens: Sequence[int]) -> bool:
-        """Search the tokens sampled since the last call; return whether a stop text is complete.
+        """Search the new tokens for a stop text; return whether this or an earlier call has found one.
 
-        ``tokens`` are all sampled tokens of the vLLM request. The search does not continue after a stop text.
+        ``tokens`` are all sampled tokens of the vLLM request. Tokens that an earlier call has searched are
+        skipped, and no tokens are searched after a stop text.
         """
         if self.search is None:
             return self.is_stopped
@@ -102,10 +103,12 @@ class _OpenRequest:
 
 
 class VllmEngine:
-    """vLLM engine on one rank of a replica; ``layout.ranks`` in order form ``layout.data`` replicas.
+    """vLLM engine on one rank of a replica.
 
     ``model_path``: Hugging Face folder.
     ``config``: its ``vllm`` section is passed to vLLM as engine arguments.
+    ``layout``: layout of the replicas. Each replica consists of ``layout.tensor`` successive ranks of
+        ``layout.ranks``.
     ``load``: whether vLLM reads the checkpoint. Otherwise the weights are random, and ``needs_weights`` is
         true.
     ``shapes``: shapes of the checkpoint's tensors; None reads them from the headers of its files.
@@ -115,8 +118,9 @@ class VllmEngine:
     ``adapters``: adapter with separate storage, which every request uses, or None. With an adapter the base
         weights are never updated again, so the engine sleeps at level 1.
 
-    Construction is collective over ``layout.ranks``; unless these are the whole world, every rank of the
-    world calls ``create_layout_groups(layout)`` first. Must be built before anything else imports vllm.
+    The constructor is collective over ``layout.ranks``. If these ranks are not the whole world, every rank of
+    the world must call ``create_layout_groups(layout)`` first. Build the engine before anything else imports
+    vllm.
     """
 
     def __init__(
@@ -354,7 +358,7 @@ class VllmEngine:
         )
 
     def _resume_retained(self, request: GenerationRequest) -> bool:
-        """Reopen the retained request that ``request`` continues; return whether such a request exists."""
+        """Reopen the retained request that ``request`` continues; return false if none matches."""
         if request.seed not in self._retained:
             return False
         name, retained = self._retained[request.seed]
@@ -465,8 +469,8 @@ class VllmEngine:
                 self._abort_vllm_request(name)
                 continue
 
-            # Predict the request with which the scheduler will continue the sequence: `_resume_retained`
-            # compares them.
+            # Predict the request with which the scheduler will continue the sequence. `_resume_retained`
+            # compares the prediction with the actual request.
             current = request.current
             request.current = replace(
                 current,
@@ -521,11 +525,11 @@ class VllmEngine:
             self._weight_store.needs_weights = True
 
     def wake(self) -> None:
-        """Restore the weights' storage; the cache follows with the next `sampling`."""
+        """Restore the storage of the weights. `sampling` restores the key-value cache."""
         self._wake_memory("weights")
 
     def _wake_memory(self, *tags: str) -> None:
-        """Restore the sleeping memory of these tags, "weights" or "kv_cache"."""
+        """Restore the released memory of the given vLLM tags, "weights" or "kv_cache"."""
         for tag in tags:
             if tag in self._sleeping_tags:
                 self._llm.wake_up([tag])

@@ -8,8 +8,8 @@ On accelerators vLLM's newer model runner reports both. The host has only the ol
 module record them there: a logits processor and a capture function of the routers. A hook finds its request's
 record in the request's ``extra_args``.
 
-vLLM's temperature and filters are constant in a request. For requests whose temperature or top-p changes over
-tokens, the logits processors of this module apply both in vLLM's place.
+vLLM's temperature and filters are constant in a request. If a *schedule* changes the temperature or top-p
+from token to token, logits processors of this module apply temperature and filters in vLLM's place.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ _EVERY_TOKEN = 2**31 - 1
 
 
 def make_support_arguments() -> dict[str, Any]:
-    """Make the engine arguments with which vLLM reports the support of requests with filters."""
+    """Make the engine arguments that let vLLM return the ids of the tokens that passed the filters.
+
+    Empty on the host, where a logits processor of this module records them.
+    """
     if device.on_host():
         return {}
     return {"return_sampling_mask": True}
 
 
 def list_logits_processors(config: RolloutConfig) -> list[type]:
-    """Return the classes of logits processors that an engine needs for filters and schedules over tokens."""
+    """Return the logits-processor classes that the filters and schedules of ``config`` need."""
     if device.on_host():
         if config.truncates or config.changes_over_tokens:
             return [_make_host_processor_class()]
@@ -66,9 +69,9 @@ def list_logits_processors(config: RolloutConfig) -> list[type]:
 
 
 def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
-    """Add filters and schedules over tokens to a request's vLLM parameters; return its support record.
+    """Add the request's filters and schedules to its vLLM ``parameters``; return its empty support record.
 
-    The logits processor fills the record during sampling. Returns None for requests without filters and
+    The logits processor fills the record during sampling. Returns None for a request without filters and
     schedules, and on accelerators, where vLLM reports the support itself.
     """
     sampling = request.sampling
@@ -104,9 +107,10 @@ def extract_support(
     support: Support | None,
     request: GenerationRequest,
 ) -> list[list[int]]:
-    """Extract the support of each token of a vLLM output; empty for a request without filters.
+    """Extract, for each sampled token, the ids of the tokens that passed the filters (the support).
 
-    ``support`` is the request's record, or None if vLLM reports the support in ``output``.
+    Returns [] for a request without filters. ``support`` is the request's record, or None if vLLM reports the
+    support in ``output``.
     """
     sampling = request.sampling
     if not has_filters(sampling):
@@ -126,7 +130,7 @@ def extract_support(
 
 @cache
 def _make_host_processor_class() -> type:
-    """Make the class of the host's logits processor; lazily, since its base class needs a prepared vLLM."""
+    """Make the class of the host's logits processor. Its base class in vLLM requires `prepare_vllm`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -212,14 +216,17 @@ def make_accelerator_processor_class() -> type:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
     class ScheduleProcessor(LogitsProcessor):
-        """Logits processor for temperatures and filters that change over tokens, in place of vLLM's."""
+        """Logits processor that applies temperature and filters to requests with a schedule."""
 
         def __init__(self, vllm_config: Any, req_states: Any) -> None:
             # Slot of a request -> its sampling parameters, and the index of its turn's first token.
             self._requests: dict[int, tuple[SamplingParameters, int]] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            """Store the parameters of the request in slot ``req_idx``; return whether it has a schedule."""
+            """Store the sampling parameters of a request with a schedule, by the request's slot ``req_idx``.
+
+            Returns whether the request has a schedule.
+            """
             # Slots are reused: a request without a schedule must remove the parameters of an earlier request.
             self._requests.pop(req_idx, None)
             record = (sampling_params.extra_args or {}).get(_SAMPLING_KEY)
@@ -229,7 +236,7 @@ def make_accelerator_processor_class() -> type:
             return True
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
-            """Apply temperature and filters of the next token to requests with a schedule, in place."""
+            """Apply the next token's temperature and filters in place; skip requests without a schedule."""
             # Without speculative decoding each request has one row, and vLLM's bound of its length is exact.
             lengths = ctx.seq_lens_upper_bound_np.tolist()
             rows: list[int] = []
@@ -250,7 +257,7 @@ def make_accelerator_processor_class() -> type:
 
 
 def make_routing_arguments() -> dict[str, Any]:
-    """Make the engine arguments with which an engine records the experts of its tokens."""
+    """Make the engine arguments that routing replay needs: an engine records the experts of each token."""
     if device.on_host():
         # A token with a prefix-cache hit is not routed again, so its experts would not be recorded.
         return {"enable_prefix_caching": False}
@@ -307,9 +314,9 @@ def add_expert_record(
 
 
 def extract_experts(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
-    """Extract the experts of the tokens of a request and its output: [tokens, layers, k] int16.
+    """Return the experts of the request's tokens and the sampled tokens: [tokens, layers, k] int16.
 
-    The last token has no experts: it was sampled, but never an input of the model.
+    The last sampled token is omitted: it was never an input of the model, so it has no experts.
     """
     num_routed = len(request.tokens) + len(output.token_ids) - 1
     if device.on_host():

@@ -1,7 +1,8 @@
-"""Rules on logits that vLLM does not have: a logits processor for each of its model runners.
+"""Ban on repeated n-grams (`no_repeat_ngram_size`), which vLLM lacks, as a logits processor.
 
-A rule reads the tokens of its request so far. The processors find the rules of a request in its
-``extra_args``. Biases, minimum lengths and penalties are vLLM's own, see `rollout.sampling`.
+vLLM has two model runners with different interfaces, so there are two classes of logits processors. A
+processor reads the n-gram size of a request from the request's ``extra_args``. vLLM itself applies biases,
+minimum lengths and penalties, see `rollout.sampling`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SIZE_KEY = "megatron_rl_ngram_size"
 
 
 def list_logits_processors() -> list[type]:
-    """Return the classes of logits processors that an engine needs for the rules of `add_rules`."""
+    """Return the logits-processor classes with which an engine bans repeated n-grams."""
     if device.on_host():
         return [make_host_processor_class()]
     return [make_accelerator_processor_class()]
@@ -35,7 +36,7 @@ def add_rules(parameters: Any, request: GenerationRequest) -> None:
 
 
 def _get_ngram_size(parameters: Any) -> int:
-    """Return the size of the n-grams that a request must not repeat, or 0 without this rule.
+    """Return the size of the n-grams that a request must not repeat, or 0 if it may repeat n-grams.
 
     ``parameters`` are vLLM's sampling parameters of the request.
     """
@@ -44,7 +45,7 @@ def _get_ngram_size(parameters: Any) -> int:
 
 @cache
 def make_host_processor_class() -> type:
-    """Make the class of the host's logits processor; lazily, since its base class needs a prepared vLLM."""
+    """Make the class of the host's logits processor. Its base class in vLLM requires `prepare_vllm`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -83,7 +84,7 @@ def _make_host_request(
     prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
-    """Return (n-gram size, prompt, output) of a new request, or None for a request without this rule.
+    """Return (n-gram size, prompt, output) of a new request, or None if it may repeat n-grams.
 
     ``parameters`` are vLLM's sampling parameters. vLLM appends each sampled token to ``output``.
     """
@@ -109,8 +110,8 @@ def make_accelerator_processor_class() -> type:
             self._ngram_sizes: dict[int, int] = {}
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-            """Store the n-gram size of the request in slot ``req_idx``; return whether it has this rule."""
-            # Slots are reused: a request without this rule must overwrite the size of an earlier request.
+            """Store the n-gram size of the request in slot ``req_idx``; return whether it is above 0."""
+            # Slots are reused: a request with the size 0 must overwrite the size of an earlier request.
             self._ngram_sizes[req_idx] = _get_ngram_size(sampling_params)
             return self._ngram_sizes[req_idx] > 0
 

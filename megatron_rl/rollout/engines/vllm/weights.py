@@ -1,9 +1,9 @@
 """Weights of a vLLM model in this process, which a `HybridEngine` writes in place.
 
-vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. Instead of repeating
-its rules, the loader runs once on stand-ins that record every copy (`megatron_rl.weights.trace`). Each copy
-becomes a `TensorBox`: a region of a checkpoint tensor and its position in a parameter of this rank. From then
-on weights are written to these positions, without the loader.
+vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. This module does not
+repeat these rules: it runs the loader once on stand-ins, and records every copy that the loader makes
+(`megatron_rl.weights.trace`). Each copy becomes a `TensorBox`: a region of a checkpoint tensor and its
+position in a parameter of this rank. Updates then write to these positions, without the loader.
 
 Three kinds of storage need further steps: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
 tensors that layers derive from their weights (`recompute_derived_tensors`).
@@ -163,7 +163,7 @@ class WeightMap:
     """Positions of a checkpoint's elements in the parameters of one rank of a vLLM model.
 
     Example:
-        An embedding of 100 tokens of width 8, stored with 104 rows::
+        An embedding of 100 tokens of width 8, stored with 104 rows. The elements 800 to 831 are padding::
 
             WeightMap((TensorBox("model.embed_tokens.weight", (0, 0), (100, 8), ...),),
                       padding={"model.embed_tokens.weight": ((800, 832),)})
@@ -188,8 +188,8 @@ def trace_weights(
     """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
 
     If the embedding is tied, the boxes of ``lm_head.weight`` are replaced by boxes of the embedding. Raises
-    CoverageError unless every element of every parameter is written exactly once, except vocabulary padding
-    and biases that another rank adds.
+    CoverageError unless every element of every parameter is written exactly once. Vocabulary padding, and
+    biases that vLLM sets to zero on this rank, need not be written.
     """
     dtype = next(iter(parameters.values())).dtype
     expert_storage = _find_fused_experts(model)
@@ -207,9 +207,11 @@ def trace_weights(
     boxes = split_expert_boxes(merge_boxes(recorder.boxes), expert_storage)
     boxes = _merge_tied_duplicates(boxes)
 
-    # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
-    zeros = dict.fromkeys(recorder.zeroed, 0)
-    padding = check_coverage(boxes, parameters, _find_vocabulary_padding(model, parameters) | zeros)
+    # Index of the first padding element of each parameter. A bias that is added before the sum over ranks is
+    # all padding: vLLM sets it to zero on all ranks but the first.
+    padding_starts = _find_vocabulary_padding(model, parameters)
+    padding_starts |= dict.fromkeys(recorder.zeroed, 0)
+    padding = check_coverage(boxes, parameters, padding_starts)
     return WeightMap(tuple(boxes), padding)
 
 
@@ -229,7 +231,7 @@ def _find_fused_experts(model: Any) -> FusedExperts | None:
 def _merge_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
     """Rename the boxes of a tied output layer to the embedding, and merge the duplicates.
 
-    Both names have the same storage, which would otherwise count as written twice.
+    Both names refer to the same storage, so its elements would otherwise count as written twice.
     """
     embedding_name_by_storage = {}
     for box in boxes:
@@ -331,7 +333,7 @@ class PackedModules:
 
     @contextmanager
     def use_raw_parameters(self) -> Iterator[None]:
-        """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
+        """Within the context, register the raw parameters in their modules, as vLLM's loader expects."""
         packed = {path: self._swap_parameters(path, self._raw_parameters[path]) for path in self._modules}
         try:
             yield

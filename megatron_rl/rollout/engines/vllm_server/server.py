@@ -114,8 +114,9 @@ class VllmServer:
     def call_workers(self, method: str, *arguments: Any, timeout: float) -> None:
         """Call a method of the server's workers by name; raise ServerError if it fails in any worker.
 
-        The call goes through the extension's ``attempt``, which returns a failure as text. After an exception
-        in one worker, vLLM would leave the replies of other workers unread, for a later call to receive.
+        The call uses the method ``attempt`` of the worker extension, which returns a failure as text. After
+        an exception in one worker, vLLM would not read the replies of the other workers, and a later call
+        would receive these replies.
         """
         body = {"method": "attempt", "args": [method, *arguments]}
         reply = self.send_control_request("collective_rpc", body, timeout)
@@ -210,10 +211,10 @@ class VllmServer:
         return self.require_settings(settings, requirements)
 
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
-        """Return the maximum number of concurrent requests; raise UserError if the server does not fit.
+        """Check that the server fits the run; return its maximum number of concurrent requests.
 
         ``settings``: config.json of the run's model, as transformers reads it. ``requirements``: engine
-        settings that the server must have.
+        settings that the server must have. Raises UserError if the server does not fit.
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
@@ -302,7 +303,7 @@ class ServerRequirements:
     def compare_settings(self, vllm_config: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
         """Compare a server's configuration with these requirements.
 
-        Returns name of a setting -> (expected value, actual value, whether the actual value fits).
+        Returns a dict from setting names to (expected value, actual value, whether the actual value fits).
         """
         # Settings of the model and of its log-probs.
         model = vllm_config["model_config"]
@@ -375,7 +376,7 @@ def _require_same_model(
     served_settings: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError if the server's model and the run's differ in any of `comparable_settings`.
+    """Raise UserError if the models of the server and the run differ in any of `comparable_settings`.
 
     ``settings``, ``served_settings``: config.json of the run's and of the server's model. Settings that only
     one of them has are ignored: transformers and vLLM add different defaults. ``path``: ``where`` of the
@@ -399,7 +400,7 @@ def _require_same_model(
 def _parse_completion(number: int, reply: Any, weights_name: str) -> Completion:
     """Return the completion of request ``number`` from a server's reply.
 
-    Raises ServerError if the reply is malformed, or sampled from weights with another name.
+    Raises ServerError if the reply is malformed, or was sampled from weights with a different name.
     """
     # Validate the reply by reading it: any program may respond at a URL.
     try:
