@@ -202,19 +202,19 @@ class ReplicaQueue:
         self._max_model_len = max_model_len
         self._next_queue_index = next_queue_index
 
-        # For each group, the positions of its unfinished sequences, and the replica that has cached any of
-        # these sequences.
+        # By group index: the positions of the group's unfinished sequences, and the replica that has cached
+        # any of these sequences.
         self._positions_by_group: dict[int, list[int]] = {}
         replica_by_cached_group: dict[int, int] = {}
-        for position, (group, sequence) in enumerate(generation_round.unfinished):
-            self._positions_by_group.setdefault(group, []).append(position)
+        for position, (group_index, sequence) in enumerate(generation_round.unfinished):
+            self._positions_by_group.setdefault(group_index, []).append(position)
             if cached_on and sequence.seed in cached_on:
-                replica_by_cached_group[group] = cached_on[sequence.seed]
+                replica_by_cached_group[group_index] = cached_on[sequence.seed]
 
         # Assign the first groups round robin, up to the in-flight limits; the replicas draw the other groups.
         # If any group is cached, draw all uncached groups: cached groups alone may exceed an in-flight limit.
         uncached_groups = [
-            group for group in self._positions_by_group if group not in replica_by_cached_group
+            index for index in self._positions_by_group if index not in replica_by_cached_group
         ]
         group_sizes = [len(group.sequences) for group in generation_round.groups]
         largest_group = max(1, max(group_sizes, default=1))
@@ -222,7 +222,7 @@ class ReplicaQueue:
         if not replica_by_cached_group:
             num_round_robin = max(1, max_in_flight // largest_group) * replicas
         cached_groups = [
-            group for group, cached_replica in replica_by_cached_group.items() if cached_replica == replica
+            index for index, cached_replica in replica_by_cached_group.items() if cached_replica == replica
         ]
         round_robin_groups = uncached_groups[:num_round_robin][replica::replicas]
         self._assigned_groups = [*cached_groups, *round_robin_groups]
@@ -239,12 +239,12 @@ class ReplicaQueue:
         All sequences of a group are copied when its first sequence is returned.
         """
         if not self._admitting:
-            group = self._pop_next_group()
-            if group is None:
+            group_index = self._pop_next_group()
+            if group_index is None:
                 return None
-            positions = self._positions_by_group[group]
+            positions = self._positions_by_group[group_index]
             self._admitting = [self._copy_sequence(position) for position in positions]
-            self._admitted_by_group[group] = list(self._admitting)
+            self._admitted_by_group[group_index] = list(self._admitting)
         return self._admitting.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
@@ -293,13 +293,13 @@ class ReplicaQueue:
 
     def _copy_sequence(self, position: int) -> Admitted:
         """Copy the sequence at ``position``; mark the copy as failed if it has no room for a response."""
-        group, sequence = self.round.unfinished[position]
+        group_index, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0
         start = len(copy.tokens)
         if start == 0 and compute_response_room(copy, self._max_model_len) < 1:
             copy.finish_reason = FINISH_FAILED
-        return Admitted(position, group, start, copy)
+        return Admitted(position, group_index, start, copy)
 
 
 def compute_response_room(sequence: Sequence, max_model_len: int | None) -> int:
@@ -675,9 +675,9 @@ def _has_enough_groups(generation_round: GenerationRound, finished_in: Mapping[i
     ``finished_in`` has the positions of the sequences that finished during the round, with their token round.
     """
     is_finished = [True] * len(generation_round.groups)
-    for position, (group, _) in enumerate(generation_round.unfinished):
+    for position, (group_index, _) in enumerate(generation_round.unfinished):
         if position not in finished_in:
-            is_finished[group] = False
+            is_finished[group_index] = False
     return enough_groups_finished(is_finished, generation_round.required, generation_round.batch_groups)
 
 

@@ -170,6 +170,7 @@ class TorchEngine:
         # Eager attention is the plain implementation, and this engine is the reference for vLLM.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         pretrained = read_pretrained(Path(path) / "config.json")
+        # A folder that points to a Megatron checkpoint has no tensors.
         has_tensors = not (Path(path) / POINTER).is_file()
         # Read the weights here if transformers would load something else: on an accelerator it computes with
         # quantised weights, and it loads all parts of a multimodal model, or an indexer of sparse attention.

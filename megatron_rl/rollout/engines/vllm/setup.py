@@ -73,7 +73,7 @@ def prepare_vllm() -> None:
     os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
     # vLLM looks up torch's deprecated `reduce_op`.
     warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)
-    set_threads = torch.set_num_threads
+    set_num_threads = torch.set_num_threads
     import vllm
 
     _preserve_process_groups()
@@ -88,7 +88,7 @@ def prepare_vllm() -> None:
     keep_weights_writable()
 
     # vLLM's CPU code replaces `torch.set_num_threads`, which the trainer still needs: restore it.
-    torch.set_num_threads = set_threads
+    torch.set_num_threads = set_num_threads
     _prepared = True
 
 

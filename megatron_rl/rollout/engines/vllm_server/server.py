@@ -320,10 +320,10 @@ class ServerRequirements:
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
-        # A chunked prefill rewinds a request's random generator, which is not possible for host generators.
+        # vLLM resets a random generator after each chunk of a prefill. It cannot reset one on the host.
         has_chunked_prefill = vllm_config["scheduler_config"]["enable_chunked_prefill"]
         is_on_host = vllm_config["device_config"]["device"] == self.host
-        loses_seeds = bool(has_chunked_prefill) and is_on_host
+        resets_host_generators = bool(has_chunked_prefill) and is_on_host
 
         # Use the names in the command that `check` shows. The first setting that does not fit is reported.
         return {
@@ -350,7 +350,7 @@ class ServerRequirements:
             "enable-chunked-prefill": (
                 "false on a host without accelerator",
                 str(has_chunked_prefill),
-                not loses_seeds,
+                not resets_host_generators,
             ),
         }
 
