@@ -113,7 +113,7 @@ def check_package_compatibility(versions: Mapping[str, str], pinned: Mapping[str
 
 
 def _version_series(version: str) -> str:
-    """Return major and minor number of a version as text, such as 0.32."""
+    """Return the major and the minor version number as text, such as 0.32."""
     return "{}.{}".format(*release_series(version))
 
 
@@ -129,7 +129,7 @@ def _check_torch_without_vllm(
     if release_series(torch_version) != release_series(pinned["torch"]):
         text = f"{torch_version} is installed, and vLLM {vllm_version} is built for torch {pinned['torch']}"
         if extensions:
-            text += f", which {', '.join(extensions)} of this machine cannot load with"
+            text += f"; {', '.join(extensions)} of this machine cannot load with torch {pinned['torch']}"
         return [Finding("error", "torch", text, _other_torch_fix(torch_version, pinned))]
 
     # With a vendor's build of the same release, wheels usually load. Only an import after the installation
@@ -148,7 +148,7 @@ def _check_torch_without_vllm(
 
 
 def _other_torch_fix(torch_version: str, pinned: Mapping[str, str]) -> str:
-    """Return the fix for a machine whose torch release is not the release of the pinned vLLM."""
+    """Return the fix for a torch release that differs from the release for which the pinned vLLM is built."""
     for vllm_series, required_torch in TORCH_OF_VLLM.items():
         if release_series(torch_version) == release_series(required_torch):
             return f"launch/setup.sh --gpu --vllm {vllm_series} installs the vLLM that is built for it"

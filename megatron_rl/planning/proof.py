@@ -88,7 +88,7 @@ class LinkProbe:
 
 
 def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
-    """Time all-reduces over all ranks and compare their clocks. Collective over the world.
+    """Time all-reduces over all ranks, and compare the ranks' clocks. Collective over the world.
 
     ``host_name`` is the name of this rank's machine, and ``mebibytes`` the size of an all-reduce.
     """
@@ -120,9 +120,9 @@ def probe_links(host_name: str, mebibytes: int = 16) -> LinkProbe:
 def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     """Divide the ranks into pairs `WITHIN` machines and pairs `ACROSS` machines.
 
-    ``hosts`` are machine names by rank. Within a machine, a pair consists of neighbouring ranks; across
-    machines, of the ranks with the same index on two machines. A rank without a partner is in no pair, and a
-    kind without pairs is absent.
+    ``hosts`` are machine names by rank. A pair within a machine consists of neighbouring ranks. A pair across
+    machines consists of the ranks with the same index on two machines. A rank without a partner is in no
+    pair, and a kind without pairs is absent.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -487,7 +487,7 @@ def _has_job_files(folder: Path) -> bool:
 def _run_small_job(job: SmallJob, folder: Path) -> Finding:
     """Run this rank's process of a job as a subprocess, and return the finding.
 
-    The subprocesses of all ranks together are the job.
+    The subprocesses of all ranks form the job.
     """
     start = time.monotonic()
     log = folder / f"logs/{job.name}_{process_rank()}.log"

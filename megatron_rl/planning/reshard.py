@@ -1,8 +1,8 @@
 """Plan a weight transfer offline, for the shapes of a real model and any number of ranks, in one process.
 
-The one idea: a plan depends only on boxes (slices of tensors in all dimensions, with their location on a
-rank), and boxes depend only on a model's config and a layout. So one process can compute the boxes of all
-ranks, and build the same plan as the ranks of a job.
+A plan depends only on boxes (slices of tensors in all dimensions, with their location on a rank), and boxes
+depend only on a model's config and a layout. So one process can compute the boxes of all ranks, and build the
+plan that the ranks of a job would build.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def plan_offline(
     lora: Lora | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> ReshardPlan:
-    """Build the plan of a weight transfer that a run with these layouts would build.
+    """Build the reshard plan that a run with these layouts uses for its weight syncs.
 
     ``tensor`` is the tensor-parallel size of the engine, whose replicas are on ``rollout_ranks``.
     ``settings`` are Megatron's settings for uneven pipeline stages; None derives them from the number of

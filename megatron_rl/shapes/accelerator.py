@@ -53,7 +53,7 @@ def capability_of(gpu: str | None) -> int:
 
 @dataclass(frozen=True)
 class AcceleratedRole:
-    """Properties of a role's model on an accelerator that decide which defaults apply to it.
+    """Properties of a role's model that decide which accelerator defaults apply to the model.
 
     Example: ``AcceleratedRole(shape, layout, fused=True, half_precision=True)``.
     """
@@ -130,7 +130,7 @@ class AcceleratedRole:
 
 @dataclass(frozen=True)
 class AcceleratedJob:
-    """Properties of a job on accelerators that decide which environment variables get a default."""
+    """Properties of a job that decide which environment variables get an accelerator default."""
 
     layouts: Mapping[str, ParallelLayout]
     """Role -> layout of its model, for roles whose models Megatron computes (not vLLM)."""
@@ -310,7 +310,7 @@ def applicable_rows(
 def accelerator_defaults(
     subject: AcceleratedRole | AcceleratedJob, section: str, explicit: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the settings of a section with the defaults of an accelerator: key -> value.
+    """Return the settings of a section, completed with the defaults of an accelerator.
 
     ``explicit`` are the user's settings, which take precedence and are part of the result.
 

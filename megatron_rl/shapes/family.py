@@ -226,7 +226,7 @@ class Family:
 
 
 def common_sizes(reader: ConfigReader) -> dict[str, int]:
-    """Read the sizes that the config.json of every decoder has: fields of `ModelShape`."""
+    """Read the sizes that every decoder's config.json contains: fields of `ModelShape`."""
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     return {
@@ -469,10 +469,11 @@ def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
 
 
 def with_dense_layer_count(reader: ConfigReader, default: int) -> ConfigReader:
-    """Return a reader of the same config.json, with the number of dense layers as ``first_k_dense_replace``.
+    """Return a reader whose config.json has the number of dense layers as ``first_k_dense_replace``.
 
     vLLM and the functions of this module read this key; transformers writes a type per layer instead.
-    ``default`` is passed to `count_dense_layers`. Refuses dense layers after the first layer with experts.
+    ``default`` is passed to `count_dense_layers`. Records an error if a dense layer follows a layer with
+    experts.
     """
     dense_count = count_dense_layers(reader.config, default)
     if "dense" in (reader.get("mlp_layer_types") or [])[dense_count:]:
@@ -491,8 +492,8 @@ def with_sparse_attention(
     """Return a family with the layers of ``dense_family`` and an indexer for sparse attention.
 
     The indexer selects ``index_topk`` keys for each token. In a row of at most that many tokens it selects
-    all keys, so that the model computes the same as the dense family; longer rows are not supported. The
-    indexer is copied into exports and not trained.
+    all keys, so that the outputs are equal to the outputs of dense attention. Longer rows are not supported.
+    The indexer is copied into exports and not trained.
 
     ``dense_layers``: default of `count_dense_layers`.
     ``defaults``: defaults of config.json in addition to `Family.defaults`.
@@ -500,7 +501,7 @@ def with_sparse_attention(
     """
 
     def structure(reader: ConfigReader) -> Fields:
-        """Read the dense family's structure, with rows of at most ``index_topk`` tokens."""
+        """Read the dense family's structure, and limit the length of rows to ``index_topk`` tokens."""
         max_positions = reader.size("max_position_embeddings", LARGEST)
         longest_dense_row = min(max_positions, reader.size("index_topk"))
         return {

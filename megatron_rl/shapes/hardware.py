@@ -160,7 +160,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware of a prediction: the GPUs, their efficiency, and the precision of weights."""
+    """GPUs that a prediction assumes: the cluster, its efficiency constants, and the precision of weights."""
 
     cluster: Cluster
     constants: Constants

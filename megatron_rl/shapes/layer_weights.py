@@ -48,7 +48,7 @@ rows, padded. The others are as in `Cut`.
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint tensor, or rows of one, that fills a layer's parameter alone or together with others.
+    """Checkpoint tensor, or some of its rows, that fills a Megatron parameter or a part of the parameter.
 
     >>> Source("self_attn.o_proj.weight", (4096, 4096), "columns").elements
     16777216
@@ -80,12 +80,12 @@ class Source:
 
     @property
     def run_rows(self) -> int:
-        """Return the number of rows in each of the source's ``runs``."""
+        """Return the number of rows of one run, a contiguous range of rows in the checkpoint tensor."""
         return self.shape[0] // self.runs
 
     @property
     def end(self) -> int:
-        """Return the row of the checkpoint tensor after the source's last row."""
+        """Return the index of the source's last row in the checkpoint tensor, plus 1."""
         return self.first + (self.runs - 1) * self.pitch + self.run_rows
 
     def row_ranges(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
@@ -212,8 +212,8 @@ def _norm_weights(
 ) -> Iterator[Weight]:
     """Yield the parameters of a norm: ``module`` in Megatron, ``source_module`` in the checkpoint.
 
-    ``fused_name`` is the name of its weight in layers in which Transformer Engine fuses modules; empty for
-    the same name.
+    ``fused_name`` is the name of the norm's weight in layers in which Transformer Engine fuses the norm with
+    a linear layer. It is empty if the name is the same in all layers.
     """
     yield Weight(
         f"{module}.weight", "whole", (Source(f"{source_module}.weight", (shape.hidden,)),), fused_name
@@ -225,7 +225,7 @@ def _norm_weights(
 def _layer_norm_weights(shape: ModelShape, first_projection: str) -> Iterator[Weight]:
     """Yield the norms of a layer: before mixer and feed-forward, after them, or both (sandwich norms).
 
-    ``first_projection`` is the linear layer of the mixer that follows its norm.
+    ``first_projection`` is the mixer's linear layer into which Transformer Engine fuses the norm.
     """
     # Transformer Engine fuses a norm into the linear layer that follows.
     fused_mixer = f"self_attention.{first_projection}.layer_norm_weight"

@@ -137,10 +137,10 @@ class ParallelLayout:
         return self.ranks[index]
 
     def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
-        """Return the rank groups that span the named dimensions; ranks of a group agree in all others.
+        """Return the rank groups that span the named dimensions; ranks of a group differ only in these.
 
-        Dimensions are ``tensor context data pipeline`` or, for the expert division of the same ranks,
-        ``expert_tensor expert expert_data pipeline``; names of both divisions cannot be combined. Ranks
+        Dimensions are ``tensor context data pipeline``, or the expert dimensions of the same ranks:
+        ``expert_tensor expert expert_data pipeline``. Names of the two lists cannot be combined. Ranks
         inside a group keep the layout's order.
         """
         dense_grid = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
@@ -190,7 +190,10 @@ class ParallelLayout:
         return _format_product(sizes, always=("tensor", copies))
 
     def short_text(self) -> str:
-        """Format the layout as ``TP2 PP2 DP4``: TP and DP always, others above 1, never expert-tensor."""
+        """Format the layout as ``TP2 PP2 DP4``.
+
+        TP and DP are always included, and other sizes if they are above 1. The expert-tensor size is omitted.
+        """
         terms = []
         for name, abbreviation in SHORT_NAMES.items():
             size = getattr(self, name)
@@ -204,7 +207,7 @@ def _group_ranks(
 ) -> list[tuple[int, ...]]:
     """Group ranks that differ only in their coordinates of ``dimensions``.
 
-    ``grid``: (name, size) of each dimension of the layout, the fastest first.
+    ``grid``: (name, size) of each dimension of the layout, beginning with the fastest-varying dimension.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
 
@@ -453,7 +456,7 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     """Return the number of layers of each stage; None if the middle stages cannot be equal.
 
     ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
-    explicit sizes of the end stages; None makes an end stage like the middle stages.
+    explicit sizes of the end stages; an end stage with None gets the size of a middle stage.
     """
     explicit_sizes = [size for size in (first, last) if size is not None]
     middle_stages = stages - len(explicit_sizes)
@@ -518,10 +521,11 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
 
 
 def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
-    """Return the numbers of layers of the first and the last stage that make the middle stages equal.
+    """Return the layer counts of the first and the last stage with which all middle stages get equal counts.
 
-    For an even split both are equal to the middle stages. Otherwise the end stages, which also have the
-    embedding and the output layer, get fewer layers if possible. Returns None if no sizes fit.
+    If all stages can have the same number of layers, the two counts are this number. Otherwise the first and
+    the last stage get fewer layers than a middle stage if possible, since they also have the embedding and
+    the output layer. Returns None if no counts fit.
     """
     if layers % (stages * virtual) == 0:
         return layers // stages, layers // stages

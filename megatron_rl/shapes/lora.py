@@ -197,7 +197,11 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
-    """Return the linear layers with adapters by default: in a mixture of experts only attention has them."""
+    """Return the linear layers that get adapters by default.
+
+    These are all linear layers that can have adapters. In a mixture of experts, only the linear layers of
+    attention are included.
+    """
     targets: tuple[str, ...] = TARGETS
     if shape.experts:
         targets = ATTENTION
@@ -205,7 +209,7 @@ def default_targets(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapts_experts(shape: ModelShape, targets: Sequence[str]) -> bool:
-    """Return whether adapters on ``targets`` include one for every routed expert."""
+    """Return whether the routed experts of a model have adapters, given the adapted layers ``targets``."""
     return shape.experts > 0 and not set(MLP).isdisjoint(targets)
 
 
@@ -260,7 +264,7 @@ def adapter_parameter_count(
 
 
 class _ShardCounts(NamedTuple):
-    """Numbers of shards of a layer in a layout: the cache key of `_adapter_parameters`."""
+    """Numbers of shards of a layer's weights in a layout; cache key of `_adapter_parameters`."""
 
     tensor: int
     """Shards of a layer outside routed experts."""

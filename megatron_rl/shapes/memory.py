@@ -143,7 +143,7 @@ def _count_norm_elements(layer: LocalLayer) -> float:
 
 
 def _count_live_elements(block: Block, layer: LocalLayer) -> float:
-    """Count the elements per token alive at once in a plain layer's forward pass without gradients."""
+    """Return the peak number of live elements per token in a plain layer's no-grad forward pass."""
     # Hidden states exist besides the tensors of mixer and feed-forward; sequence parallelism gathers the
     # input of a projection.
     hidden = layer.shape.hidden
@@ -258,7 +258,8 @@ def forward_bytes(
 ) -> float:
     """Return the peak bytes of activations in a forward pass without gradients.
 
-    Fused layers are bounded by the saved activations of two layers; plain layers are counted exactly.
+    For fused layers the result is an upper bound: the saved activations of two layers. Plain layers are
+    counted exactly.
     """
     counts = shape.count_blocks(layers)
 
@@ -291,9 +292,10 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
 
 
 def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
-    """Return the bytes of the float32 sums of an output layer's gradients, see `megatron.log_probs`.
+    """Return the bytes of the float32 buffers that sum an output layer's gradients (`megatron.log_probs`).
 
-    A half-precision model sums two gradients: of all hidden states, and of the weight's rows in one tile.
+    A half-precision model has two buffers: for the gradients of all hidden states, and for the gradients of
+    the weight rows in one tile. A float32 model needs no buffer.
     """
     if shape.scalar_head or dtype_bytes >= 4:
         return 0.0
@@ -361,7 +363,7 @@ def training_memory(
     microbatches: int,
     adapters: tuple[int, int] | None = None,
 ) -> TrainingMemory:
-    """Return the memory of a rank of one pipeline stage that trains micro-batches of ``tokens`` tokens.
+    """Return the memory of one rank of a pipeline stage that trains on micro-batches of ``tokens`` tokens.
 
     ``stages`` are the layers of each stage, from `stage_layers`. ``adapters`` are the rank's adapter
     parameters (outside, inside routed experts), which are trained instead of the weights; None trains the
@@ -414,7 +416,7 @@ def scoring_memory(
     implementation: LayerImplementation,
     tokens: float,
 ) -> TrainingMemory:
-    """Return the memory of a rank of one pipeline stage of a model that runs only forward passes."""
+    """Return the memory of one rank of a pipeline stage, for a model that runs only forward passes."""
     is_last = stage == len(stages) - 1
     parameters = stage_parameters(shape, layout, stages[stage], stage == 0, is_last)
     logits = 0.0
@@ -433,8 +435,8 @@ def scoring_memory(
 def find_representative_stages(shape: ModelShape, stages: Sequence[Sequence[int]]) -> list[int]:
     """Return the indices of the stages that can have the largest memory.
 
-    Of all stages with equal layers, the earliest has the most micro-batches in flight, and maybe the
-    embedding. The last stage has the output layer. ``stages``: layers of each stage.
+    Among stages with equal layers, the earliest stage has the most micro-batches in flight, and it may have
+    the embedding. The last stage has the output layer. ``stages``: layers of each stage.
     """
     earliest_by_blocks: dict[frozenset[tuple[Block, int]], int] = {}
     for stage, layers in enumerate(stages):

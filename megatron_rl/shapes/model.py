@@ -141,7 +141,7 @@ class ModelShape:
 
     @property
     def plain_layers(self) -> bool:
-        """Return whether the model needs Megatron's own layers: Transformer Engine has no post-norms."""
+        """Return whether the model needs Megatron's own layers, as Transformer Engine has no post-norms."""
         return self.post_norms
 
     @property
@@ -248,7 +248,7 @@ class ModelShape:
 
     @cached_property
     def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
-        """Return the cache of `count_blocks`: layers -> number of these layers with each block."""
+        """Return the cache of `count_blocks`: its results by the tuple of layers."""
         return {}
 
     @cached_property
@@ -258,7 +258,7 @@ class ModelShape:
 
     @cached_property
     def _weights(self) -> dict[Block, tuple[Weight, ...]]:
-        """Return the parameters of a layer with each block: block -> parameters."""
+        """Return the parameters of a layer, by the block of the layer."""
         return {block: layer_weights(self, block) for block in self._block_counts}
 
     @cached_property
@@ -283,7 +283,7 @@ class ModelShape:
         """Count the elements of the weights of all layers.
 
         If ``expert``, count one routed expert per layer, otherwise all weights outside of routed experts.
-        ``engine_cuts`` restricts the count to tensors that the engine shards in one of these ways.
+        ``engine_cuts`` restricts the count to tensors that the engine shards in one of the given ways.
         """
         elements = 0
         for block, layer_count in self._block_counts.items():
@@ -363,7 +363,7 @@ class ModelShape:
 
     @cached_property
     def replicated_parameters(self) -> int:
-        """Count the parameters of all layers that an engine replicates: norms, routers and the like."""
+        """Count the parameters of all layers that an engine replicates, such as norms and routers."""
         return self._count_elements(False, "whole")
 
     @cached_property
@@ -423,8 +423,8 @@ class ModelShape:
     def _mixer_flops(self) -> list[tuple[int, int, int, float]]:
         """Return the terms of `attention_flops`, one tuple per mixer of the model.
 
-        A tuple has the number of layers with the mixer, the number of those layers with a sliding window, and
-        the FLOPs of one layer per key and per token.
+        A tuple has four numbers: layers with the mixer, layers with the mixer and a sliding window, FLOPs of
+        one layer per attended key, and FLOPs of one layer per token.
         """
         sliding_counts = Counter(
             self._blocks[layer].mixer for layer in self.sliding_layers if layer < self.layers

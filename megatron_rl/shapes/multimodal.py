@@ -113,7 +113,8 @@ MULTIMODAL: dict[str, Multimodal] = {multimodal.architecture: multimodal for mul
 def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
     """Return the multimodal type of a config.json, by its ``architectures`` or its ``model_type``.
 
-    Returns None for any other model, and for a language model that is not in the table of families.
+    Returns None for a text-only model, and for a multimodal model whose language model is not in the table of
+    families.
     """
     architectures = config.get("architectures")
     for multimodal in _MULTIMODAL_TYPES:
@@ -138,7 +139,9 @@ def _language_type(config: Mapping[str, Any], multimodal: Multimodal) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the language model; return any other model's config.json unchanged.
+    """Return the config.json of the language model in a multimodal model's config.json.
+
+    Without a supported multimodal model (`multimodal_of`) the config.json is returned unchanged.
 
     >>> config = {
     ...     "architectures": ["Gemma3ForConditionalGeneration"],

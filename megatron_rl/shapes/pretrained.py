@@ -53,7 +53,7 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """Tensor of a checkpoint, or rows of a fused one."""
+    """Tensor of a checkpoint, or the rows of a fused tensor that belong to one source."""
 
     name: str
     """Complete name in the checkpoint."""
@@ -110,7 +110,10 @@ class PretrainedModel:
         return outer_weights(self.shape, first, last)
 
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """Yield a parameter's sources with this family's names; fused sources get their first rows."""
+        """Yield a parameter's sources under the names of this family's checkpoints.
+
+        If the family fuses several sources into one tensor, each source gets its first row in that tensor.
+        """
         next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
@@ -185,12 +188,15 @@ class PretrainedModel:
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
     def is_copied(self, name: str) -> bool:
-        """Return whether exports copy a checkpoint tensor that is never trained, such as an indexer's."""
+        """Return whether exports copy a checkpoint tensor without training it, such as an indexer weight."""
         return self.is_mtp(name) or any(substring in name for substring in self.family.copied)
 
     @property
     def loads_as_stored(self) -> bool:
-        """Return whether other libraries load the checkpoint's files into the model that engines build."""
+        """Return whether the checkpoint's files can be loaded unchanged into the model that engines build.
+
+        This is false for quantised weights, multimodal checkpoints and families with an `engine_family`.
+        """
         is_other_model = self.is_multimodal or bool(self.family.engine_family)
         return self.quantization is None and not is_other_model
 
@@ -217,8 +223,8 @@ def weight_files(path: Path) -> list[Path] | None:
     """Return the weight files of a checkpoint's folder, or None if its index lists them.
 
     The folder may contain other files: merged adapters, Mistral's `consolidated.safetensors`, or the index of
-    shards that were joined. The precedence is the same as in transformers: `model.safetensors` alone if it
-    exists, otherwise the shards of the index.
+    shards that were merged into one file. The precedence is the same as in transformers: `model.safetensors`
+    alone if it exists, otherwise the shards of the index.
     """
     single_file = path / SINGLE
     # Select a dangling link as well: reading it reports the missing file.
@@ -268,10 +274,10 @@ def separate_head_error(
     shapes: Mapping[str, Sequence[int]],
     difference: str,
 ) -> UserError:
-    """Return the error for a checkpoint whose output layer differs from the embedding it is tied to.
+    """Return the error for a checkpoint with a tied output layer that differs from the embedding.
 
-    transformers and vLLM use such an output layer as a separate one. ``shapes`` are the stored shapes by
-    tensor name; ``difference`` describes the output layer, as in "other values".
+    transformers and vLLM load this output layer as a separate parameter. ``shapes`` are the stored shapes by
+    tensor name. ``difference`` describes the output layer, such as "other values".
     """
     # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])

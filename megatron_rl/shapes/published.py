@@ -162,7 +162,10 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of a multimodal model's language model; any other config.json is unchanged."""
+    """Return the config.json of the language model in a multimodal model's config.json.
+
+    The config.json of a text-only model is returned unchanged.
+    """
     config = language_config(config)
     # Other multimodal models cannot be trained, but their language model can be planned.
     return config.get("text_config") or config
@@ -218,7 +221,7 @@ def _unknown_layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_keys(config: Mapping[str, Any]) -> str:
-    """Count the keys of a config.json that are read for an unknown family, and list the unread keys."""
+    """Describe which keys of an unknown family's config.json are read: their number, and all unread keys."""
     recorder = _KeyRecorder(config)
     _read_common_shape(ConfigReader(recorder), "model")
 
@@ -234,7 +237,7 @@ def _describe_keys(config: Mapping[str, Any]) -> str:
 
 
 class _KeyRecorder(dict[str, Any]):
-    """Config.json that records the keys that are read."""
+    """Mapping of a config.json that records which keys `get` has read."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
@@ -309,7 +312,7 @@ def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
 
 
 def _read_mixture_fields(reader: ConfigReader, layers: int) -> Fields:
-    """Read the fields of a mixture of experts in any spelling; return {} for a model without experts."""
+    """Read the fields of a mixture of experts from the keys of any family; return {} without experts."""
     count_keys = [key for key in ("num_experts", "n_routed_experts", "num_local_experts") if reader.flag(key)]
     if not count_keys:
         return {}

@@ -1,9 +1,11 @@
 """Checkpoints with weights of 8 or 4 bits and scales, which are loaded as bfloat16 or float32.
 
-A weight is its stored numbers times its scales. A scale applies to a block of 128 x 128 entries, as in
-DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
-In mxfp4, the format of gpt-oss, it applies to 32 entries of a row (OCP Microscaling Formats 1.0). In NVFP4,
-which NVIDIA's ModelOpt writes, it applies to 16 entries of a row, and a second scale to the complete tensor.
+A weight is its stored numbers times its scales. The formats differ in the entries that share a scale:
+
+- 8 bits: a block of 128 x 128 entries, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8
+  checkpoints; or a row; or the complete tensor.
+- mxfp4, the format of gpt-oss: 32 entries of a row (OCP Microscaling Formats 1.0).
+- NVFP4, which NVIDIA's ModelOpt writes: 16 entries of a row. A second scale applies to the complete tensor.
 """
 
 from __future__ import annotations
@@ -301,7 +303,7 @@ def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) ->
 
 
 def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Read the block size of ``quant_method: fp8``; return None for a scale per tensor or row."""
+    """Read the block size of ``quant_method: fp8``; None if each scale applies to a tensor or a row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
         raise _unreadable_error(path, f"fmt: {number_format}")
@@ -313,7 +315,7 @@ def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None
 
 
 def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None:
-    """Read the block size of ``quant_method: compressed-tensors``; None for a scale per tensor or row."""
+    """Read the block size of ``compressed-tensors``; None if each scale applies to a tensor or a row."""
     # Refuse sparsity and transforms: such weights are not the product of stored numbers and scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":

@@ -71,8 +71,8 @@ def _interleaved_slices(
     """Return the rows of the query, key and value weights in one rank's shard of the fused QKV weight.
 
     The fused weight has the query, key and value rows of the first group, then the rows of the next group;
-    ``group_rows`` has their numbers of rows per group. All ``rank_count`` shards have equally many rows, so a
-    shard may begin and end inside a group.
+    ``group_rows`` has their numbers of rows per group. All ``rank_count`` shards have the same number of
+    rows, so a shard may begin and end inside a group.
     """
     group_size = sum(group_rows)
 
@@ -168,7 +168,7 @@ Different shards have no element in common."""
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Bytes of weights that each rank of an engine replica needs, and the bytes of them on each actor rank.
+    """Weight bytes that each rank of an engine replica needs, and how many of them each actor rank has.
 
     Example: two ranks that both need 100 bytes, and an actor on ranks 0 and 1 with one shard each::
 
@@ -226,7 +226,10 @@ class SharedBytes:
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Return, by node, the bytes of each replica rank's weights on the actor ranks of the node."""
+        """Count the bytes that each replica rank needs and the actor ranks of a node have.
+
+        Returns a list [ranks of a replica] for each node.
+        """
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
             shards_of_node[rank // gpus_per_node] |= shards
@@ -241,11 +244,11 @@ class SharedBytes:
 def max_peers_on_node(
     shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
-    """Return an upper bound of the number of peers on its node that any rank exchanges weights with.
+    """Return an upper bound of the number of peers that a rank has on its node in a weight sync.
 
     ``ranks`` are the engine's ranks, whose replicas are consecutive. A rank of the receiver's node counts as
     a sender in two cases: it has layers of another pipeline stage, or its shard differs from the receiver's
-    shard and has needed bytes that some rank of the stage does not have.
+    shard and contains needed bytes that not every rank of the stage has.
     """
     # Bytes for each rank of a replica that all ranks of a stage have, such as norms, by stage.
     common_bytes: dict[int, list[int]] = {}
@@ -294,12 +297,12 @@ class WeightTraffic:
 
     @property
     def inside_nodes(self) -> int:
-        """Return the bytes that all ranks together receive from ranks of their nodes."""
+        """Return the bytes that ranks receive from ranks of the same node, summed over all receivers."""
         return sum(self.received.values()) - self.across_nodes
 
     @property
     def across_nodes(self) -> int:
-        """Return the bytes that all ranks together receive from ranks of other nodes."""
+        """Return the bytes that ranks receive from ranks of other nodes, summed over all receivers."""
         return sum(self.received_across_nodes.values())
 
     @property
@@ -326,12 +329,12 @@ def shared_bytes(
     whole_experts: bool = False,
     lora: Lora | None = None,
 ) -> SharedBytes:
-    """Count the bytes that each rank of an engine replica needs, and the bytes of them on each actor rank.
+    """Count the weight bytes that each engine rank needs, and how many of them each actor rank has.
 
     ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
     ``settings`` are Megatron's settings for uneven stages. ``whole_experts`` selects vLLM's expert
-    parallelism. With ``lora`` only adapters are sent. Each tensor counts with a separate A, even if the
-    family fuses it with others.
+    parallelism. With ``lora`` only adapters are sent. Gate and up, for example, count as two tensors with a
+    separate A each, even if the family's checkpoints fuse them.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
@@ -369,7 +372,10 @@ Weights = tuple[Weight, ...]
 
 
 class _LayerBytes(NamedTuple):
-    """Bytes of one layer on both a trainer rank and an engine rank: lists over the ranks of a replica."""
+    """Bytes of one layer that are on both a trainer rank and an engine rank.
+
+    A list of numbers has one number per rank of an engine replica.
+    """
 
     replicated: list[int]
     """Bytes outside routed experts that every tensor-parallel rank of the trainer has, such as norms."""
@@ -398,7 +404,9 @@ class _Engine:
     def count_shards(
         self, trainer: ParallelLayout, settings: Mapping[str, Any] | None = None
     ) -> tuple[dict[int, frozenset[Shard]], dict[Shard, list[int]]]:
-        """Return two mappings: trainer rank -> its shards, and shard -> bytes that each replica rank needs.
+        """Return the shards of each trainer rank, and the needed bytes of each shard.
+
+        The needed bytes of a shard are a list, with one number per rank of a replica.
 
         ``settings``: Megatron's settings for uneven pipeline stages.
         """
@@ -447,10 +455,10 @@ class _Engine:
     def _stage_shard_bytes(
         self, stage: int, layer_counts: Mapping[Weights, int], layer_bytes: Mapping[Weights, _LayerBytes]
     ) -> dict[Shard, list[int]]:
-        """Return the bytes that each replica rank needs of each shard of a pipeline stage.
+        """Return the needed bytes of each shard of a pipeline stage: one number per rank of a replica.
 
-        ``layer_counts``: parameters of a layer -> number of equal layers in the stage. ``layer_bytes``: bytes
-        of one such layer.
+        ``layer_counts``: numbers of layers in the stage, by the parameters of the layer. ``layer_bytes``:
+        bytes of one layer, by the parameters of the layer.
         """
         sizes_by_shard: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in layer_counts.items():
@@ -475,7 +483,7 @@ class _Engine:
         return adapter_weights(weights, self.lora)
 
     def _count_layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _LayerBytes:
-        """Count the bytes of ``weights`` that each trainer rank and each engine rank both have.
+        """Count the bytes of ``weights`` that are on both a trainer rank and an engine rank, for all pairs.
 
         ``weights``: the parameters of a layer, or the parameters outside the layers.
         """
@@ -507,7 +515,7 @@ class _Engine:
         )
 
     def _count_expert_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Count the bytes of one expert that a trainer rank and an engine rank both have.
+        """Count the bytes of one expert that are on both a trainer rank and an engine rank, for all pairs.
 
         The result is [trainer ranks][engine ranks], as in `_common_bytes`.
         """
@@ -532,7 +540,7 @@ class _Engine:
         return max(0, stop - start)
 
     def _common_bytes(self, weights: Iterable[Weight], trainer_ranks: int) -> list[list[int]]:
-        """Count the bytes of ``weights`` that a trainer rank and an engine rank both have.
+        """Count the bytes of ``weights`` that are on both a trainer rank and an engine rank, for all pairs.
 
         ``trainer_ranks``: number of tensor-parallel ranks of the trainer. The result is [trainer
         ranks][engine ranks].
@@ -586,7 +594,7 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
 def received_by_other_projects(
     model_bytes: float, actor: ParallelLayout, tensor: int, colocated: bool = True
 ) -> dict[str, float]:
-    """Return the bytes that each rollout rank receives in other projects: name of the method -> bytes.
+    """Return the bytes that each rollout rank receives with the methods of other projects, by method.
 
     ``tensor``: tensor-parallel size of the rollout. Colocated engines follow HybridFlow (arXiv 2409.19256,
     table 2). HybridFlow's own method needs a ``tensor`` that divides the actor's model parallelism. Projects
@@ -668,8 +676,8 @@ def _divide_into_islands(ranks: Sequence[int], replica_size: int, gpus_per_node:
 def assign_columns(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
     """Assign each row of ``costs`` [rows][columns] to a column; each column gets ``capacity`` rows.
 
-    The largest cost of a pair is minimised first, then the sum of costs. Ties are resolved in favour of row i
-    in column i % columns. Raises ValueError if the rows do not fill the columns.
+    The largest cost of an assigned pair is minimised first, then the sum of costs. Ties are resolved in
+    favour of row i in column i % columns. Raises ValueError if the rows do not fill the columns.
     """
     rows = len(costs)
     columns = len(costs[0])

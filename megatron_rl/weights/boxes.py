@@ -33,7 +33,7 @@ class CoverageError(RuntimeError):
 
 
 class UncoveredError(RuntimeError):
-    """Error for needed elements of a tensor that no rank holds."""
+    """Error for tensor elements that a rank needs and no rank holds."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights.
 
-The idea: everything that does not depend on the weights' values is done once, by the constructor of
-`Execution`: views, messages and the factors of checksums. A sync then only copies, communicates and sums.
+The constructor of `Execution` prepares everything that does not depend on the weights' values: views,
+messages and the factors of checksums. A sync then only copies, communicates and sums.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Term(NamedTuple):
 
 
 class Execution:
-    """Views of every region that this rank sends, receives and copies; valid while the storages live.
+    """Views of every region that this rank sends, receives and copies; valid while the storages exist.
 
     ``sources``, ``destinations``: live storages of this rank by name.
     ``staging_bytes``: limit of all send and receive buffers together.
@@ -362,9 +362,10 @@ def _sum_by_region(
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:
-    """Return a key of the storages that changes if one of them is replaced, which makes its views stale.
+    """Return a key that changes if one of the storages is replaced.
 
-    A storage whose memory is released and allocated again keeps its key, and its views stay valid.
+    Views of a replaced storage are stale. A storage whose memory is released and allocated again keeps its
+    key, and its views stay valid.
     """
     key = []
     for name, tensor in storages.items():

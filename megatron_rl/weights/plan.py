@@ -52,7 +52,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Reshard plan of one transfer: the regions that each rank sends to each other rank.
+    """Reshard plan of one transfer: the regions that each sender sends to each receiver.
 
     Example: one bundle of 64 bytes, which rank 0 holds and ranks 0 and 1 need, has ``received={1: 64}``,
     ``sent={0: 64}``, ``local={0: 64}``, ``needed={0: 64, 1: 64}`` and ``pair_bytes={(0, 1): 64}``.
@@ -197,9 +197,9 @@ def schedule_phases(
 ) -> Schedule:
     """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
 
-    The first schedule has the largest number of pairs per phase with messages of at least ``message_bytes``,
-    and sends large regions without staging. If a rank then has more than `MAX_MESSAGES` messages, larger
-    regions are packed together. If that is not enough, phases get fewer pairs, so that messages are larger.
+    The first attempt puts as many pairs into a phase as messages of ``message_bytes`` permit, and sends large
+    regions without staging. If a rank then has more than `MAX_MESSAGES` messages, larger regions share
+    messages. If that is not enough, phases get fewer pairs, so that messages are larger.
     """
     round_by_pair = _assign_rounds(plan.pair_bytes)
     size_counts = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
@@ -224,8 +224,8 @@ def _divide_staging(
 ) -> Schedule:
     """Build the schedule of the given phases, with the smallest packing threshold that meets `MAX_MESSAGES`.
 
-    Regions below the threshold share messages. ``size_counts`` maps region bytes to the number of such
-    regions, for each bundle. The result exceeds `MAX_MESSAGES` if even full messages are too many.
+    Regions below the threshold share messages. ``size_counts`` has the number of regions by their size
+    in bytes, for each bundle. The result exceeds `MAX_MESSAGES` if even full messages are too many.
     """
     max_streams = _max_streams(phase_by_pair)
     max_message_bytes = largest_message_bytes(staging_bytes, max_streams)
@@ -291,7 +291,7 @@ def _count_messages(
 ) -> dict[Pair, int]:
     """Return the number of messages of each pair.
 
-    ``size_counts`` maps region bytes to the number of such regions, for each bundle. Regions of at least
+    ``size_counts`` has the number of regions by their size in bytes, for each bundle. Regions of at least
     ``own_message_bytes`` get separate messages; smaller regions share messages.
     """
     own_messages: Counter[Pair] = Counter()

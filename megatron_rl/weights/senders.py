@@ -20,7 +20,7 @@ SLACK = 0.02
 
 @dataclass(frozen=True)
 class Demand:
-    """Receivers of one group of regions that have the same possible senders.
+    """Receivers with the same possible senders, for one group of regions.
 
     Example: ranks 4 and 6 each need the same 100 bytes, which ranks 0 and 2 of the same node hold::
 
@@ -40,7 +40,8 @@ class Demand:
 class RegionGroup(NamedTuple):
     """Regions with the same holders and the same receivers.
 
-    Example: rank 2 of ``RegionGroup(holders=(0, 2), receivers=(2, 4), bytes=64)`` copies, rank 4 receives.
+    Example: ``RegionGroup(holders=(0, 2), receivers=(2, 4), bytes=64)``. Rank 2 copies locally, and rank 4
+    receives.
     """
 
     holders: Sequence[int]

@@ -141,8 +141,8 @@ def _fit_train_factor(
 ) -> float:
     """Return the value of rl_train with which the predicted learn phase takes ``measured_seconds``.
 
-    Only computation scales with rl_train; a second prediction with twice the factor separates it from the
-    gradient exchange.
+    Only computation scales with rl_train. A second prediction with twice the factor separates computation
+    from the gradient exchange.
     """
     factor = constants.efficiency.rl_train
     learn_seconds = predicted.seconds["learn"]

@@ -1,8 +1,8 @@
 """Predict the layout of a user's configuration, and compare it with the layouts that the search finds.
 
-The idea: each layout of the search is a list of overrides of the configuration. `check` predicts these
-layouts in the same way as the configured layout, with all other settings of the user: lengths, mini-batches,
-optimizer, engine.
+Each layout of the search is a list of overrides of the configuration. `check` predicts the overridden
+configuration in the same way as the user's configuration. All settings outside the layout stay the user's:
+lengths, mini-batches, optimizer, engine.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _sampling_schedule(config: RunConfig) -> str:
 
 
 def configured_problem(report: CheckReport, constants: Constants) -> PlacementProblem:
-    """Build the placement problem of a checked configuration; raise UserError for roles it cannot place."""
+    """Build the placement problem of a checked configuration; raise UserError for unsupported roles."""
     # Refuse jobs that the planner's constants do not describe.
     config = report.valid()
     layouts = report.layouts or {}
@@ -256,7 +256,7 @@ def _predict_layout(
     constants: Constants,
     reasons: Sequence[str],
 ) -> ConfiguredPlan:
-    """Predict a checked configuration: the seconds of its step, and its bytes across nodes by cause.
+    """Predict a checked configuration: the seconds of a step, and network bytes by cause, such as gradients.
 
     ``name``, ``overrides``, ``reasons``: fields of the result.
     """
@@ -283,7 +283,7 @@ def _predict_layout(
 
 
 def difference_text(plan: ConfiguredPlan, configured_plan: ConfiguredPlan) -> str:
-    """Describe the difference in step time between a plan and the configured layout, and its main phase."""
+    """Describe how a plan's step time differs from the configured layout's, and in which phase most."""
     seconds_more = plan.step.total - configured_plan.step.total
     seconds_more_by_phase: dict[str, float] = {}
     for phase in PHASES:

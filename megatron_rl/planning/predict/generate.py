@@ -57,12 +57,12 @@ class RolloutLayout:
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Coefficients of the seconds of one decode step.
+    """Time model of a decode step: coefficients in seconds.
 
-    The seconds of B sequences at mean context c are
-    ``fixed + per_sequence B + per_cached_token B c + max(weights(B), compute_per_sequence B)``.
+    A step of B sequences with mean context c takes
+    ``fixed + per_sequence B + per_cached_token B c + max(weights(B), compute_per_sequence B)`` seconds.
 
-    Example: a dense model, whose experts take no time, on one stage::
+    Example: a dense model on one pipeline stage::
 
         DecodeCost(
             fixed=5e-3,
@@ -124,7 +124,7 @@ def fraction_of_experts_read(hits: float, spread: float) -> float:
 
 
 def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> DecodeCost:
-    """Compute the coefficients of the seconds of a decode step on one replica."""
+    """Compute the time model of a decode step on one replica."""
     constants = machine.constants
     gpu = machine.gpu
     tensor = rollout.tensor
@@ -150,7 +150,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
 
     # All-reduces have a latency per layer, which grows with the number of ranks, and a cost per sequence.
     if expert_gpus > 1:
-        # Within an NVLink domain the latency grows with log2 of the group size, and faster across nodes.
+        # The latency grows with log2 of the group size. The growth per doubling is larger across nodes.
         doublings = log2(min(expert_gpus, machine.cluster.domain))
         seconds_per_layer += decode.layer_seconds_per_doubling * doublings
         allreduce_rate = gpu.nvlink * decode.allreduce_bandwidth_share
@@ -165,7 +165,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
         reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
         per_sequence += reduced_bytes / allreduce_rate
 
-    # Each step reads and writes the states that some mixers have for each row.
+    # Each step reads and writes the recurrent state of each row, for mixers with such a state.
     cache_rate = gpu.hbm * decode.kv_bandwidth
     element_bytes = min(_CACHE_BYTES, weight_bytes)
     per_sequence += 2.0 * model.state_bytes_per_row(tensor, element_bytes) / cache_rate
@@ -250,7 +250,7 @@ def cache_capacity_tokens(model: ModelShape, rollout: RolloutLayout, machine: Ma
 
 
 def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Convert the bytes of a row's recurrent states to the number of tokens that a cache could hold instead.
+    """Return the number of cached tokens that take as many bytes as the recurrent states of one row.
 
     Returns 0 for a model that caches no keys and values.
     """
@@ -316,10 +316,10 @@ def open_order_seconds(
 ) -> float:
     """Return the seconds in which one replica completes ``rows`` responses in the open order.
 
-    In the open order, responses are trained on as they finish. ``rows`` sequences and the extra sequences of
-    `StepBatch.oversample` are always in flight, so that the replica never waits for the longest response.
-    There is one weight update in this time, after which the keys and values of all running sequences are
-    recomputed. The result is infinite if the cache has no room for one sequence.
+    In the open order, the trainer uses each response as soon as it is complete. ``rows`` sequences and the
+    extra sequences of `StepBatch.oversample` are always in flight, so that the replica never waits for the
+    longest response. There is one weight update in this time, after which the keys and values of all running
+    sequences are recomputed. The result is infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     prompt_length = batch.prompt_length

@@ -1,7 +1,7 @@
 """Seconds and bytes of a role's two phases: the forward pass over a step's rows, and training on them.
 
-The idea: the time of a layer is a sum of a few terms, and each term is work divided by an achieved rate. The
-times of stages and steps are computed from the time of an average layer:
+The time of a layer is a sum of a few terms, and each term is work divided by an achieved rate. The times of
+stages and steps are computed from the time of an average layer.
 
 Layer: matrix products at the GPU's achieved rate, attention at a separate rate, memory-bound tensors (norms,
 activations, permutations) at HBM rate, and communication without overlap. The lower bound is the time to
@@ -276,7 +276,7 @@ def layer_seconds(
     ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
     that a token attends to. ``fused`` selects Transformer Engine's layers, otherwise plain layers, which save
     more activations for the backward pass and move more bytes. ``frozen`` weights have no gradients; the
-    products of adapters on them are not counted. ``exchanges_heads``: see `_exposed_communication`.
+    FLOPs of their adapters are not counted. ``exchanges_heads``: see `_exposed_communication`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
@@ -399,7 +399,7 @@ class RoleMemory:
     The two fields may describe different GPUs: an early pipeline stage has more activations, the first and
     last stages have more parameters.
 
-    Example: ``RoleMemory(fullest=memory, states=18e9)``, with 18 GB of states that remain while it is idle.
+    Example: ``RoleMemory(fullest=memory, states=18e9)``, with 18 GB of states while the role is idle.
     """
 
     fullest: TrainingMemory
@@ -415,7 +415,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class ReplicaWork:
-    """Work of one data-parallel replica in one pass over rows.
+    """Work of one data-parallel replica that processes each of its rows once.
 
     Example: ``ReplicaWork(tokens=8192.0, micro_batches=16.0, context=900.0)``.
     """
@@ -513,7 +513,7 @@ def _pipeline_seconds(
     seconds_per_layer: float,
     head_seconds: float,
 ) -> float:
-    """Return the seconds for all micro-batches to pass the pipeline.
+    """Return the seconds in which all micro-batches run through the pipeline.
 
     ``seconds_per_layer`` and ``head_seconds`` are for one micro-batch; the head is the output layer.
     """
@@ -576,8 +576,8 @@ def network_bytes(choice: TrainChoice, batch: StepBatch, cluster: Cluster) -> di
     """Return the bytes per step that a rank of a trained role sends out of its NVLink domain, by cause.
 
     Causes are gradients (with the gathered parameters), pipeline activations, and tokens that are exchanged
-    between expert-parallel ranks. Communication inside one domain is omitted. Tensor and context parallelism
-    are planned inside a node.
+    between expert-parallel ranks. Communication inside one domain is omitted. Groups of tensor and
+    context parallelism stay inside a node.
     """
     layout = choice.layout
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
@@ -733,8 +733,8 @@ def peak_training_memory(
 ) -> RoleMemory:
     """Return the memory of the fullest GPU that trains ``micro_batches`` micro-batches of ``tokens`` tokens.
 
-    ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch;
-    None is for logits that are computed in chunks.
+    ``logits_bytes_per_element`` is for a framework that materialises the logits of a complete micro-batch.
+    With None, logits are computed in chunks.
     """
     model = choice.model
     layout = choice.layout
@@ -769,7 +769,7 @@ def peak_training_memory(
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
-    """Combine the memories of a role's pipeline stages: the fullest stage, and the largest states."""
+    """Combine the memories of a role's pipeline stages: the highest peak, and the largest states."""
     fullest_memory = max(memories, key=lambda memory: memory.total)
     max_state_bytes = max(memory.states for memory in memories)
     return RoleMemory(replace(fullest_memory, overhead=RUNTIME_BYTES), max_state_bytes)

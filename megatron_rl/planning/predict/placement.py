@@ -173,7 +173,7 @@ class GroupPlan:
         return total_seconds
 
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
-        """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
+        """Return the seconds of each role in a step; ``rank`` is the only rank in the result."""
         all_seconds = []
         for index, (role, plan) in enumerate(self.plans.items()):
             # The swap happens once per step, so add it to the first role.
@@ -381,7 +381,9 @@ class Planner:
         return next(plan for plan in front if plan.memory.states <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan in the layout of the lead, or None if their models differ.
+        """Return a role's plan in the layout of ``lead``, or None if the two models differ.
+
+        ``lead`` is the plan of the group's first role.
 
         A frozen copy of a policy with adapters needs no weights, since it is the base of the adapters.
         """
@@ -410,8 +412,8 @@ class Planner:
     def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
         """Add generation to a group, with training states on the GPUs or on the host, whichever is faster.
 
-        ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
-        roles swap. Returns None if neither plan fits.
+        ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans,
+        unless the problem has `roles_swap`. Returns None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -551,7 +553,7 @@ def place_split(
     """Return the placement of training and generation on disjoint GPUs, or None if it does not fit.
 
     ``rollout_planner`` plans the generation. Unless ``split`` (one of `SPLITS`) is `SYNCHRONOUS`, the next
-    step is generated during training, so the longer of both determines the time.
+    step is generated during training, so the longer of these two phases determines the time.
     """
     group = planner.plan_group(roles, train_gpus, False)
     if group is None:
@@ -582,7 +584,7 @@ def plan_grouping(
     groups: Sequence[Sequence[str]],
     num_units: int = 16,
 ) -> PlacementPlan | None:
-    """Return the fastest placement of these groups of roles over all group sizes, or None if no sizes fit.
+    """Try all sizes of these groups of roles; return the fastest placement, or None if no sizes fit.
 
     Group sizes are multiples of 1/``num_units`` of the GPUs.
     """
@@ -709,7 +711,7 @@ def _is_allowed_size(problem: PlacementProblem, size: int) -> bool:
 
 
 def _faster_placement(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
-    """Return the placement with the shorter step, the first if both are equal; None means no placement."""
+    """Return the faster of two placements, ``best`` if both are equal; None is an absent placement."""
     if candidate is None:
         return best
     if best is None or candidate.step.total < best.step.total:
@@ -780,9 +782,9 @@ _RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
 def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return for every placement the simplest plan that is nearly as fast as the fastest plan.
 
-    Plans whose groups have whole nodes are simpler; among these, plans with fewer pipeline stages. Other
-    plans have reasons: the slowdown of simpler plans, or that no simpler plan fits. Raises UserError if no
-    plan fits.
+    A plan whose groups have whole nodes is simpler than a plan whose groups share nodes. Otherwise a plan
+    with fewer pipeline stages is simpler. The `reasons` of a plan contain the slowdown of simpler plans, or
+    state that no simpler plan fits. Raises UserError if no plan fits.
     """
     fastest_result = search_placements(problem, split)
     num_layouts = fastest_result.layouts

@@ -1,7 +1,7 @@
 """Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
 
-The idea: a plan is only as good as its configuration. So the printed numbers are predicted from the written
-configuration, by the same functions as in `check`, instead of being copied from the search.
+The printed numbers are predicted from the written configuration, by the functions that `check` uses. They are
+not copied from the search, so that they describe the run that the configuration starts.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ def make_planned_run(problem: PlacementProblem, plan: PlacementPlan, paths: Path
 
 
 def peak_bytes(run: PlannedRun, phase: str) -> int:
-    """Return the bytes on the fullest rank in a phase; another phase may have another fullest rank."""
+    """Return the bytes on the fullest rank in a phase; the fullest rank may differ between phases."""
     return max(memory.phase_peak(phase) for memory in run.memory)
 
 

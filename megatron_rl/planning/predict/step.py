@@ -157,7 +157,7 @@ def sync_seconds(traffic: WeightTraffic, num_senders: int, machine: Machine) -> 
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Count the bytes on both actor and engine ranks; cached, since a search repeats layouts."""
+    """Compute `shared_bytes`; cached, since a search evaluates the same layouts repeatedly."""
     settings = end_settings(model.layers, layout.pipeline)
     return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
@@ -261,9 +261,10 @@ class CheckedStep:
 
 
 def build_step_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
-    """Return the rows of a configuration's step: their number, and the distribution of their lengths.
+    """Build the batch of one step: the number of rows, and the distribution of their lengths.
 
-    Without measured lengths, prompts have the largest length, and responses `TYPICAL_SHARE` of the largest.
+    Without measured lengths, prompts have the configured maximum length. The mean response length is
+    `TYPICAL_SHARE` of the configured maximum.
     """
     response_limit = float(config.rollout.response_limit)
     mean_response = min(stats.response_length or TYPICAL_SHARE * response_limit, response_limit)

@@ -265,7 +265,7 @@ class Simulation(TorchDispatchMode):
     def _assumed_scalar(self, tensor: Tensor) -> Any:
         """Return the assumed value of a tensor with one element: 1, or False for a boolean.
 
-        The trainer reads booleans to raise errors, which False avoids.
+        The trainer reads booleans only to raise an error if they are true.
         """
         if tensor.dtype == torch.bool:
             return False

@@ -1,7 +1,7 @@
 """Simulate ranks of a checked job in separate processes, and compare their bytes with the memory estimate.
 
-The idea: all ranks of a pipeline stage have equal work, and few stages of a pipeline differ in memory. So a
-few simulated ranks are enough for a job of any size.
+All ranks of a pipeline stage have equal work, and few stages of a pipeline differ in memory. So a few
+simulated ranks are enough for a job of any size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankSimulation:
     """Estimate of the rank's memory by `check`."""
 
     def bytes(self, phase: str) -> int:
-        """Return the simulated peak bytes in a phase of the estimate; the models are idle in ``generate``."""
+        """Return the simulated peak bytes in a phase; for ``generate`` the bytes of the idle models."""
         if phase == "generate":
             return self.rank.resting
         return self.rank.phases[phase].peak
@@ -108,7 +108,7 @@ def simulate_ranks(report: CheckReport) -> list[RankSimulation]:
 
 
 def plan_simulation(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
-    """Return the configuration for simulating a rank of a check, and the memory estimate of its models."""
+    """Return the configuration for simulating a rank of a checked job, and the rank's memory estimate."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
     layouts = dict(report.layouts)

@@ -1,7 +1,7 @@
 """Simulate a step of training on one rank of a job, at its real size, without GPUs.
 
-The idea: the trainer's code builds the roles and runs their phases on tensors without storage, in a process
-group whose other ranks do not exist. `Simulation` counts bytes, kernels and messages.
+The trainer's code builds the roles and runs their phases on tensors without storage, in a process group whose
+other ranks do not exist. `Simulation` counts bytes, kernels and messages.
 """
 
 from __future__ import annotations

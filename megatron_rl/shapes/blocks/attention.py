@@ -55,7 +55,7 @@ class Attention(Mixer):
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
-        # Shapes without columns, since matrices and biases have the same rows.
+        # Shapes of rows, which matrices and biases have in common. Matrices get their columns below.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
         query_rows = shape.heads * head_dim
@@ -70,7 +70,8 @@ class Attention(Mixer):
             projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
             # One checkpoint tensor has queries and gates: for each head the rows of its query, then the rows
-            # of its gate. `PretrainedModel.weights` sets the first row of each.
+            # of its gate. So each source has one run of rows per head, and the distance between the starts of
+            # two runs is 2 * head_dim rows. `PretrainedModel.weights` sets the first row of each source.
             queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)
             gates = queries
             projections[:1] = [queries, gates]
@@ -110,9 +111,9 @@ class Attention(Mixer):
         return self._count_plain_elements(layer)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of the projections, and of copies with contiguous rows.
+        """Return the peak number of live elements per token: projected heads, and their contiguous copies.
 
-        At the peak seven tensors with all query heads and three with all key-value heads are alive.
+        At the peak, seven tensors with all query heads and three tensors with all key-value heads exist.
         """
         shape = layer.shape
         heads = shape.heads / layer.tensor
@@ -122,7 +123,7 @@ class Attention(Mixer):
     def flops_per_key(self, shape: ModelShape) -> int:
         """Return the forward FLOPs of one token per attended key: 2 h (d_qk + d_v) for h heads.
 
-        They are the products of the query with the key, and of the probability with the value.
+        The FLOPs are the products of the query with the key, and of the probability with the value.
         """
         return 4 * self.query_width(shape)
 
@@ -143,7 +144,7 @@ class Attention(Mixer):
         return min(tensor, self.key_value_heads(shape))
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number of key-value heads: tensor-parallel ranks of a trainer cannot share one."""
+        """Return the number of key-value heads, which a trainer's tensor-parallel size must divide."""
         return self.key_value_heads(shape)
 
     def exchanged_elements(self, shape: ModelShape, tensor: int, context: int) -> float:
@@ -216,7 +217,7 @@ class Attention(Mixer):
     def _count_plain_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that this package's attention saves.
 
-        Its core (the products of queries, keys and values) has a key and a value for every query head.
+        Core attention (products of queries, keys and values) saves a key and a value for every query head.
         """
         shape = layer.shape
         head_dim = self.key_size(shape)

@@ -100,12 +100,12 @@ class Mixer(ABC):
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that the mixer saves for the backward pass on one rank.
 
-        The output of the norm before it is counted as a part of the norm.
+        The output of the preceding norm is counted with the norm.
         """
 
     @abstractmethod
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token alive at once in a plain layer's forward pass without gradients.
+        """Return the peak number of live elements per token in a plain layer's no-grad forward pass.
 
         The residual stream and the mixer's input are not counted.
         """
@@ -127,11 +127,11 @@ class Mixer(ABC):
         return shape.heads * shape.head_dim
 
     def flops_per_key(self, shape: ModelShape) -> int:
-        """Return the forward FLOPs of one token per key that it attends to, without projections."""
+        """Return the forward FLOPs of one token per attended key, without projections."""
         return 0
 
     def flops_per_token(self, shape: ModelShape) -> float:
-        """Return the forward FLOPs of one token that do not depend on its keys, without projections."""
+        """Return the forward FLOPs per token that are constant in the context length, without projections."""
         return 0.0
 
     def cache_elements(self, shape: ModelShape) -> int:
@@ -143,21 +143,21 @@ class Mixer(ABC):
         return 1
 
     def kernel_size(self, shape: ModelShape) -> int:
-        """Return the size by which engines select a kernel, such as the head size; 0 without a kernel."""
+        """Return the head size by which engines select an attention kernel; 0 without attention."""
         return 0
 
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
-        """Return the bytes of a layer's cache per sequence that do not depend on the sequence length."""
+        """Return the bytes of a layer's fixed-size state per sequence, in addition to the cache per token."""
         return 0.0
 
     def tensor_heads(self, shape: ModelShape) -> int:
-        """Return the number that the tensor-parallel size of a trained model must divide; 0 for no limit."""
+        """Return the number of heads that a trainer's tensor-parallel size must divide; 0 without a limit."""
         return math.gcd(*self.further_heads(shape).values())
 
     def further_heads(self, shape: ModelShape) -> dict[str, int]:
-        """Return the other heads that tensor parallelism shards, besides query and key-value heads.
+        """Return the numbers of heads that tensor parallelism shards, besides query and key-value heads.
 
-        Keys are plural nouns for errors, values are numbers of heads.
+        Keys are plural nouns for errors, such as "key heads of gated delta nets".
         """
         return {}
 
@@ -176,7 +176,7 @@ class Mixer(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the mixer in a role's layout; ``settings`` are the user's for Megatron."""
+        """Yield the errors of the mixer in a role's layout; ``settings`` are the user's Megatron settings."""
         yield from ()
 
     def adapter_refusal(self, target: str) -> str | None:
@@ -208,19 +208,19 @@ class FeedForward(ABC):
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the elements per token that the feed-forward saves for the backward pass on one rank.
 
-        The output of the norm before it is counted as a part of the norm. Routed tokens are assumed to spread
+        The output of the preceding norm is counted with the norm. Routed tokens are assumed to spread
         evenly over experts.
         """
 
     @abstractmethod
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token alive at once in a plain layer's forward pass without gradients.
+        """Return the peak number of live elements per token in a plain layer's no-grad forward pass.
 
         The hidden states of `live_hidden_states` are not counted.
         """
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of hidden states alive at once during the pass of `live_elements`."""
+        """Return the number of live hidden states at the peak that `live_elements` describes."""
         return 4
 
     def temporary_elements(self, layer: LocalLayer) -> float:
@@ -228,7 +228,10 @@ class FeedForward(ABC):
         return 0.0
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
-        """Return (noun, width, name of the size in `ParallelLayout` that must divide it) of each width."""
+        """Return the widths that parallelism shards, as tuples (noun, width, name of a parallel size).
+
+        The parallel size is a field of `ParallelLayout`, and must divide the width.
+        """
         return []
 
     def settings(self, shape: ModelShape) -> dict[str, Any]:
@@ -238,7 +241,7 @@ class FeedForward(ABC):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield the errors of the feed-forward in a role's layout, as `Mixer.problems` does."""
+        """Yield the errors of the feed-forward in a role's layout; ``settings``: see `Mixer.problems`."""
         yield from ()
 
 

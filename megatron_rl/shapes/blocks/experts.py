@@ -79,22 +79,24 @@ class Experts(FeedForward):
         return shared_elements + routed_elements + (input_elements + router_elements)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of the copies of a token for its routed experts.
+        """Return the peak number of live elements per token: copies of the token for its routed experts.
 
-        Copies exist at once in five states: sorted, exchanged between ranks, sorted by expert, computed, and
-        combined.
+        The copies exist at once in five states: sorted, exchanged between ranks, sorted by expert, computed,
+        and combined.
         """
         shape = layer.shape
         return ROUTED_COPIES * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def live_hidden_states(self, shape: ModelShape) -> int:
-        """Return the number of hidden states alive at once, including the output of shared experts."""
+        """Return the number of live hidden states at the peak, including the output of shared experts."""
         return super().live_hidden_states(shape) + (shape.shared_width > 0)
 
     def temporary_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of temporary tensors, each as large as a token's copies for experts.
+        """Count the elements per token of temporary tensors, which exist only while the layer is computed.
 
-        Plain layers have all states of the copies except the saved one, fused layers have two gradients.
+        Each tensor is as large as the copies of a token for its routed experts. A plain layer has one tensor
+        per state of the copies (see `live_elements`), except the saved state. A fused layer has two
+        gradients.
         """
         shape = layer.shape
         copies = ROUTED_COPIES - 1

@@ -108,7 +108,7 @@ class GatedDeltaNet(Mixer):
         return elements / layer.tensor
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token alive at once: the saved elements of an unfused layer."""
+        """Return the peak number of live elements per token: as many as a plain layer saves."""
         return self.saved_elements(replace(layer, fused=False))
 
     def flops_per_token(self, shape: ModelShape) -> float:

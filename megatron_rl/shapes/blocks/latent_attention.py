@@ -94,9 +94,9 @@ class LatentAttention(Mixer):
         return core_elements + output_elements + rotary_elements + latent_norms
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of queries, keys and values, and of copies with contiguous rows.
+        """Return the peak number of live elements per token: queries, keys, values and contiguous copies.
 
-        At the peak four tensors of the size of queries and three of the size of values are alive.
+        At the peak, four tensors of the size of queries and three tensors of the size of values exist.
         """
         shape = layer.shape
         return shape.heads / layer.tensor * (4 * self.key_size(shape) + 3 * shape.v_head_dim)
@@ -104,7 +104,7 @@ class LatentAttention(Mixer):
     def flops_per_key(self, shape: ModelShape) -> int:
         """Return the forward FLOPs of one token per attended key: 2 h (d_qk + d_v) for h heads.
 
-        They are the products of the query with the key, and of the probability with the value.
+        The FLOPs are the products of the query with the key, and of the probability with the value.
         """
         return 2 * shape.heads * (self.key_size(shape) + shape.v_head_dim)
 
@@ -141,7 +141,7 @@ class LatentAttention(Mixer):
     def problems(
         self, shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any]
     ) -> Iterator[UserError]:
-        """Yield an error for Megatron's fused rotary embedding, which does not support packed rows here."""
+        """Yield an error for Megatron's fused rotary embedding, which does not support packed rows."""
         if not settings.get("apply_rope_fusion"):
             return
 
@@ -176,7 +176,7 @@ def _make_weight(name: str, cut: Cut, source: Source, fused_suffix: str = "") ->
     """Create a `Weight` of latent attention.
 
     ``source`` is named below ``self_attn`` in checkpoints. ``fused_suffix`` is the end of the name in layers
-    in which Transformer Engine fuses modules; empty for the same name.
+    in which Transformer Engine fuses modules. It is empty if the name is the same in all layers.
     """
     prefix = "self_attention."
     fused_name = ""

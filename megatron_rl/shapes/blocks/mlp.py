@@ -34,7 +34,10 @@ class Mlp(FeedForward):
         return count_mlp_elements(layer, layer.shape.mlp_width / layer.tensor)
 
     def live_elements(self, layer: LocalLayer) -> float:
-        """Count the elements per token of gate, up, the activation, up plus its offset, and their product."""
+        """Return the peak number of live elements per token: five tensors with the MLP's width.
+
+        The tensors are gate, up, the activation of gate, up plus its offset, and the product of the last two.
+        """
         return 5 * layer.shape.mlp_width / layer.tensor
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:

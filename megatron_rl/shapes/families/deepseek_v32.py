@@ -1,4 +1,7 @@
-"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention, for rows that attend to all keys."""
+"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention.
+
+Rows are limited to a length at which sparse attention selects all keys.
+"""
 
 from megatron_rl.shapes.families import deepseek_v3
 from megatron_rl.shapes.family import with_sparse_attention

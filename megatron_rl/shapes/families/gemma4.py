@@ -81,8 +81,8 @@ def _layer_types(reader: ConfigReader) -> list[str]:
 def _layer_sizes(reader: ConfigReader, layer_types: list[str]) -> list[tuple[int, int]]:
     """Return the head size and the number of key-value heads of each layer.
 
-    transformers 5.19 writes ``per_layer_config`` for the layers with other sizes. Published checkpoints have
-    ``global_head_dim`` and ``num_global_key_value_heads`` for all layers with full attention.
+    transformers 5.19 writes ``per_layer_config`` for layers whose sizes differ from the default. Published
+    checkpoints have ``global_head_dim`` and ``num_global_key_value_heads`` for layers with full attention.
     """
     head_dim = reader.size("head_dim")
     kv_heads = reader.size("num_key_value_heads")

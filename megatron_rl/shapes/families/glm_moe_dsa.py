@@ -1,6 +1,7 @@
-"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention, for rows that attend to all keys.
+"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention.
 
-Layers without an indexer reuse the keys that an earlier layer's indexer selected.
+Rows are limited to a length at which sparse attention selects all keys. Layers without an indexer reuse the
+keys that an earlier layer's indexer selected.
 """
 
 from megatron_rl.shapes.families import glm4_moe_lite

@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, December 2025): YaRN, and queries that grow with their position."""
+"""Ministral 3 (Mistral AI, December 2025): YaRN, and queries that are scaled with their position."""
 
 from collections.abc import Mapping
 from typing import Any
