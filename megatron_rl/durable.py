@@ -1,8 +1,8 @@
 """Atomic writes of files and folders, and digests that detect later damage.
 
-The one idea: everything is written under a temporary name first, flushed to the disk (fsync of files and
-folders), and then renamed. A crash of the process or the machine leaves the old content or the new content,
-never a mixture. A sealed folder contains `DIGESTS`, the digest of each of its files, to verify them later.
+Every file and folder is first written under a temporary name, then flushed to the disk (fsync), and then
+renamed. A crash of the process or the machine leaves the old content or the new content, never a mixture. A
+sealed folder contains `DIGESTS`, the digest of each of its files, to verify them later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors that a user can act on: a message, the key or file, the expected and the actual value, and the fix.
 
-The one idea: a mistake of the user is never a traceback. Every mistake in a configuration, a data set or an
-environment is a `UserError`, and as many as possible are reported together.
+A mistake of the user is never a traceback. Every mistake in a configuration, a data set or an environment is
+a `UserError`, and as many as possible are reported together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rank and world size of a process, as its launcher sets them, and the report of errors to the launcher.
 
-The one idea: torchrun passes everything in environment variables. A process without them is a single-process
+torchrun passes all values in environment variables. A process without these variables is a single-process
 job.
 """
 

@@ -37,7 +37,8 @@ class Metrics:
     ``group/name``.
 
     Losses add metrics as scalars on the device, so that the host does not wait for the device after each
-    micro-batch. They are merged there, and `exchange.host_metrics` copies all of them together.
+    micro-batch. The scalars are merged on the device, and `exchange.host_metrics` copies all of them
+    together.
 
     Example: ``Metrics.mean("reward/mean", 6.0, 4) + Metrics.mean("reward/mean", 2.0, 4)``
     has ``values() == {"reward/mean": 1.0}``.
@@ -142,14 +143,14 @@ def is_measurable(value: Any) -> bool:
 
 
 def number_text(value: float, number_format: str) -> str:
-    """Format a number with ``number_format``, such as ``.3f``; from 1e15 on with 3 significant digits."""
+    """Format a number with ``number_format``, such as ``.3f``, or with 3 significant digits from 1e15 on."""
     if abs(value) < _LARGEST_FIXED_POINT:
         return format(value, number_format)
     return format(value, ".3g")
 
 
 def _is_step(value: Any) -> bool:
-    """Return whether a JSON value is a valid step number: an integer, not a bool, in 0 to `LAST_STEP`."""
+    """Return whether a JSON value is a valid step number: an integer from 0 to `LAST_STEP`, not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
 
 

@@ -81,7 +81,7 @@ class SamplingParameters(NamedTuple):
 
     @property
     def has_rules(self) -> bool:
-        """Return whether a rule changes logits before the temperature and the filters."""
+        """Return whether any rule changes logits, before temperature and filters are applied."""
         has_bans = self.min_response_tokens > 0 or self.no_repeat_ngram_size > 0
         return bool(self.logit_bias) or has_bans or self.has_penalties
 
@@ -92,7 +92,7 @@ class SamplingParameters(NamedTuple):
 
 
 class LogitRules(NamedTuple):
-    """Rules that changed the logits of one row, with the positions in the row that they depend on.
+    """Rules that changed the logits of one row, and the positions in the row at which they apply.
 
     Example: ``LogitRules(SamplingParameters(logit_bias=((17, -2.0),)), prompt_tokens=8)``.
     """
@@ -203,10 +203,11 @@ def observation_token_counts(rollouts: Rollouts) -> Tensor:
 def limited_counts(rollouts: Rollouts) -> Tensor:
     """Count the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
 
-    These are the policy's tokens, the environment's tokens between and after them, and the dropped tokens of
-    an observation that did not fit.
+    These are the policy's tokens, the environment's tokens after the first turn of the policy, and the
+    dropped tokens of an observation that did not fit.
 
-    Example: a row of a prompt, 3 sampled tokens, an observation of 4 and 2 more sampled tokens counts 9.
+    Example: the count is 9 for 3 sampled tokens, an observation of 4 tokens, and 2 more sampled tokens.
+    Prompt tokens are not counted.
     """
     counts = row_counts(rollouts.response_mask, rollouts.lengths) + observation_token_counts(rollouts)
     if rollouts.outcomes is None:

@@ -1,14 +1,14 @@
 """The user's code: import of its modules, and copies of the modules' files from the start of a run.
 
-A process that is restarted in the middle of a run executes the same code as before, even if the files have
-been edited meanwhile, and the run folder contains the code that computed its rewards. The trainer copies the
-files that the configuration names and the user's modules that their import statements name
-(`read_user_code`, `write_copy`). Data files that the code opens are not copied.
+A process that is restarted in the middle of a run executes the same code as before, even if the user has
+edited the files. The run folder also documents the code that computed the rewards. The trainer copies the
+files that the configuration names, and the user's modules that these files import (`read_user_code`,
+`write_copy`). Data files that the code opens are not copied.
 
-A contained process, a restricted process for the user's code, executes modules from the copies
-(`execute_copies`) but keeps their names and paths, so that tracebacks name the user's file and other modules
-in its folder can be imported. Every contained process imports this module at its start, so this module must
-import quickly.
+A contained process is a restricted process for the user's code. It executes the copies of modules
+(`execute_copies`) under the original names and paths, so that tracebacks name the user's file, and the file
+can import further modules of its folder. Every contained process imports this module at its start, so this
+module must import quickly.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _CopyLoader(SourceFileLoader):
 
 
 class _CopyFinder:
-    """Import finder of modules with a copy; searches the same folders as Python's own finder."""
+    """Import finder for modules that have a copy. It searches the same folders as Python's own finder."""
 
     @staticmethod
     def find_spec(
@@ -92,7 +92,7 @@ class _CopyFinder:
 
 
 def execute_copies(copies: Mapping[str, bytes]) -> None:
-    """Make later imports execute copies of files; ``copies`` maps the file's resolved path to the content."""
+    """Make later imports execute copies of files; ``copies`` maps a resolved file path to its content."""
     _executed_copies.update(copies)
     if _executed_copies and _CopyFinder not in sys.meta_path:
         sys.meta_path.insert(0, _CopyFinder)  # type: ignore[arg-type]
@@ -235,12 +235,12 @@ def import_user_module(location: str, key: str) -> ModuleType:
 
 
 def active_copies() -> Mapping[str, bytes]:
-    """Return the copies for contained processes that this process starts, by the path of the file."""
+    """Return the copies that new contained processes will execute: a mapping from file path to content."""
     return _active_copies
 
 
 def activate_copies(files: Mapping[str, bytes]) -> None:
-    """Set the copies for contained processes started from now on; ``files`` maps paths to contents."""
+    """Set the copies that new contained processes will execute; ``files`` maps a file path to its content."""
     _active_copies.clear()
     _active_copies.update(files)
 

@@ -1,7 +1,7 @@
 """Picture of a checked run: nodes, the roles on their ranks, and the traffic between ranks.
 
-The one idea: most nodes of a large job are equal. Nodes whose ranks have the same roles and the same division
-into replicas and stages are drawn once, so the picture of a job of any size is readable.
+Most nodes of a large job look the same. Nodes with the same roles, replicas and pipeline stages are drawn
+once, so the picture of a job of any size is readable.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ _DIMENSIONS = ("tensor", "context", "expert", "pipeline", "data")
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes with the same roles, and in each role with the same division into replicas and stages.
+    """Nodes that look the same in the picture: same roles, replicas and pipeline stages on their ranks.
 
-    Example: 64 ranks with one colocated layout of tensor 2 have the kind ``NodeKind((0, …, 7), 8)``.
+    Example: 64 colocated ranks on 8 nodes, with a tensor-parallel size of 2, are one kind: ``NodeKind((0, …,
+    7), 8)``.
     """
 
     nodes: tuple[int, ...]
@@ -64,10 +65,10 @@ class NodeKind:
 
 
 def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_node: int) -> list[NodeKind]:
-    """Return the kinds of nodes of a job, in the order of their first nodes.
+    """Group the nodes of a job into kinds, in the order of the first node of each kind.
 
-    Two nodes are of one kind if their ranks have the same roles, and if each role divides both nodes into
-    replicas and stages in the same way.
+    Two nodes are of the same kind if their ranks have the same roles, and if each role groups these ranks
+    into replicas and pipeline stages in the same way.
     """
     # (number of ranks, (role, slot, index of replica and stage) for each role on a rank) -> nodes.
     nodes_by_kind: dict[tuple[int, tuple[tuple[str, int, int], ...]], list[int]] = {}
@@ -243,9 +244,9 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
 def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
     """Return the label of a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
-    ``slots`` are the indices of the bar's ranks within a node, which has ``per_node`` ranks. The label lists
-    the coordinates of these ranks on all nodes of ``kind``. The letters are t tensor, c context, p pipeline
-    and d data, and r replica in the row of the rollout, see `coordinate_legend`.
+    ``slots`` are the indices of the bar's ranks within a node of ``per_node`` ranks. The label contains the
+    coordinates of these ranks on all nodes of ``kind``. The letters are t (tensor), c (context), p
+    (pipeline), d (data), and r (replica, for the rollout); see `coordinate_legend`.
     """
     coordinates = []
     for node in kind.nodes:

@@ -107,7 +107,7 @@ def report_text(
 
 
 def _verbose_sections(report: CheckReport) -> list[str]:
-    """Return the sections of a verbose report, without sections that errors prevented from being computed."""
+    """Return the sections of a verbose report, except sections that could not be computed after errors."""
     blocks = [_configuration_section(report)]
 
     # Explicit input comes first, then the derived memory and traffic.

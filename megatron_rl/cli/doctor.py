@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Skip the tests of `--gpu` after errors: without packages they would fail with a less helpful message.
     if arguments.gpu and not _has_error(sections):
         print_progress = is_first_rank and not arguments.json
-        sections["proof"] = _prove_machines(Path(arguments.out), world_size, print_progress=print_progress)
+        sections["proof"] = _test_machines(Path(arguments.out), world_size, print_progress=print_progress)
 
     if is_first_rank and arguments.json:
         record = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
@@ -150,10 +150,10 @@ def _print_errors(errors: list[Finding]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _prove_machines(folder: Path, world_size: int, *, print_progress: bool) -> list[Finding]:
-    """Test the machines with `proof.prove_machine`, and return the findings. Collective over the world.
+def _test_machines(folder: Path, world_size: int, *, print_progress: bool) -> list[Finding]:
+    """Test the machines with measurements and small training jobs. Collective over the world.
 
-    The tests write their files into ``folder``. With ``print_progress``, a line is printed after each test.
+    Returns the findings. The tests write their files into ``folder``. With ``print_progress``, a line is printed after each test.
     """
     # Import here, since the module imports torch, which may not be installed.
     from megatron_rl.planning.proof import prove_machine

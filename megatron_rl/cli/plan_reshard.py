@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _transferred_adapters(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters of ``rank`` that are transferred instead of the weights; None without ``rank``.
+    """Return the LoRA adapters that are transferred instead of the weights; None without a LoRA ``rank``.
 
     ``config`` is the model's Hugging Face configuration. Raises UserErrors for invalid adapters.
     """
@@ -191,8 +191,8 @@ def _summary_lines(
 ) -> list[str]:
     """Format the summary of a planned transfer as lines of text.
 
-    ``bytes_by_method`` maps the name of another project's method to the bytes that a rank would receive with
-    it. ``layouts`` describes both layouts, and ``planning_seconds`` is the time spent on planning.
+    ``bytes_by_method`` maps the transfer methods of other projects to the bytes that a rank receives with
+    each method. ``layouts`` describes both layouts, and ``planning_seconds`` is the time spent on planning.
     """
     rows = [
         ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),

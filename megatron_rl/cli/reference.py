@@ -255,7 +255,7 @@ def _default_text(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _changed_defaults_text(section: Any) -> str:
-    """List the values of a default section that differ from the defaults of its class, as text."""
+    """List the values of a section, the default of a key, that differ from the defaults of its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)

@@ -54,7 +54,7 @@ def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
 def separate_base_reason(config: RunConfig, path: str) -> str | None:
     """Return why the role at ``path`` cannot share the actor's base weights; None if it shares them.
 
-    ``config`` is resolved, and the table of roles allows the role to share them (`ADAPTED`).
+    ``config`` is resolved, and `RoleSpec.shares` of the role is `ADAPTED`.
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
@@ -94,8 +94,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    The table of roles must allow it (`INITIAL`), the actor must have adapters, and the role must have the
-    actor's model and layout. ``config`` is resolved.
+    This requires a role with `RoleSpec.shares` of `INITIAL`, adapters of the actor, and the actor's model and
+    layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

@@ -1,8 +1,8 @@
 """Estimate of the memory of each rank in each phase of a step, from the shapes of every role's model.
 
-The one idea: a rank's memory is a list of items, each with the phases in which it is resident. The peak of a
-phase is the sum of its items. Roles that share a rank work in turns, so of the items that are resident only
-during a role's turn, the peak includes only the largest turn.
+A rank's memory is a list of items, each with the phases in which it is resident. Roles that share a rank work
+one after another in a phase; the time in which a role works is its turn. The peak of a phase is the bytes of
+the items that are resident in the complete phase, plus the bytes of the largest turn.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class RankMemory:
     """All contributors to the rank's memory."""
 
     def phase_peak(self, phase: str) -> int:
-        """Return the peak in bytes of a phase: the items of the complete phase plus the largest turn."""
+        """Return the peak of a phase in bytes: items of the complete phase, plus the largest turn."""
         turn_bytes = [self._turn_bytes(phase, role) for role in self.roles_in_turn(phase)]
         return self._turn_bytes(phase, None) + max(turn_bytes, default=0)
 
     def _turn_bytes(self, phase: str, turn: str | None) -> int:
-        """Return the bytes that are resident in a phase during one role's ``turn`` only.
+        """Return the bytes that are resident in a phase only while the role ``turn`` works.
 
         With ``turn`` None, return the bytes that are resident during the complete phase.
         """
@@ -116,7 +116,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """Return the largest peak in bytes of any phase."""
+        """Return the largest peak of all phases, in bytes."""
         return max(self.phase_peak(phase) for phase in PHASES)
 
 
@@ -147,7 +147,7 @@ class Usage:
 
     @property
     def waits(self) -> int:
-        """Return how often the host waited for the device."""
+        """Return the number of times that the host waited for the device."""
         return self.reads + self.copies + self.selections
 
 
@@ -196,11 +196,12 @@ def memory_plan(
     batch: BatchPlan | None,
     ranks: Iterable[int] | None = None,
 ) -> list[RankMemory]:
-    """Estimate the memory of ranks, fullest first; of ranks with equal items only the lowest is listed.
+    """Estimate the memory of ranks; return the ranks with the largest peak first.
 
-    ``layouts`` maps each role to its layout, and ``shapes`` each role to the shape of its model; a role
-    without a shape has the actor's model. A single-stage job has no ``batch``, since it only trains.
-    ``ranks``: ranks whose memory is estimated; None for all.
+    If several ranks have the same memory items, only the lowest of these ranks is returned. ``layouts`` maps
+    each role to its layout. ``shapes`` maps each role to the shape of its model; a role without a shape has
+    the actor's model. ``batch`` is None for a single-stage job, which only trains. ``ranks``: ranks whose
+    memory is estimated; None for all.
     """
     sleeping = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
@@ -393,10 +394,10 @@ def optimizer_bytes_saved(bytes_in_memory: int, optimizer: OptimizerConfig, weig
 
 @dataclass(frozen=True)
 class CheckpointMemory:
-    """Bytes of a checkpoint on the rank with the most, and the resulting costs for a node.
+    """Size of a checkpoint on the rank that writes the most bytes, and the cost of a save on one node.
 
-    Example: Adam of 1e9 bfloat16 parameters on 8 data-parallel ranks of a node has ``shards`` of 1.5e9 bytes,
-    ``gathered`` of 12e9, and ``weights`` of 0.25e9.
+    Example: a model of 1e9 bfloat16 parameters with Adam on 8 data-parallel ranks of a node has ``shards`` of
+    1.5e9 bytes, ``gathered`` of 12e9, and ``weights`` of 0.25e9.
     """
 
     shards: int
@@ -410,13 +411,14 @@ class CheckpointMemory:
 
     @property
     def write_seconds(self) -> float:
-        """Return the seconds in which all ranks of a node write their shards at `CHECKPOINT_BANDWIDTH`."""
+        """Return the seconds that a node needs to write the shards of its ranks at `CHECKPOINT_BANDWIDTH`."""
         return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
 
     def host_bytes(self, optimizer_layout: str) -> int:
-        """Return the bytes of host memory that a save needs on a node.
+        """Return the bytes of host memory that one node needs to save a checkpoint.
 
-        ``optimizer_layout`` is `ANY` (loads in any layout) or `SAME` (in the layout that wrote it).
+        ``optimizer_layout`` is `ANY` if the saved optimizer can be loaded with any layout, and `SAME` if it
+        can be loaded only with the layout that saved it.
 
         For `ANY`, Megatron gathers complete parameters in every rank, and copies a third of them at a time to
         add the padding of its buffers. Loading such a checkpoint allocates as much. For `SAME`, each rank
@@ -607,11 +609,11 @@ def _is_shared_base(config: RunConfig) -> bool:
 def _adapted_weights_item(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_text: str
 ) -> MemoryItem:
-    """Return the memory item for the weights of the role with adapters at ``path``.
+    """Return the memory item for the weights of a role with adapters; ``path`` is the role's section.
 
-    A role that shares the actor's base weights has only the adapters in memory. ``weights`` is the item for
-    adapters and base together, ``adapter_bytes`` the bytes of the adapters alone, and ``trained_text`` the
-    number of trained parameters as text.
+    A role that shares the actor's base weights needs memory only for its adapters. ``weights`` is the item
+    for adapters and base weights together, ``adapter_bytes`` the bytes of the adapters alone, and
+    ``trained_text`` the number of trained parameters as text.
     """
     reason = separate_base_reason(config, path)
     if reason is None:
@@ -633,7 +635,8 @@ def _forward_items(
 
     ``item_name`` prefixes the name of an item with the role. ``scoring`` is the memory of a forward pass, and
     ``tokens_per_rank`` the number of its tokens as text. The chunk of logits is resident in ``phases``.
-    ``fused`` is true for Transformer Engine's layers, whose activations are counted for two layers.
+    ``fused`` is true for layers of Transformer Engine; ``scoring`` then counts the activations of two layers
+    instead of one.
     """
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)

@@ -1,8 +1,7 @@
 """Checkpoint directories, their meta.json, and the rules for resuming from one; importable without torch.
 
-The one idea: a checkpoint is a directory ``step_N`` in the folder of a run or of one of its stages. It is
-written under a temporary name and renamed when it is complete, so every ``step_N`` with a meta.json is a
-complete checkpoint.
+A checkpoint is a directory ``step_N`` in the folder of a run or of one of its stages. It is written under a
+temporary name and renamed when it is complete, so every ``step_N`` with a meta.json is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def remove_interrupted_saves(folder: Path) -> list[Path]:
-    """Delete incomplete folders that interrupted saves and deletions have left; return their paths.
+    """Delete incomplete folders left behind by interrupted saves and deletions; return their paths.
 
     Call on one rank, after `recover_replaced` and while no save is in progress.
     """
@@ -107,11 +106,11 @@ def remove_interrupted_saves(folder: Path) -> list[Path]:
 
 
 def prune_checkpoints(last_saved: Path, keep: int, best_steps: Collection[int] = ()) -> list[Path]:
-    """Delete all checkpoints except the newest ``keep``, and the folders that interrupted saves have left.
+    """Delete all checkpoints except the newest ``keep``, and the folders left behind by interrupted saves.
 
-    ``last_saved`` is the newest valid checkpoint. Newer checkpoints are retained and do not count: they are
-    damaged, and the run has resumed from an older one. Checkpoints of ``best_steps`` are retained, too.
-    Returns the deleted paths. Call this on one rank, while no save is in progress.
+    ``last_saved`` is the newest valid checkpoint. Newer checkpoints are damaged, since the run has resumed
+    from an older one; they are retained, and are not counted in ``keep``. Checkpoints of ``best_steps`` are
+    retained, too. Returns the deleted paths. Call this on one rank, while no save is in progress.
     """
     folder = last_saved.parent
     deleted = remove_interrupted_saves(folder)

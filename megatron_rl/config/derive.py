@@ -1,7 +1,7 @@
 """Derived values of a configuration for a number of processes, and the arithmetic of its batches.
 
-The one idea: every unset key is filled in here, once, with a reason that ``check`` prints next to the value.
-Later code reads a resolved configuration and never derives a value again.
+Every unset key is filled in here, once, with a reason that ``check`` prints next to the value. Later code
+reads a resolved configuration and never derives a value again.
 """
 
 from __future__ import annotations
@@ -462,16 +462,17 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
 
 
 def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Disable ``overlap_grad_reduce`` of roles whose ranks can then repeat a pass that ran out of memory.
+    """Disable ``overlap_grad_reduce`` for roles that can then repeat a pass after running out of memory.
 
-    This applies only to runs with a memory target: their micro-batches are as large as possible, so a pass
-    may run out of memory and has to be repeated with smaller micro-batches.
+    A pass runs the micro-batches of a phase through a model. With a memory target, micro-batches are as
+    large as possible, so a pass may run out of memory and has to be repeated with smaller micro-batches.
+    Without a memory target, the configuration is returned unchanged.
     """
     if config.batch.memory_target is None:
         return config
 
     def fill_ddp(path: str, section: Any) -> Any:
-        """Return a role's section without ``overlap_grad_reduce`` if its ranks can then repeat a pass."""
+        """Return a role's section; disable ``overlap_grad_reduce`` if the role can then repeat a pass."""
         if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
             return section
 

@@ -1,8 +1,8 @@
 """Table of the rollout engines and the capabilities of each; importable without torch.
 
-The one idea: rules, placement and the step never compare an engine's name, only its capabilities. So an
-engine is a folder of `megatron_rl.rollout.engines` with its code, and one `EngineSpec` in `ENGINES`. `check`,
-`plan` and the planner read only the `EngineSpec`.
+Rules, placement and the step read the capabilities of an engine, and never compare its name. So an engine is
+a folder of `megatron_rl.rollout.engines` with its code, and one `EngineSpec` in `ENGINES`. `check`, `plan`
+and the planner read only the `EngineSpec`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Types of configuration fields: conversion of plain values, and the type as text.
 
-The one idea: a field's annotation is the only definition of its type. Parsing, error texts and the generated
-reference all read the annotation through the functions of this module.
+A field's annotation is the only definition of its type. Parsing, error texts and the generated reference all
+read the annotation through the functions of this module.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def value_paths(cls: type, prefix: str = "") -> list[str]:
 
 
 def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a plain value to a type; return whether the type accepts it, and the typed value.
+    """Convert a plain value to a type; return (whether the type accepts the value, typed value).
 
     Example:
         >>> convert_value(int | None, 1e3), convert_value(int, "64")
@@ -94,7 +94,7 @@ def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert_to(option: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a plain value to ``option``, one member of a union; return the same pair as `convert_value`."""
+    """Convert a plain value to one member of a union; return (whether it is accepted, typed value)."""
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
     # bool is a subclass of int, so `steps: true` would otherwise be 1 step.
@@ -137,13 +137,13 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _convert_tuple(item_type: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert a list to a tuple of ``item_type``; return the same pair as `convert_value`.
+    """Convert a list to a tuple of ``item_type``; return (whether it is accepted, typed value).
 
-    A text with ranges of integers, such as ``0-3,8``, is also accepted for a tuple of integers.
+    A tuple of integers can also be written as text with ranges, such as ``0-3,8``.
     """
     if item_type is int and isinstance(raw, str):
-        ranks = parse_ranges(raw)
-        return ranks is not None, ranks
+        integers = parse_ranges(raw)
+        return integers is not None, integers
     if not isinstance(raw, list | tuple):
         return False, raw
 
@@ -153,7 +153,7 @@ def _convert_tuple(item_type: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert_mapping(value_type: Any, raw: Any) -> tuple[bool, Any]:
-    """Convert the values of a mapping to ``value_type``; return the same pair as `convert_value`."""
+    """Convert the values of a mapping to ``value_type``; return (whether it is accepted, typed mapping)."""
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         return False, raw
 
@@ -234,7 +234,7 @@ def _is_number_text(text: str) -> bool:
 
 
 def parse_ranges(text: str) -> tuple[int, ...] | None:
-    """Parse a text such as ``0-3,8`` to ranks; return None for invalid text.
+    """Parse integers from a text such as ``0-3,8``; return None for invalid text.
 
     Example:
         >>> parse_ranges("0-3,8")

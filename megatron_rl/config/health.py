@@ -1,6 +1,6 @@
 """Table of the health rules: the measure and band of each, and what to inspect and change when it fires.
 
-The one idea: a rule is one row of data. The run, the report, `check` and docs/health.md read the same rows.
+A rule is one row of data. The run, the report, `check` and docs/health.md read the same rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Models and data sets on the Hugging Face Hub, with names that begin with ``hf://`` as in huggingface_hub.
 
-The one idea: when a configuration is loaded, each name is replaced by the path of its copy in the Hub's
-cache, so all later code reads only local files. The first use pins the revision: later uses on this machine
-read the same copy without a request to the Hub.
+When a configuration is loaded, each name is replaced by the path of its copy in the Hub's cache, so all later
+code reads only local files. The first use pins the revision: later uses on this machine read the same copy
+without a request to the Hub.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HubCopy:
 
     @property
     def command(self) -> str:
-        """Return the command that downloads the copy."""
+        """Return the ``hf download`` command for this copy."""
         arguments = ["hf download", self.repo]
         if self.kind == "dataset":
             arguments.append("--repo-type dataset")
@@ -72,7 +72,7 @@ class HubCopy:
         return " ".join(arguments)
 
     def path(self, snapshot: Path) -> Path:
-        """Return the local path for the configuration; ``snapshot`` is the folder of the revision."""
+        """Return the local path of the files; ``snapshot`` is the local folder of the revision."""
         if self.files is None:
             return snapshot
         return snapshot / self.files
@@ -122,9 +122,9 @@ def model_source(path: str) -> str:
 def resolve_hub_names(tree: Section, errors: list[UserError], with_weights: bool) -> dict[str, HubCopy]:
     """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
-    Files of data sets and small files of models are always downloaded, weights only ``with_weights``. Returns
-    the copies that are incomplete on this machine, by directory; without a network, a directory may not
-    exist. Errors about malformed names are appended to ``errors``.
+    Files of data sets and small files of models are always downloaded, weights only if ``with_weights`` is
+    true. Returns a mapping from local directory to copy for the copies that are incomplete on this machine;
+    without a network, a directory may not exist. Errors about malformed names are appended to ``errors``.
     """
     incomplete: dict[str, HubCopy] = {}
     for key, leaf in list(tree.leaves()):
@@ -172,8 +172,8 @@ def _is_hub_name(value: Any) -> bool:
 def _local_path(copy: HubCopy, with_weights: bool, incomplete: dict[str, HubCopy]) -> Path:
     """Return the local path of a Hub repository's copy; download missing files.
 
-    Weights of a model are downloaded only ``with_weights``. An incomplete copy is added, with the reason, to
-    ``incomplete`` under its directory.
+    Weights of a model are downloaded only if ``with_weights`` is true. An incomplete copy is added to
+    ``incomplete`` under its directory, with the reason.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
@@ -206,7 +206,7 @@ def _unique_file_name(copy: HubCopy) -> str:
 def _download_snapshot(copy: HubCopy, cache: Path, with_weights: bool) -> Path:
     """Return the folder of a copy's pinned revision; download missing files into ``cache``.
 
-    The first download pins the revision. Weights of a model are downloaded only ``with_weights``.
+    The first download pins the revision. Weights of a model are downloaded only if ``with_weights`` is true.
     """
     from filelock import FileLock
     from huggingface_hub import snapshot_download

@@ -1,7 +1,7 @@
 """Loading of a configuration from YAML and overrides, and writing it as YAML.
 
-The one idea: `load` never raises. It returns the configuration with all errors and the origin of every value,
-so ``check`` can report the errors together with its own findings. `load_config` raises the errors instead.
+`load` never raises. It returns the configuration with all errors and the origin of every value, so ``check``
+can report the errors together with its own findings. `load_config` raises the errors instead.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), with_weights: bool = F
     """Load a YAML file with ``key.path=value`` overrides; collect errors instead of raising them.
 
     The file may name base files with ``base: other.yaml``, see `read_with_base`. Models and data sets with
-    ``hf://`` names are downloaded; weights of models only with ``with_weights``.
+    ``hf://`` names are downloaded; weights of models only if ``with_weights`` is true.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
@@ -136,9 +136,10 @@ def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse
 
 
 def _set_megatron_model_path(tree: Section) -> None:
-    """Set an unset ``model.path`` to the folder for the config.json and tokenizer of ``model.megatron``.
+    """Set an unset ``model.path`` to the folder that will contain the model files of ``model.megatron``.
 
-    The folder is in ``run_dir``. Without ``model.megatron``, the tree stays unchanged.
+    The run writes config.json and the tokenizer into this folder in ``run_dir``. Without ``model.megatron``,
+    the tree stays unchanged.
     """
     model = tree.children.get("model")
     run_dir = tree.children.get("run_dir")

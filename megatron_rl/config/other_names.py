@@ -1,7 +1,7 @@
-"""Names that are not keys: names from other projects, former names of ours, and errors for unknown names.
+"""Names from other projects and former names of our keys, and the errors for unknown names.
 
-The one idea: the field of a key lists its names in other projects (see `setting`), and this module inverts
-that mapping. A listed name includes as many enclosing sections as make it unique, as in
+The dataclass field of a key lists the names of the key in other projects (see `setting`). This module inverts
+this mapping. A listed name includes as many enclosing sections as make it unique, as in
 ``checkpointing.metric_name``; the longest match wins.
 
 `record_unknown_name` records an unknown name with its value and the valid names of its section.
@@ -167,7 +167,7 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
 
 @dataclass(frozen=True)
 class OtherName:
-    """Our counterpart of a former key, or of another project's name for a key.
+    """Counterpart among our keys of a former key, or of a key in another project.
 
     Example:
         >>> find_counterpart("train_batch_size").ours
@@ -189,7 +189,7 @@ class OtherName:
 
     @property
     def source(self) -> str:
-        """Return the project that has the name, as text that follows the name."""
+        """Describe whose name it is for an error, such as ``, a name of TRL``; empty for a common name."""
         match self.project:
             case "common":
                 return ""
@@ -201,10 +201,9 @@ class OtherName:
 
 @functools.cache
 def foreign_names() -> Mapping[str, OtherName]:
-    """Map each name of a key in another project to its counterpart here.
+    """Map each key of another project to its counterpart among our keys.
 
-    If several sections have the same keys, such as the layouts of roles, the counterpart is in the first
-    section.
+    If several of our sections have the same keys, such as the layouts of roles, the first section is used.
     """
     counterparts: dict[str, OtherName] = {}
     for path, foreign in foreign_keys():
@@ -234,11 +233,11 @@ def find_counterpart(path: str) -> OtherName | None:
 
 
 def counterpart_in_section(path: str, section: str, value_paths: Iterable[str]) -> OtherName | None:
-    """Return the counterpart of a dotted name if it is a key of ``section``, which contains the name.
+    """Return the counterpart of an unknown name within the section that contains the name, or None.
 
-    For example, ``eval_temperature`` in ``evaluation.sets.NAME`` is the set's own ``temperature``.
-    ``value_paths`` are the paths of all keys of the section, relative to the section. Returns None if the
-    counterpart is not one of them.
+    For example, the counterpart of ``eval_temperature`` in ``evaluation.sets.NAME`` is ``temperature`` of the
+    same set. ``path`` is the unknown name, and ``value_paths`` are the paths of all keys of the section,
+    relative to the section.
     """
     counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:

@@ -1,7 +1,7 @@
 """Conversion of a tree of plain values to typed, frozen dataclasses.
 
-The one idea: a mistake never stops the conversion. An invalid value is recorded with its origin and replaced
-by its default, so that one pass finds every mistake of a configuration.
+A mistake never stops the conversion. An invalid value is recorded with its origin and replaced by its
+default, so that one pass finds every mistake of a configuration.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def parse_section(
 
     Errors and the origin of each value are recorded in ``state``.
 
-    ``defaults`` is an instance of ``cls`` with the values for missing keys; None for the defaults of the
-    class. The field that contains the section may have another default than its class.
+    ``defaults`` is an instance of ``cls`` with the values for missing keys, since the section's field may
+    override defaults of the class. None uses the defaults of the class.
     """
     settings = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 
@@ -189,7 +189,7 @@ def _typed_value(
     """Convert the node of the key at ``path`` to type ``hint``: a section, named sections or a plain value.
 
     Without a node, return ``default``, which is dataclasses.MISSING for a required key. ``number_means`` is
-    the attribute of the key's `Setting`, for the fix of a bare number.
+    `Setting.number_means` of the key.
     """
     named_section_cls = entry_class(hint)
     if named_section_cls is not None and isinstance(node, Section) and node.children:
@@ -227,7 +227,7 @@ def _typed_value(
 
 
 def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) -> None:
-    """Record the error of a single value in place of a section of class ``cls``."""
+    """Record the error for a single value where a section of class ``cls`` is expected."""
     names = ", ".join(item.name for item in dataclasses.fields(cls) if is_setting(item))
     state.record_broken_value(
         path,
@@ -240,7 +240,7 @@ def _record_single_value(cls: type, node: Leaf, path: str, state: ParseState) ->
 
 
 def _section_fix(cls: type, value: Any, path: str) -> str:
-    """Return the fix for a single value in place of a section of class ``cls``.
+    """Return the fix for a single value where a section of class ``cls`` is expected.
 
     If the class has a ``VALUE_KEY`` that accepts the value, the fix writes the value under that key, such as
     ``reward: {function: my.py:f}`` for ``reward: my.py:f``.
@@ -299,9 +299,9 @@ def _plain_value(
 
 
 def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
-    """Return the fix for a bare number in place of a section, or None for any other value.
+    """Return the fix for a bare number where a section is expected, or None if the value is not a number.
 
-    ``number_means`` is the section to write instead, see `Setting.number_means`.
+    ``number_means`` is the section to suggest for the number, see `Setting.number_means`.
     """
     if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
         return None
@@ -319,7 +319,7 @@ def _field_default(item: dataclasses.Field, defaults: Any) -> Any:
 
 
 def _record_default_origins(value: Any, path: str, state: ParseState) -> None:
-    """Record the default origin for every value of a section that the configuration does not contain."""
+    """Record the default origin for every value of a section that is missing in the configuration."""
     if not dataclasses.is_dataclass(value):
         state.origins[path] = DEFAULT
         return

@@ -1,6 +1,6 @@
 """Placement: the ranks and the layout of each role, and the weights that rollout and actor share.
 
-The one idea: a preset assigns ranks only to layouts without explicit ranks.
+A preset assigns ranks only to layouts without explicit ranks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Ma
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the values of the Megatron settings for the role with this ``layout``.
 
-    A role that inherits the actor's settings does not inherit uneven stages if its pipeline sizes differ.
+    A role that inherits the actor's settings does not inherit uneven pipeline stages if its number of
+    pipeline stages differs from the actor's.
     """
     section = layout.path.rpartition(".")[0]
     path, settings = explicit_megatron_settings(config, section)
@@ -190,9 +191,9 @@ class GroupCounts(NamedTuple):
 
 
 def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int) -> GroupCounts:
-    """Count the process groups that a training job creates; groups of the same ranks count once.
+    """Count the process groups of a training job; groups with identical ranks are counted once.
 
-    On accelerators, an engine on all ranks of the job creates further groups, which are not counted.
+    On accelerators, an engine that uses all ranks of the job creates more groups, which are not counted.
     """
     groups = {tuple(range(world_size))}
     for role, layout in layouts.items():

@@ -1,8 +1,8 @@
 """Table of the roles of a run: name, configuration section and work in a step.
 
-The one idea: a role is a row of `ROLES`, and all code that loops over roles (placement, memory estimate,
-`check`, the planner, the build, the score phase) reads that row. A new frozen role that computes a number per
-token is one row here and one section in `config.schema`.
+A role is a row of `ROLES`. All code that loops over roles reads this row: placement, memory estimate,
+`check`, the planner, the build, and the score phase. A new frozen role that computes a number per token needs
+one row here and one section in `config.schema`.
 
 Two role names are literals in the package, since a run has exactly one role of each name. ``actor`` is the
 trained policy; its layout and model are the defaults of the other roles. ``rollout`` is the engine that
@@ -66,7 +66,7 @@ class AlgorithmNeed:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """Description of one role, or of all models of one mapping in the configuration.
+    """Description of one role, or of a family of named roles such as the reward models.
 
     Example: ``REFERENCE`` is the frozen policy of the section ``reference``, which computes
     ``ref_log_probs``.

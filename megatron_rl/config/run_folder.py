@@ -74,7 +74,7 @@ class RunFolder:
         return self.reward_models / name
 
     def megatron_model(self, role: str) -> Path:
-        """Return the folder with the reference to the Megatron checkpoint of a role's weights."""
+        """Return the folder of a role that refers to the Megatron checkpoint with the role's weights."""
         return self.path / "megatron" / role
 
     def rank_log(self, rank: int) -> Path:

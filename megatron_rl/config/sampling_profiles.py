@@ -1,6 +1,6 @@
 """Sampling profiles by name, from the configuration or registered by Python code.
 
-The one idea: a name is replaced by the profile's settings before the configuration is parsed. So all other
+The name of a profile is replaced by the profile's settings before the configuration is parsed. So all other
 code reads plain values, and a saved configuration does not depend on the user's files.
 """
 
@@ -54,7 +54,7 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
 
 
 def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
-    """Replace the names of sampling profiles in a configuration's tree by their settings.
+    """Replace each name of a sampling profile in a configuration's tree by the settings of the profile.
 
     The settings of `rollout.sampling_profile` replace values of the rollout section, except for command-line
     overrides. Registered profiles are added to `rollout.sampling_profiles`. `data.sources.NAME.profile`
@@ -109,7 +109,7 @@ def resolve_profile_names(tree: Section, errors: list[UserError]) -> None:
 
 
 def _profile_name_leaves(rollout: Any) -> dict[str, Leaf]:
-    """Return the leaves of the rollout section that name a sampling profile, by key."""
+    """Map the key of each rollout setting that names a sampling profile to its leaf."""
     if not isinstance(rollout, Section):
         return {}
 

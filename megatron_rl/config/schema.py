@@ -1,7 +1,7 @@
 """Every key of a run's configuration, as typed, frozen values; importable without torch.
 
-The one idea: a user sets only what matters to the run. A field left at None is derived, and ``check`` prints
-its value and the reason. Each field describes its own meaning, unit and bounds, see `setting`. `RunConfig`
+A user sets only the keys that matter to the run. A field left at None is derived, and ``check`` prints its
+value and the reason. Each field describes its own meaning, unit and bounds, see `setting`. `RunConfig`
 contains all sections; each larger section has a file in `sections`.
 """
 

@@ -12,9 +12,9 @@ A configuration field is declared with `setting`, or with `required` for a key w
 
 Units and bounds of common kinds of numbers have names in `sections.bounds`.
 
-The one idea: the field is the only description of a key. Parsing, the check of the value (`value_errors`),
-the documentation and the suggestions for names of other projects all read the field. A section is a field
-whose type is a dataclass with such fields; sections of one type have the same keys.
+The field is the only description of a key. Parsing, validation (`value_errors`), the documentation and the
+suggestions for names from other projects all read the field. A section is a field whose type is a dataclass
+with such fields; sections of one type have the same keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ REMOVED = "(no line)"
 class ForeignName:
     """Name of a key in another project.
 
-    Example: TRL's ``loss_type`` is ``algorithm.aggregation``, with ``values={"bnpo": "token-mean", ...}``.
+    Example: TRL's ``loss_type`` is our key ``algorithm.aggregation``, with ``values={"bnpo": "token-mean",
+    ...}``.
     """
 
     project: str
@@ -174,7 +175,7 @@ class Setting:
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
-        """Return the error for a text that is not a choice, with a suggestion and the reason if available."""
+        """Return the error for an invalid choice, with the nearest choice and the reason if it is refused."""
         # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
         suggestion = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
@@ -205,12 +206,12 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default; ``attributes`` are further fields of `Setting`.
 
-    ``also_called`` maps a project to its names for the key, separated by commas. ``conversion`` describes how
-    their values differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from
-    its values to ours.
+    ``also_called`` maps a project to the project's names for the key, separated by commas. ``conversion`` is
+    a text that describes how values of all these names differ from ours, or a mapping from name to such a
+    text. ``their_values`` maps a name to a mapping from the project's value to our value.
 
-    ``also_called_below`` contains the names for keys inside the section: key -> project -> names. A key that
-    only one piece of an algorithm has is written ``PIECE: KEY``.
+    For a section, ``also_called_below`` maps each key inside the section to a mapping like ``also_called``. A
+    key that only one piece of an algorithm has is written ``PIECE: KEY``.
     """
     # Parse the names, which fields write as text for brevity.
     values = their_values or {}
@@ -335,9 +336,9 @@ def _foreign_names(
 ) -> Iterator[ForeignName]:
     """Yield a `ForeignName` for each name of a key in other projects.
 
-    ``projects`` maps a project to its names, separated by commas. ``conversion`` describes how their values
-    differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from its values to
-    ours. ``piece`` is the piece of an algorithm that has the key.
+    ``projects``, ``conversion`` and ``their_values`` are the arguments ``also_called``, ``conversion`` and
+    ``their_values`` of `setting`. ``piece`` is the name of the only algorithm piece that has the key, or
+    empty.
     """
     for project, names in projects.items():
         for name in names.split(", "):

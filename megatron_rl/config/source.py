@@ -1,6 +1,6 @@
 """Parsing of YAML and command-line overrides into a tree of plain values, each with its origin.
 
-The one idea: every value keeps its file and line, or its override, so any later error can name them.
+Every value keeps its origin: its file and line, or its override. So any later error can name the origin.
 `_parse_yaml` alone rejects oversized input: texts longer than `MAX_TEXT`, trees with more than `MAX_VALUES`
 values or `MAX_DEPTH` levels, integers of more than 64 bits, and characters that file systems and JSON cannot
 represent. Later code needs no such checks.
@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _measure_node(self, node: yaml.Node) -> tuple[int, int]:
-        """Return the number of values in a node and its number of levels, after the expansion of aliases.
+        """Return the number of values and the number of levels of a node, with aliases expanded.
 
         Raises `_LimitError` if either number exceeds its limit.
         """
@@ -198,7 +198,7 @@ class _Loader(yaml.SafeLoader):
     def _collect_duplicates(self, node: yaml.MappingNode) -> None:
         """Add duplicate names of a mapping to `duplicates`; raise `_LimitError` unless all names are text.
 
-        Call this before ``<<`` inserts the names of other mappings: a mapping may override inserted names.
+        Call this before PyYAML expands merge keys (``<<``), since a mapping may override a merged name.
         """
         first_nodes: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
@@ -317,7 +317,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     """
 
     def origin_of(line: int) -> Origin:
-        """Return the origin of a value on this line."""
+        """Return the origin of a value on line ``line``."""
         return Origin("file", f"{name}:{line}")
 
     fix = "check indentation (spaces, no tabs), colons and quotes around that line"
@@ -365,9 +365,9 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """Read a configuration file and merge it over its base files, recursively.
 
     ``base`` is a file name or a list of file names, relative to the folder of the file that contains it. In a
-    list, later files are merged over earlier ones. A file that several files start from is merged once, below
-    the first of them. Sections are merged name by name. Any other value, also a list, replaces the value of
-    the base, and null restores the default. Every value keeps its origin.
+    list, later files are merged over earlier ones. A base of several files is merged once, before the first
+    of these files. Sections are merged name by name. A single value or a list replaces the value of the base,
+    and null restores the default. Every value keeps its origin.
 
     Returns the tree, and the files that were read, ``path`` first. If a file cannot be read, None replaces
     the tree. Errors are appended to ``errors``.
@@ -479,7 +479,7 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 
 def _is_same_configuration(first: Path, second: Path) -> bool:
-    """Return whether two paths lead to the same file with the same bases."""
+    """Return whether two paths lead to the same file, and its base files are the same for both paths."""
     if not _is_same_file(first, second):
         return False
     # Bases are relative to the folder of a path: a link in another folder has other bases.
@@ -546,7 +546,7 @@ def set_node(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
 
 
 def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Set the node of a name in a section; mark a null that replaces another node with ``unsets``."""
+    """Set the node of a name in a section. A null that replaces an earlier node gets ``unsets=True``."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:
         node = Leaf(None, node.origin, unsets=True)

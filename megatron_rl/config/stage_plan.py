@@ -1,7 +1,7 @@
 """Stages before reinforcement learning: their order, their settings, and the model that each writes.
 
-The one idea: a stage has ended when its model exists, since a model is renamed to its final name when it is
-complete. A restart needs no other state to continue with the right stage.
+A model gets its final name only when it is complete, so a stage has ended if its model exists. A restart
+needs no further state to continue with the right stage.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 
 
 def job_reads(job: str, path: str) -> bool:
-    """Return whether a job reads the setting at a path; a single-stage job ignores most settings."""
+    """Return whether a job reads the key at a path. A single-stage job ignores most keys."""
     if job not in SECTIONS:
         return True
     return not _is_at_or_below(path, *_REINFORCEMENT) or _is_at_or_below(path, *_stage_keys(job))
 
 
 def _stage_keys(job: str) -> tuple[str, ...]:
-    """Return the keys at or below `_REINFORCEMENT` that a single-stage job reads."""
+    """Return the keys and sections of `_REINFORCEMENT` that a single-stage job reads."""
     return (*_ROW_LIMITS, SECTIONS[job].partition(".NAME")[0])
 
 
@@ -104,7 +104,7 @@ def _is_at_or_below(path: str, *sections: str) -> bool:
 
 
 def reset_unread_keys(config: RunConfig) -> RunConfig:
-    """Reset every key that the configuration's job does not read to its default.
+    """Return the configuration with the default value for every key that its job does not read.
 
     Mistakes in these keys then cannot stop a single-stage job.
     """
@@ -118,7 +118,7 @@ def reset_unread_keys(config: RunConfig) -> RunConfig:
 
 
 def _reset_section(section: Any, job: str, prefix: str) -> Any:
-    """Reset the keys of a section that a job does not read to their defaults.
+    """Return a section with the default value for every key that a job does not read.
 
     ``prefix`` is the section's path with a dot at the end, empty for the complete configuration.
     """
@@ -152,7 +152,7 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
 
 
 def existing_models(config: RunConfig) -> dict[str, str]:
-    """Map each existing folder of a model or adapter that a run reads to the configuration key that names it.
+    """Map each folder of a model or adapter that a run reads to its configuration key, if the folder exists.
 
     The key of a stage's output model is the path of the stage's section.
     """

@@ -1,7 +1,7 @@
 """Algorithm of a run: its name, and replacements or settings of its pieces, such as the policy loss.
 
-The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), and a configuration
-can change each piece without the others. The settings of a piece are the fields of its class in
+An algorithm is a set of pieces (advantage, policy loss, aggregation, ...), and a configuration can change
+each piece without the others. The settings of a piece are the fields of its class in
 `megatron_rl.algorithms`, and are not repeated here.
 """
 
@@ -23,9 +23,10 @@ _ITS_OWN = "the named algorithm's own"
 class AlgorithmConfig:
     """Algorithm by name, with replacements and settings of its pieces.
 
-    A piece is a name, the path of one of your own (``file.py:Name`` or ``module:Name``), or a section with
-    ``name`` and its settings. Without ``name``, the settings apply to the algorithm's own piece. The
-    tables of pieces below list the names, and the settings of each with their bounds.
+    A piece is a name, the import path of a class of your own (``file.py:Name`` or ``module:Name``), or a
+    section with ``name`` and the settings of the piece. Without ``name``, the settings apply to the
+    algorithm's default piece. The tables below list the pieces by name, with the settings of each piece and
+    their bounds.
     """
 
     VALUE_KEY: ClassVar[str] = "name"

@@ -1,7 +1,7 @@
 """Units and bounds of common kinds of numbers, and the limits of processes that run a user's code.
 
-The one idea: every number has an upper bound. A larger value is a mistake of the user, and would overflow
-later in torch, vLLM or a timer, with an error that does not name the key.
+Every number has an upper bound. A larger value is a mistake of the user, and would overflow later in torch,
+vLLM or a timer, with an error that does not name the key.
 """
 
 from __future__ import annotations

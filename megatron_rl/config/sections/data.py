@@ -1,7 +1,7 @@
 """Data sets and the fields of a record.
 
-The one idea: ``data`` names the record fields of all data sets, and the section of a data set can override
-each of `FIELDS`. `fields_of` merges the two, and retains the path of each setting for errors.
+``data`` names the record fields of all data sets, and the section of a data set can override each of
+`FIELDS`. `fields_of` merges the two, and retains the path of each setting for errors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class PromptTemplate(NamedTuple):
 class SourceConfig:
     """One of several sources of training prompts, and the share of the prompts that it provides.
 
-    The task of a record without a task is the name of its source, so the sampling profile of that name
-    applies to the record. `profile` chooses another sampling profile. A profile for a record's own task has
-    precedence over both.
+    A record that does not name a task has the name of its source as its task. A sampling profile with the
+    name of a task applies to all records of the task. `profile` sets the sampling profile for the records of
+    this source, except for records whose own task has a profile.
     """
 
     path: str | tuple[str, ...] = required(
@@ -216,7 +216,7 @@ class DataConfig:
 
     @property
     def has_prompts(self) -> bool:
-        """Return whether there are prompts for reinforcement learning."""
+        """Return whether the configuration sets prompts for reinforcement learning: `train` or `sources`."""
         return self.train is not None or bool(self.sources)
 
     @property
@@ -236,7 +236,7 @@ class DataConfig:
 
     @property
     def record_fields(self) -> tuple[str | None, ...]:
-        """Return the record fields that are read in addition to responses, with None for unused fields."""
+        """Return the names of the record fields for prompts and rewards, with None for each unset name."""
         names = (self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field)
         return *names, self.chat_template_kwargs_field
 

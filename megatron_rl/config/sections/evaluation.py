@@ -1,7 +1,7 @@
 """Evaluation: sets of held-out prompts, how they are sampled, and the metrics of each.
 
-The one idea: an evaluation set is like a small run without training. It uses the run's record fields and
-reward unless its section overrides them.
+An evaluation set is like a small run without training. It uses the run's record fields and reward unless its
+section overrides them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 
 @dataclass(frozen=True)
 class EvaluationSetConfig:
-    """Evaluation set; ``NAME: path/to/data.jsonl`` is short for a set with nothing but data.
+    """Evaluation set; ``NAME: path/to/data.jsonl`` is short for a set that sets only `data`.
 
-    Its metrics are ``eval/NAME/accuracy`` and ``reward``, and with several samples ``pass_at_K`` and
-    ``majority_at_K`` for 2, 4, 8 ... and all samples. Each of these but the reward has a 95% interval over
-    prompts, with the ends ``_low`` and ``_high``. ``distinct_1``, ``distinct_2``, ``ngram_entropy`` and
-    ``repetition`` measure how diverse the responses are.
+    Its metrics are ``eval/NAME/accuracy`` and ``eval/NAME/reward``. With several samples there are also
+    ``pass_at_K`` and ``majority_at_K`` for 2, 4, 8 ... and all samples. All of these metrics except the
+    reward have a 95% interval over prompts, with the bounds ``_low`` and ``_high``. ``distinct_1``,
+    ``distinct_2``, ``ngram_entropy`` and ``repetition`` measure how diverse the responses are.
     """
 
     data: str | tuple[str, ...] = required(
@@ -132,7 +132,7 @@ class EvaluationSetConfig:
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
     def user_functions(self) -> dict[str, str]:
-        """Map the setting of the reward function and of each evaluator of the set to its import path."""
+        """Map the key of each user function (``reward``, ``evaluators.NAME``) to its import path."""
         functions: dict[str, str] = {}
         if self.reward is not None:
             functions["reward"] = self.reward

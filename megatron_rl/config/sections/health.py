@@ -17,8 +17,8 @@ STOP = "stop"
 class HealthRuleConfig:
     """Changes of one health rule, or a rule of the user's own; ``NAME: off`` is short for ``on: false``.
 
-    A rule fires after ``steps`` consecutive measurements outside its band, and ends after as many inside. The
-    rules and their bands are in docs/health.md.
+    A rule fires after ``steps`` consecutive measurements outside its band. It ends after ``steps``
+    consecutive measurements inside the band. The rules and their bands are in docs/health.md.
     """
 
     VALUE_KEY: ClassVar[str] = "on"
@@ -60,7 +60,7 @@ class HealthRuleConfig:
 class HealthConfig:
     """Health rules: bands of metrics, with likely causes and settings to change if a metric leaves its band.
 
-    Each applied rule is a metric `health/NAME`, 1 while it fires.
+    Each applied rule has a metric `health/NAME`, which is 1 while the rule fires and else 0.
     """
 
     VALUE_KEY: ClassVar[str] = "act"

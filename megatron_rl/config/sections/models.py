@@ -1,7 +1,7 @@
 """Models: the starting model; a role's layout, optimizer and adapters; actor, critic and reference.
 
-The one idea: every role has the same few sections, and inherits each unset section from the actor. So the
-section ``actor`` alone describes the models of most runs.
+Every role has the same few sections. A role inherits each unset section from the actor. So the section
+``actor`` alone describes the models of most runs.
 """
 
 from __future__ import annotations
@@ -491,7 +491,7 @@ class TeacherConfig:
 
 @dataclass(frozen=True)
 class TaskTeacherConfig:
-    """Teacher of the responses to some tasks, see `data.task_field`; `teacher` has the other tasks."""
+    """Teacher for some tasks, see `data.task_field`. The section `teacher` is for all other tasks."""
 
     VALUE_KEY: ClassVar[str] = "path"
 

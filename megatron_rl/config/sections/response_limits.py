@@ -1,7 +1,7 @@
 """Limits of responses: a number, a table by prompt length, or `auto`.
 
-The one idea: everything that reserves memory or positions reads the largest limit, and everything that
-samples reads the limit of one prompt. Both follow from the same value of `max_response_tokens`.
+Code that reserves memory or positions uses the largest limit. Code that samples uses the limit of the prompt.
+Both limits are computed from the same value of `max_response_tokens`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ ResponseLimit = int | str | dict[str, Any]
 
 @dataclass(frozen=True)
 class AutoLimitConfig:
-    """Limits with `max_response_tokens: auto`: a quantile of earlier lengths, times a margin, between bounds.
+    """Limits with `max_response_tokens: auto`: a quantile of earlier response lengths, times a margin.
 
-    Lengths are collected per class: one task, and prompts of up to 1, 2, 4, 8, ... tokens. A response that
-    was cut off counts with its truncated length, so that a limit which cuts off many grows. The first
-    responses of a class, and all responses of evaluations, have the largest limit.
+    The limit is clamped to `at_least` and `at_most`. Each class of prompts has its own limit: a class is one
+    task with prompts of up to 1, 2, 4, 8, ... tokens. A truncated response counts with its truncated length,
+    so a limit that truncates many responses increases. The first responses of a class, and all responses of
+    evaluations, have the largest limit.
     """
 
     # Bounds of the computed limit.

@@ -1,7 +1,7 @@
 """Rewards: a function, tests of programs, a server, an LLM judge, and reward models.
 
-The one idea: any number of these rewards can be set, and the reward of a row is their weighted sum. If one of
-them fails for a row, the row is invalid: it has no reward, which is different from a reward of 0.
+Any number of these rewards can be set, and the reward of a row is their weighted sum. If one of them fails
+for a row, the row is invalid: it has no reward, which is different from a reward of 0.
 """
 
 from __future__ import annotations
@@ -248,10 +248,9 @@ class CodeConfig:
 class RewardConfig:
     """Reward of a response: a function, tests, a server, a judge, reward models, or their weighted sum.
 
-    The function is called in worker processes with each of ``prompt``, ``response``, ``ground_truth``,
-    ``metadata`` and the names in ``arguments`` that it has as a parameter, or with all if it has
-    ``**kwargs``. It returns a number, or a mapping of named components with ``reward`` among them. It may be
-    ``async def``.
+    The function is called in worker processes. It can have the parameters ``prompt``, ``response``,
+    ``ground_truth``, ``metadata`` and each name in ``arguments``; with ``**kwargs`` it gets all of them. It
+    returns a number, or a mapping of named components with ``reward`` among them. It may be ``async def``.
 
     A parameter ``turns`` gets the conversation after the prompt: a list of ``{role, content}`` with the roles
     policy and environment, the number of ``tokens``, and the ``tool_calls`` of a turn with any. A parameter

@@ -1,7 +1,7 @@
 """Generation of responses, and its connection with training: weight sync, mismatch, asynchrony.
 
-The one idea: the learner computes log-probs of exactly the distribution that was sampled from, so every
-sampling parameter is a key of the run and none is an argument of a single request.
+The learner computes log-probs of exactly the distribution that was sampled from, so every sampling parameter
+is a key of the run and none is an argument of a single request.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ServerConfig:
     """vLLM's API servers that sample for the run, and the time limits of requests to them.
 
     Every server must respond when the run starts. If a server fails later, the other servers sample its
-    requests again. It receives new requests after it has recovered and has the newest weights.
+    requests again. A failed server receives new requests after it has recovered and has the newest weights.
     """
 
     # Empty by default: only `engine: server` needs servers.
@@ -137,10 +137,10 @@ class ServerConfig:
 class RolloutConfig:
     """Generation: the engine, its layout, and the sampling of responses.
 
-    With ``oversample`` a step selects the groups that are complete first. With ``partial``, the other groups
-    are continued in the next step. Without it, they are discarded and their prompts are sampled again later,
-    so that prompts with short responses are trained on more often. The ``closed`` order measures completion
-    in rounds of tokens, the ``open`` order by the clock.
+    With ``oversample``, a step trains on the groups that are completed first. With ``partial``, unfinished
+    groups are continued in the next step. Without ``partial``, they are discarded and their prompts are
+    sampled again later, so that prompts with short responses are trained on more often. The ``closed`` order
+    measures completion in rounds of tokens, the ``open`` order by the clock.
     """
 
     VALUE_KEY: ClassVar[str] = "engine"
@@ -758,9 +758,9 @@ def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[User
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield an error for each presence or frequency penalty if a response may span several requests.
+    """Yield an error for each presence or frequency penalty if a response may need several requests.
 
-    vLLM counts only the response tokens of the current request; earlier turns or rounds are in its prompt.
+    vLLM counts only the response tokens of the current request. Earlier turns or rounds belong to its prompt.
     """
     # With any of these settings, a response may continue in a second request.
     is_set_by_key = {

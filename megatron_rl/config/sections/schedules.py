@@ -1,7 +1,7 @@
 """Sampling settings that change linearly over the steps of a run or over the tokens of a turn.
 
-The one idea: a setting is a number, a schedule over steps, or a schedule over tokens whose start and end are
-numbers or schedules over steps. At a given step, each of them is a `LinearSchedule` over tokens.
+A setting is a number, a schedule over steps, or a schedule over tokens whose start and end are numbers or
+schedules over steps. At a given step, each of them is a `LinearSchedule` over tokens.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def changes_over_tokens(value: ScheduledValue) -> bool:
 
 
 def token_schedule(value: ScheduledValue, step: int | None = None) -> LinearSchedule:
-    """Return the schedule over the tokens of a turn that a valid setting has at ``step``.
+    """Return a setting's schedule over the tokens of a turn at a training step; the setting must be valid.
 
-    ``step`` counts from 1; None is any step after the last change.
+    ``step`` counts from 1. None returns the schedule after the last change over steps.
 
     Example:
         >>> token_schedule({"start": {"start": 1.4, "end": 1.0, "steps": 4}, "end": 0.6, "over": 64}, step=3)
@@ -140,7 +140,7 @@ def _step_errors(
 
 
 def _shape_error(path: str, value: Mapping[str, Any]) -> UserError:
-    """Return the error for a section whose keys are not those required of a schedule."""
+    """Return the error for a section that has other keys than a schedule."""
     fix = f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}, or over: 64 for a change over tokens"
     # With both lengths, the user probably wants a change over steps and over tokens.
     if _STEPS in value and _TOKENS in value:

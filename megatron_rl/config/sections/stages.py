@@ -1,6 +1,6 @@
-"""Training before reinforcement learning: supervised, on preferences, and of reward models.
+"""Stages before reinforcement learning: supervised training, DPO on preferences, training of reward models.
 
-The one idea: all three are stages over records with one or two responses, and each response is one row.
+Each stage reads records with one or two responses, and each response is one row.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class StageConfig:
 
     @property
     def records_per_step(self) -> int:
-        """Return the number of records, rows or pairs, of an optimizer step."""
+        """Return the number of records (rows or pairs) per optimizer step."""
         return getattr(self, f"{self.UNIT}s_per_step")
 
     @property

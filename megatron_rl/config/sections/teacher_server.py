@@ -15,7 +15,7 @@ class TeacherServerConfig(ServerConfig):
 
     The first rank that trains sends the token ids of each row. A row whose request fails is invalid, like a
     row whose reward fails. The server needs the actor's tokenizer, `--max-model-len` of at least the longest
-    row and one token, and `--max-logprobs` of at least `algorithm.distillation.k`.
+    row plus one token, and `--max-logprobs` of at least `algorithm.distillation.k`.
     """
 
     url: str = required("Address of the server's API, without /completions.", example="http://host:8000/v1")
