@@ -153,7 +153,8 @@ def _print_errors(errors: list[Finding]) -> None:
 def _test_machines(folder: Path, world_size: int, *, print_progress: bool) -> list[Finding]:
     """Test the machines with measurements and small training jobs. Collective over the world.
 
-    Returns the findings. The tests write their files into ``folder``. With ``print_progress``, a line is printed after each test.
+    Returns the findings. The tests write their files into ``folder``. With ``print_progress``, a line is
+    printed after each test.
     """
     # Import here, since the module imports torch, which may not be installed.
     from megatron_rl.planning.proof import prove_machine
