@@ -200,7 +200,7 @@ def memory_plan(
 
     If several ranks have the same memory items, only the lowest of these ranks is returned. ``layouts`` maps
     each role to its layout. ``shapes`` maps each role to the shape of its model; a role without a shape has
-    the actor's model. ``batch`` is None for a single-stage job, which only trains. ``ranks``: ranks whose
+    the actor's model. A single-stage job has no ``batch`` and only trains. ``ranks``: ranks whose
     memory is estimated; None for all.
     """
     sleeping = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
