@@ -24,7 +24,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.progress import count_progress
 
@@ -91,7 +91,7 @@ def convert_write_error(error: Exception, folder: Path) -> Exception:
         existing_folder = existing_folder.parent
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
-        return durable.full_disk_error(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+        return durable.full_disk_error(folder, f"the checkpoint {folder.name}", first_line(error))
 
     # torch's writer reports its position instead of the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
@@ -99,7 +99,7 @@ def convert_write_error(error: Exception, folder: Path) -> Exception:
             f"the checkpoint {folder.name} cannot be written",
             where=str(folder),
             expected="a file system that accepts complete files",
-            got=str(error).splitlines()[0],
+            got=first_line(error),
             fix="check the quota, the limit of file sizes (ulimit -f) and the disk, or set another run_dir",
         )
     if isinstance(error, OSError):

@@ -678,7 +678,8 @@ def _parse_json_values(value: Any, arrow_type: Any) -> Any:
     if _is_json(arrow_type):
         try:
             return json.loads(value)
-        except ValueError:
+        # Text nested too deeply for the parser raises RecursionError.
+        except (ValueError, RecursionError):
             return value
 
     # The values of a map share one type, whatever their keys are. Only Arrow's map type has `item_type`.

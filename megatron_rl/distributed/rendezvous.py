@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.launcher import current_launch
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
@@ -118,6 +118,6 @@ def rendezvous_error(error: Exception, timeout: float) -> UserError:
         "the ranks of the job did not rendezvous",
         where="environment: MASTER_ADDR, MASTER_PORT",
         expected=f"all {current_launch().world_size} ranks at {address} within {timeout:g} s",
-        got=str(error).splitlines()[0],
+        got=first_line(error),
         fix="name the host of rank 0 and a port that is free there, and start every rank",
     )

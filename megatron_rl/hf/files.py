@@ -577,5 +577,5 @@ def copy_tokenizer(source: str | Path, path: Path) -> None:
     """Copy tokenizer, chat templates and generation settings from the folder ``source`` to ``path``."""
     for name in tokenizer_files(Path(source)):
         # Chat templates may be in a subfolder.
-        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(source) / name, path / name)

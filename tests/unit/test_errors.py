@@ -33,3 +33,8 @@ def test_an_unreadable_file_gives_the_first_line_of_the_reason():
     error = errors.unreadable_file_error("the index", Path("index.json"), reason, expected="a JSON object")
     assert error.got == "ValueError: line 3: no comma"
     assert error.where == "index.json"
+
+
+def test_an_exception_without_text_has_the_name_of_its_class_as_first_line():
+    assert errors.first_line(OSError("no space\nwritten: 3")) == "OSError: no space"
+    assert errors.first_line(AssertionError()) == "AssertionError"

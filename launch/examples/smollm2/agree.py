@@ -81,7 +81,7 @@ def main(path: str, overrides: list[str]) -> None:
 
         for first, second in combinations(log_probs, 2):
             difference = (log_probs[first] - log_probs[second])[response_mask].abs()
-            current.say(
+            current.print(
                 f"{config.model.dtype}  {first} - {second}: mean {difference.mean():.2e}, "
                 f"largest {difference.max():.2e} over {len(difference)} tokens"
             )
