@@ -479,9 +479,9 @@ def _check_with_inputs(
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
     if training and not files.allow_missing:
-        inputs.errors.extend(files.unmade_directories())
+        inputs.errors.extend(files.missing_directory_errors())
     else:
-        inputs.warnings.extend(files.unmade_directories())
+        inputs.warnings.extend(files.missing_directory_errors())
     return _build_report(check, inputs, origins, world_size, algorithm)
 
 

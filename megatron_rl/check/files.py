@@ -71,8 +71,8 @@ class FileFindings:
         else:
             self.errors.append(error)
 
-    def unmade_directories(self) -> list[UserError]:
-        """Return an error for each directory that a preparation command has not made yet."""
+    def missing_directory_errors(self) -> list[UserError]:
+        """Return an error for each missing directory that a preparation command creates."""
         errors: list[UserError] = []
         for (directory, command), paths in self.to_be_made.items():
             message = f"{directory} does not exist yet"

@@ -705,7 +705,7 @@ def join_text_parts(content: Any) -> str:
 
 
 def _part_text(content_part: Any) -> str:
-    """Return the text of one part of a message's content; raises _MessageError for images and sounds."""
+    """Return the text of one part of a message's content; raises _MessageError for images and audio."""
     # A part may be bare text, or an object with or without a type.
     text = None
     part_type = None

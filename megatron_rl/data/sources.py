@@ -940,10 +940,10 @@ def _thoughts_warning(
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning about responses without the closing tag of thoughts that the template opens.
+    """Return the warning about responses that do not close the reasoning block of the template.
 
-    ``fields`` are the fields of responses. Returns None for a template that opens no thoughts, and without a
-    template.
+    The template ends the prompt with the opening tag of the block. ``fields`` are the fields of responses.
+    Returns None without a template, or for a template without this tag.
     """
     if chat is None:
         return None

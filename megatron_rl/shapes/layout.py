@@ -668,7 +668,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
 def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
     """Return the error for attention heads that tensor and context parallelism do not divide.
 
-    ``advice`` is appended to the fix of a tensor-parallel size.
+    ``advice`` is appended to the fix that names a valid tensor-parallel size.
     """
     tensor = layout.tensor
     context = layout.context

@@ -318,7 +318,7 @@ def test_code_in_a_checkpoint_does_not_run(checkpoint, tmp_path):
     [
         ("gemma2", "norms after attention"),
         ("olmo2", "norms after"),
-        ("minimax-m2", "norms of queries"),
+        ("minimax-m2", "QK norms over all heads"),
         ("smollm3", "layers without rotary angles"),
         ("qwen3-5", "linear attention"),
         ("qwen3-next", "linear attention"),

@@ -206,14 +206,14 @@ def _find_unsupported_feature(
     if shape.sinks:
         return "attention sinks, and experts with biases"
     if shape.whole_qk_norm:
-        return "norms of queries and keys over all heads"
+        return "QK norms over all heads"
     # The head of a reward model or a critic.
     if shape.scalar_head:
-        return "a head of one number"
+        return "a scalar head"
     if not shape.gated or activation != "silu":
         return f"the activation {activation}"
     if shape.sliding_layers:
-        return "attention to a window of tokens"
+        return "sliding-window attention"
 
     # Megatron-LM scales rotary angles like Llama 3, with fixed constants, or by YaRN in latent attention.
     if rope_type == "llama3" and any(rope_settings.get(name) != value for name, value in LLAMA3.items()):

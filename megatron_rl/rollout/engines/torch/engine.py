@@ -207,7 +207,7 @@ class TorchEngine:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """See `Generator.sampling`. The process's random generators are never used."""
+        """See `Generator.sampling`. Drops the remaining requests at the end."""
         try:
             yield
         finally:
