@@ -361,11 +361,11 @@ def sharded_state(
     is_loading: bool,
     layout: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
-    """Return Megatron's sharded state of a model and its optimizer, and the optimizer's unsaved values.
+    """Return Megatron's sharded state of a model and its optimizer, and the optimizer's rank-local values.
 
-    The unsaved values are local to this rank. For a model with adapters the state has only the adapters,
-    since its base weights are in the model's folder. ``layout`` is the format of a distributed optimizer,
-    `ANY` or `SAME`.
+    Rank-local values are not saved. For a model with adapters the state contains only the adapters, since the
+    base weights are in the model's folder. ``layout`` is the format of a distributed optimizer, `ANY` or
+    `SAME`.
     """
     groups = model.groups
     metadata = {
@@ -567,7 +567,7 @@ def _replace_method(
     name: str,
     build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Replace the method ``name`` of all Megatron optimizers that have it inside the block.
+    """Replace the method ``name`` inside the block, in every Megatron optimizer that has the method.
 
     ``build(sub_optimizer, original_method)`` returns the new method.
     """

@@ -278,10 +278,11 @@ class MemoryReading:
 
 
 def read_memory(*, restart: bool = False) -> MemoryReading | None:
-    """Return the device's memory use, or None on a host, whose peak cannot be restarted within a step.
+    """Return the device's memory use, or None on a host.
 
-    ``restart`` starts a new peak before the reading; `peak_memory` still includes the earlier peak. The call
-    does not wait for the device, since PyTorch's allocator counts on the host.
+    On a host the peak of memory cannot be restarted within a step. ``restart`` starts a new peak before the
+    reading; `peak_memory` still includes the earlier peak. The call does not wait for the device, since
+    PyTorch's allocator counts on the host.
     """
     if not _is_accelerator_initialized():
         return None
@@ -374,9 +375,9 @@ def use_deterministic_kernels() -> None:
     """Restrict this process to deterministic kernels. Call it before `initialize`.
 
     On hosts this does nothing, since their kernels are deterministic. Environment variables that the user has
-    set are not changed. For an operation without a deterministic kernel, PyTorch raises in `megatron_mode`.
-    Elsewhere it only warns, because samplers use operations, such as a cumulative sum, that return the same
-    bits for batches of equal size.
+    set are not changed. Inside `megatron_mode` PyTorch raises for an operation without a deterministic
+    kernel. Outside it PyTorch only warns. Samplers need operations such as a cumulative sum: PyTorch has no
+    deterministic kernel for it, but it returns the same bits for batches of equal size.
     """
     global _deterministic
     if _ON_HOST:
@@ -407,7 +408,10 @@ def _open_store(timeout: timedelta) -> dist.Store:
 
 
 def collective_timeout() -> timedelta | None:
-    """Return the timeout to create process groups with; torch's default would be half an hour."""
+    """Return the timeout for new process groups, or None before `initialize`.
+
+    Groups must be created with this timeout, since torch's default is half an hour.
+    """
     return _collective_timeout
 
 
@@ -445,7 +449,11 @@ def prepare_megatron() -> None:
 
 
 def seed_generators(seed: int, tensor_rank: int) -> None:
-    """Seed torch's generators equally on all ranks, and the device's generators per tensor-parallel rank."""
+    """Seed torch's generator and the device's generators.
+
+    torch's generator has the same seed on all ranks. The device's generators are seeded by
+    `seed_tensor_parallel`.
+    """
     torch.manual_seed(seed)
     with megatron_mode():
         seed_tensor_parallel(seed, tensor_rank)
@@ -483,7 +491,11 @@ def tensor_parallel_generator() -> AbstractContextManager[None]:
 
 
 def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
-    """Seed the device's generators: differently per tensor-parallel rank, equally on other ranks."""
+    """Seed the device's default generator, and Megatron's generator for tensor-parallel shards.
+
+    The default generator has the same seed on all ranks. The generator for shards has a separate seed on each
+    tensor-parallel rank, since each rank draws the values of its own shard.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)

@@ -1,8 +1,8 @@
-"""Process groups of parallel layouts, without Megatron's process-global groups, and across several jobs.
+"""Process groups of parallel layouts, and process groups that connect several jobs.
 
-The idea: a group is identified by its ranks. Groups of equal ranks share one communicator, even if the
-layouts of two roles name them differently. The layouts alone determine the order in which all ranks create
-the groups.
+Megatron's process-global groups are not used. The idea: a group is identified by its ranks. Groups of equal
+ranks share one communicator, even if the layouts of two roles name them differently. The layouts alone
+determine the order in which all ranks create the groups.
 """
 
 from __future__ import annotations

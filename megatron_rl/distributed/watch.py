@@ -44,7 +44,7 @@ _watch: Watch | None = None
 
 
 def last_calls(thread_id: int | None) -> str:
-    """Return the names of the innermost calls of a thread, by its identifier, outermost first."""
+    """Return the names of a thread's innermost calls as one line, from the outer to the inner call."""
     frame = sys._current_frames().get(thread_id or 0)
     if frame is None:
         return "an unknown call"
@@ -86,7 +86,7 @@ class Report:
 
 
 class HangDetector:
-    """Detector of a hang from the reports of all ranks; all times are by the clock of the reading rank.
+    """Detector of a hang from the reports of all ranks; all times are by the checking rank's clock.
 
     ``limit``: seconds without progress of any rank after which the job counts as hanging.
     ``rank_count``: number of ranks in the job.

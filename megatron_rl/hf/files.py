@@ -205,11 +205,11 @@ class CheckpointFiles:
         return sorted(set(self._files) - inside_names)
 
     def export_name(self, name: str) -> str:
-        """Return the name under which an export of this model stores a tensor.
+        """Return the name of a tensor in an export of this model.
 
-        Usually this is the stored name. If all experts of a layer are stored in one tensor, a single expert
-        has no stored name: its name in an export has the prefix of the stored tensor and the suffix of
-        ``name``.
+        Usually this is the name in the stored files. If a checkpoint stores all experts of a layer in one
+        tensor, the tensor of a single expert has no stored name. Its export name is then built from two
+        names: the part of the stored name before ``experts.``, and the part of ``name`` after it.
         """
         location = self._locations.get(name)
         if location is None:
@@ -399,7 +399,7 @@ def _stored_slices(
 ) -> tuple[int | slice, ...]:
     """Return the slices of a stored tensor that contain a box of the tensor at ``location``.
 
-    ``start`` and ``size`` are the first index and the extent of the box in each dimension.
+    ``start`` and ``size`` are the first index and the number of elements of the box in each dimension.
     """
     slices: list[slice] = []
     for begin, count in zip(start, size, strict=True):

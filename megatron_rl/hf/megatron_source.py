@@ -71,7 +71,7 @@ class ChunkReader:
 class BucketReader(ChunkReader):
     """Reader of ranges of elements in a distributed optimizer's flat buffers.
 
-    ``buffers``: name of an optimizer state, such as "exp_avg" -> bucket -> stored tensor of the bucket.
+    ``buffers`` maps the name of an optimizer state, such as "exp_avg", to the stored tensors by bucket.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
     Stored tensors are unsharded, as on a layout of one rank. Tracing the import on such a layout returns the
-    boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the metadata of the weights, by
-    default from `read_pointed_checkpoint`, or the metadata of an optimizer state. Raises UserErrors if
-    tensors do not match the model, or files are missing.
+    boxes of the Hugging Face tensors in the stored tensors. ``checkpoint`` is the metadata of the tensors to
+    read: model weights (by default from `read_pointed_checkpoint`) or an optimizer state. Raises UserErrors
+    if tensors do not match the model, or files are missing.
     """
 
     def __init__(

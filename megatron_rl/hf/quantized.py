@@ -23,9 +23,10 @@ def dequantize(
 ) -> Tensor:
     """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
-    ``values`` is the box that begins at ``start`` in the weight, which need not be the start of a block.
-    ``scales`` has one scale for each block of shape ``block_shape`` in the complete weight, and may lack the
-    last dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
+    ``values`` is the box that begins at ``start`` in the weight; the start need not be the start of a block.
+    ``scales`` has one scale for each block of shape ``block_shape`` in the complete weight. If ``scales`` has
+    fewer dimensions than the weight, a scale applies to all elements along the missing last dimensions.
+    Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
     trailing_dims = (1,) * (values.dim() - scales.dim())
     scales = scales.float().reshape(scales.shape + trailing_dims)

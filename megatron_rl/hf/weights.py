@@ -85,10 +85,10 @@ def source_boxes(model: ChunkedModel) -> list[TensorBox]:
 def load_weights(model: ChunkedModel, path: str | Path) -> None:
     """Fill the model from a checkpoint directory.
 
-    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. A scalar head
-    retains its initial values if the checkpoint, such as a policy, has no scalar head. A simulation reads no
-    file. Raises UserError on all ranks if tensors are missing, unexpected or have a different shape.
-    Collective over the model's ranks.
+    Values are converted to the parameters' dtype; rows that pad the vocabulary become zero. If the checkpoint
+    has no scalar head, for example the checkpoint of a policy, a scalar head of the model retains its initial
+    values. A simulated rank reads no file. Raises UserError on all ranks if tensors are missing, unexpected
+    or have a different shape. Collective over the model's ranks.
     """
     if device.is_simulated():
         return

@@ -2,8 +2,8 @@
 
 The idea: an engine cannot preserve weights, since it may drop them while asleep, be restarted, or be new in a
 resumed run. Between two periodic syncs the actor's ranks therefore retain a copy of the last synced weights
-in host memory. For another sync of these weights, the copy is swapped with the model's weights in place, and
-swapped back afterwards.
+in host memory. To sync these weights again, the ranks swap the copy with the model's weights in place, and
+swap both back after the sync.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RolloutPolicy:
     Methods that read or write weights need the model's weights in device memory. No method is collective.
 
     ``model``: the trained model, or None on ranks without it.
-    ``every``: number of versions from one periodic sync to the next; 0 means the first version forever.
+    ``every``: number of versions between two periodic syncs; with 0 the first version is used forever.
     ``version``: version of the last periodic sync, or None before the first.
     """
 
@@ -55,7 +55,10 @@ class RolloutPolicy:
         return self.version
 
     def capture_weights(self, version: int) -> None:
-        """Make the model's current weights, of ``version``, the rollout policy; copy them if necessary."""
+        """Make the model's current weights the rollout policy; ``version`` is their version.
+
+        The weights are copied to the host unless every version is synced (``every`` is 1).
+        """
         self.version = version
         # With a sync at every version the model is never newer than the engine, so no copy is needed.
         if self.every != 1 and self._model is not None:

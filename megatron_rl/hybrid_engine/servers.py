@@ -349,9 +349,9 @@ class ServedWeights:
         return result, None
 
     def _prepare_server(self, server: Server) -> tuple[dict[str, Any], str | None]:
-        """Pause a server; return the rendezvous of a new process group, and the reason of a failure.
+        """Pause a server; return the rendezvous of a new process group, and the reason if a step failed.
 
-        The rendezvous is empty for a server with a link, whose process group is used again.
+        If the server has a `_ServerLink`, its process group is reused and the rendezvous is empty.
         """
         timeout = self._config.update_timeout
         rendezvous: dict[str, Any] = {}
@@ -371,7 +371,7 @@ class ServedWeights:
         return rendezvous, None
 
     def _join_rendezvous(self, server: Server, rendezvous: dict[str, Any]) -> None:
-        """Form the process group with a server's workers and build the plan, unless the server has a link.
+        """Form the process group with a server's workers and build the plan, unless this was done before.
 
         ``rendezvous`` has the address, the port and the number of workers, from `_prepare_server`. Collective
         over the actor's ranks and the server's workers.
@@ -441,8 +441,8 @@ class ServedWeights:
 def _wait_for_server_call(server_call: Future[Any] | None) -> Iterator[None]:
     """Wait at the end of the block for a server call that runs in a thread, if any.
 
-    If the block and the call both fail, the call's error is raised, since it has the reason why the process
-    group broke.
+    If both the block and the call fail, the call's error is raised, since it explains why the process group
+    broke.
     """
     try:
         yield

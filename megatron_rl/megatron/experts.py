@@ -230,11 +230,12 @@ class _RouterReplay:
 
 
 class Routing:
-    """Routers of one model on this rank: records, replays and counts the experts selected for tokens.
+    """Recording, replay and counts of the experts that one model's routers select, on this rank.
 
-    Fused routers select experts inside their kernel: only their loads are counted. ``topk`` is the
-    number of experts of a token; ``num_layers`` counts all layers of the model, and ``num_experts`` the
-    experts of a layer. ``token_groups`` are the process groups over which the tokens of a row are sharded.
+    Fused routers select experts inside their kernel, so only the loads of their experts are counted. ``topk``
+    is the number of experts of a token; ``num_layers`` counts all layers of the model, and ``num_experts``
+    the experts of a layer. ``token_groups`` are the process groups over which the tokens of a row are
+    sharded.
     """
 
     def __init__(
@@ -392,7 +393,8 @@ class Routing:
     ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match the replayed experts.
 
-        Loads count the experts that process the tokens: where routing is replayed, the replayed experts.
+        Loads count the experts that process the tokens. For tokens with replayed routing, these are the
+        replayed experts, not the router's.
         """
         experts = experts[: tokens.num_real_tokens]
         routed = experts

@@ -240,18 +240,23 @@ class RowAttention:
 
     @property
     def reads_boundaries(self) -> bool:
-        """Return whether the kernel reads row boundaries; otherwise rows must be gathered by length."""
+        """Return whether attention uses a variable-length kernel, whose input includes the row boundaries.
+
+        Other kernels need rows that are gathered by length into padded buckets.
+        """
         return True
 
 
 class PackedAttention(nn.Module, RowAttention):
     """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
-    On an accelerator in half precision the kernel reads the boundaries of rows (`varlen_attn`); otherwise
-    rows are gathered by length. The config's ``window_size`` limits the number of earlier tokens that a token
-    attends to. Under context parallelism, all-to-all collectives change the sharding from tokens to heads
-    before attention, and back afterwards (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends within
-    complete rows.
+    On an accelerator in half precision, PyTorch's variable-length kernel (`varlen_attn`) takes the boundaries
+    of rows as input. Otherwise rows of similar length are gathered into padded buckets. The config's
+    ``window_size`` limits the number of earlier tokens that a token attends to.
+
+    Under context parallelism, all-to-all collectives change the sharding from tokens to heads before
+    attention, and back afterwards (Jacobs et al. 2023, DeepSpeed-Ulysses): every rank attends within complete
+    rows.
     """
 
     def __init__(
@@ -307,7 +312,11 @@ class PackedAttention(nn.Module, RowAttention):
 
     @property
     def reads_boundaries(self) -> bool:
-        """Return whether PyTorch's variable-length kernel supports these heads on this device."""
+        """Return whether attention uses PyTorch's variable-length kernel.
+
+        Requires an accelerator, half precision, and heads without a score cap or sinks that the kernel
+        supports.
+        """
         # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
         has_plain_scores = self.cap is None and self.softmax_offset is None
@@ -568,10 +577,11 @@ def _shard_over_tokens(group: Any, heads: Tensor) -> Tensor:
 
 
 def _supports_grouped_keys(query: Tensor) -> bool:
-    """Return whether PyTorch's fused attention supports grouped-query attention for ``query``.
+    """Return whether grouped-query attention is computed without a copy of keys and values for each head.
 
-    The host's kernel supports it, but in half precision would sum the gradients of a group's heads in half
-    precision. On accelerators only the half-precision kernel without a mask supports it: return False.
+    False for half precision on a host, since PyTorch's kernel would sum the gradients of a group's heads in
+    half precision. False on an accelerator, since PyTorch supports grouped keys there only in the
+    half-precision kernel without a mask.
     """
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
@@ -854,9 +864,9 @@ def cap_scores(chunk: Any, cap: float) -> None:
 def scale_queries(chunk: Any, beta: float, original_length: int) -> None:
     """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / original_length)).
 
-    ``original_length`` is the context length of pretraining, before it was extended: within it queries
-    stay unchanged. The order of factor and rotary angles does not matter, since every element of a query has
-    the same factor. Source: transformers, `get_llama_4_attn_scale` of ministral3.
+    ``original_length`` is the context length of pretraining, before the context was extended. The factor is 1
+    at positions below it. The factor is the same for all elements of a query, so it may be applied before or
+    after the rotary angles. Source: transformers, `get_llama_4_attn_scale` of ministral3.
     """
     for layer in chunk.decoder.layers:
         core: nn.Module = layer.self_attention.core_attention

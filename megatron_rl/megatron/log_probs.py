@@ -504,11 +504,11 @@ def _bucket_statistics(
     temperature: Tensor,
     bucket_ids: Tensor,
 ) -> Tensor:
-    """Compute a tile's statistics without the columns ``bucket_ids`` [n, k], and these columns' logits.
+    """Compute a tile's statistics without the columns ``bucket_ids`` [n, k]; append their logits.
 
     Returns [4 + k, n] as `softmax_statistics` does, and overwrites the logits. The columns are masked before
     the sum, not subtracted afterwards. If the model is confident, all other tokens together may have less
-    probability than the rounding error of 1, and a difference would have no correct digit.
+    probability than the rounding error of 1, and a difference of two sums would have no correct digit.
     """
     bucket_logits, _, in_tile = _take_columns(logits, bucket_ids)
     bucket_logits = (bucket_logits / temperature[:, None]).masked_fill(~in_tile, _MASKED)
@@ -636,8 +636,8 @@ def measure_kernel_errors(
 ) -> tuple[float, dict[str, float]]:
     """Measure the errors of log-probs and their gradient against a dense softmax in float64.
 
-    The tested forward and backward passes run on this machine's device in ``dtype``, with ``reductions`` or
-    by default with the Triton kernels.
+    The forward and backward passes with ``reductions``, by default the Triton kernels, run on this machine's
+    device in ``dtype``.
 
     Returns the largest absolute error of any normaliser, log-prob or entropy, and the relative error of the
     output weight's gradient for each class of tokens: ``certain`` (p > 0.99), ``rare`` (p < 0.01), ``other``.
@@ -712,9 +712,10 @@ def _compute_logits(
     span: slice = slice(None),
     rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
-    """Compute the float32 logits of the positions ``span``, `_MASKED` at padding and outside the support.
+    """Compute the float32 logits of the positions ``span``.
 
-    ``hidden`` are the hidden states of these positions, ``weight`` the rows of ``shard``.
+    Logits of padding and of tokens outside the support are `_MASKED`. ``hidden`` are the hidden states of
+    these positions, ``weight`` the rows of ``shard``.
     """
     return _compute_logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
 
@@ -730,9 +731,10 @@ def _compute_logits_and_slope(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the logits as `_compute_logits` does, and their slope.
 
-    The slope is the derivative of each returned logit with respect to its element of ``hidden @ weight^T``,
-    by the cap and the rules together; None means 1 everywhere. Without rules the slope is always None,
-    because the reductions then compute the derivative of the cap from the logits themselves.
+    The slope is the derivative of each returned logit with respect to the same element of ``hidden @
+    weight^T``. It includes the derivatives of the cap and of the rules; None means 1 everywhere. Without
+    rules the slope is always None, because the reductions then compute the derivative of the cap from the
+    logits themselves.
     """
     logits = _multiply(hidden, weight.t())
     if shard.cap is not None:
@@ -780,7 +782,8 @@ def _gather_shards(stats: Tensor, group: Any) -> Tensor:
 def _merge_statistics(stats: Tensor) -> Tensor:
     """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n].
 
-    If the logits of k buckets follow the statistics, the input is [shards, 4 + k, n], the result [4 + k, n].
+    `tile_statistics` defines the four statistics. The logits of k more tokens may follow them: then the input
+    is [shards, 4 + k, n] and the result [4 + k, n].
     """
     peak, total, weighted = stats[:, :3].unbind(dim=1)
 

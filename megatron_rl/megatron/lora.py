@@ -281,9 +281,9 @@ def attach_adapters(
 ) -> None:
     """Freeze a model with loaded weights and attach adapters to its linear layers.
 
-    ``initial`` has initial values by PEFT names; a tensor that it lacks is initialised as new. A new adapter
-    adds zero: A is uniform as torch initialises a linear layer, and B is zero. New values depend only on
-    ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
+    ``initial`` has initial values by PEFT names. For a tensor that is absent from ``initial``, A is drawn as
+    torch initialises a linear layer and B is zero, so a new adapter's output is zero. New values depend only
+    on ``seed`` and on the tensors' names, not on the layout. ``trainable``: whether the adapters and a scalar
     head require gradients. Call before the model is wrapped in DDP.
     """
     model.adapters = make_adapted_model(
@@ -374,10 +374,11 @@ def initialise_adapters(
     seed: int,
     initial: TensorSource | None = None,
 ) -> None:
-    """Copy the adapters' values from ``initial`` by PEFT names, and draw new values for all other tensors.
+    """Initialise the adapters: copy the tensors that ``initial`` has, and draw values for all other tensors.
 
-    New values depend on ``seed`` and on the tensor's name. With ``initial``, the adapters' values also become
-    the initial policy, which is the reference; without it, the initial policy is the base without adapters.
+    ``initial`` has tensors by PEFT names. Drawn values depend on ``seed`` and on the tensor's name. With
+    ``initial``, the initial policy (the reference) is the base with the initial adapters. Without
+    ``initial``, it is the base without adapters.
     """
     assert model.adapters is not None
     initial_names = set()
@@ -485,8 +486,8 @@ def _make_projection_mask(
 
     Projections are the checkpoint tensors that a layer combines, such as query, key and value. ``name`` is
     the adapter's name, with layers counted over the whole model and ``{expert}`` for the number of an expert.
-    The mask is computed by an import: tensors filled with the index of their projection are imported by the
-    rules of the layer's weight.
+    The mask is computed by the import rules of the layer's weight: each imported tensor is filled with the
+    index of its projection, so each imported row contains the index of the projection that it belongs to.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)

@@ -82,7 +82,7 @@ def live_parameters(model: ChunkedModel) -> dict[str, Tensor]:
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Return whether a parameter with this name in Megatron belongs to a routed expert."""
+    """Return whether Megatron's parameter ``name`` belongs to a routed expert."""
     return ".experts." in name
 
 
@@ -191,7 +191,7 @@ class ParallelModel:
     def watch_routing(self) -> None:
         """Record and replay expert routing from now on, if the model has experts whose routers support it.
 
-        Fused routers select experts inside their kernel: only their loads are counted.
+        Fused routers select experts inside their kernel, so only the loads of their experts are counted.
         """
         config = self.transformer_config
 
@@ -283,8 +283,9 @@ class ParallelModel:
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
-        [n] are the positions of the hidden states from which outputs are computed. ``support`` restricts the
-        tokens of each distribution; ``rules`` change the logits as they did before sampling.
+        [n] are the positions of the hidden states from which outputs are computed. ``support`` restricts each
+        distribution to the tokens that sampling allowed. ``rules`` are the logit rules of sampling, such as
+        penalties and biases, which are applied to the logits here, too.
 
         With ``buckets`` [n, k] a language model also returns the log-probs [n, k + 1] of these k tokens and
         of all other tokens together. With `TopTokens` it selects the k most likely tokens as buckets, and

@@ -45,11 +45,12 @@ def describe_model(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    For a multimodal checkpoint this is the config of the language model; for a ``model_type`` without a class
-    in transformers it is a config of the family's class. The quantisation is removed because models are
-    built, and exported, in the dtype to which their weights are dequantised on loading. With ``of_engine``
-    the result is the config of the model that engines build (`engine_config`). Raises UserError if
-    transformers rejects the config.
+    For a multimodal checkpoint, returns the config of the language model. If transformers has no class for
+    the ``model_type``, returns a config of the class that the model family uses. With ``of_engine``, returns
+    the config of the model that engines build (`engine_config`).
+
+    The quantisation is removed because weights are dequantised when they are loaded: models are built and
+    exported in the dtype of the dequantised weights. Raises UserError if transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
 

@@ -35,9 +35,10 @@ def wrap_in_ddp(
 ) -> None:
     """Wrap the model's chunks in Megatron's DDP, in place; gradients accumulate in float32 buffers.
 
-    With ``distributed`` the parameters move into buffers of the distributed optimizer: views of parameters
-    from before the call are stale. ``ddp`` are the user's settings of Megatron's DDP; on an accelerator,
-    `shapes.accelerator` has defaults for the other settings. Collective over the model's ranks.
+    With ``distributed`` the parameters move into buffers of the distributed optimizer. Views that were
+    created before the call then show stale values. ``ddp`` are the user's settings of Megatron's DDP; on an
+    accelerator, the other settings have the defaults of `shapes.accelerator`. Collective over the model's
+    ranks.
     """
     ddp_settings: dict[str, Any] = {"grad_reduce_in_fp32": True}
     if ddp is not None:
@@ -195,10 +196,10 @@ class Optimizer:
     def step(self, has_next: bool = False) -> Metrics:
         """Clip gradients, update the weights and advance the learning rate.
 
-        ``has_next``: whether the forward pass of another optimizer step follows directly, which gathers the
-        weights itself if overlap_param_gather is set. Raises FloatingPointError for gradients that are not
-        finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's
-        ranks.
+        ``has_next``: whether the forward pass of another optimizer step follows directly. With
+        overlap_param_gather that forward pass gathers the updated weights; otherwise they are
+        gathered here. Raises FloatingPointError for gradients that are not finite. Returns
+        ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the model's ranks.
         """
         # Read the rate of this step before the scheduler sets the next rate.
         learning_rate = self.learning_rate
@@ -286,7 +287,10 @@ class HostOptimizer(HybridDeviceOptimizer):
             group.pop("gpu_optimizer_cls", None)
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        """Return the groups of host and device, and Megatron's maps between parameters and copies."""
+        """Return the parameter groups of host and device, and Megatron's maps from parameters to copies.
+
+        The copies are in host memory.
+        """
         if device.is_simulated():
             # A simulation does not count the host's memory.
             return [], [], {}, {}, {}

@@ -353,9 +353,9 @@ def make_bucketed_rows(
 ) -> PackedRows:
     """Build the `PackedRows` of a packed sequence with buckets of rows of similar length, in host memory.
 
-    Attention pads each row to the longest row of its bucket, which adds less than a quarter to a row of more
-    than 8 tokens. Other layers need no padding. This rank has shard ``context_rank`` of ``context`` equal
-    shards of the sequence.
+    Attention pads each row to the longest row of its bucket, which lengthens a row of more than 8 tokens by
+    less than a quarter. Other layers need no padding. This rank has shard ``context_rank`` of ``context``
+    equal shards of the sequence.
     """
     # Rows of each bucket, and the position of each row's first token.
     starts = [0]

@@ -227,9 +227,9 @@ def import_parameters(
 ) -> None:
     """Fill Megatron parameters from Hugging Face tensors, only with views and ``copy_``.
 
-    ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` are
-    complete tensors, or meta tensors of the same shapes, by checkpoint name. Rows that pad the vocabulary
-    stay unchanged. Raises UserError for an unknown parameter name.
+    ``parameters`` are named ``decoder.layers.N.…`` with the global layer index N. ``sources`` are complete
+    tensors, or meta tensors of the same shapes, by checkpoint name. Rows that pad the vocabulary stay
+    unchanged. Raises UserError for an unknown parameter name.
     """
     # The weights of experts and dense weights are sharded over different groups.
     shape = model.shape
@@ -305,10 +305,10 @@ def trace_import(
 ) -> list[TensorBox]:
     """Return the boxes that map Hugging Face tensors to parameters on the meta device.
 
-    The names of ``parameters`` count layers over the whole model. ``storages`` maps parameter names to the
-    storage names of the boxes, if these differ. ``shapes`` are the checkpoint's tensor shapes, if the caller
-    has them. Raises CoverageError unless every element, except for the padding of the vocabulary, is filled
-    exactly once.
+    The keys of ``parameters`` are Megatron's names with global layer indices. ``storages`` maps these names
+    to the storage names of the boxes, if they differ. ``shapes`` are the shapes of the checkpoint's tensors,
+    by default computed from ``model``. Raises CoverageError unless every element, except for the padding of
+    the vocabulary, is filled exactly once.
     """
     storages = storages or {}
     tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}

@@ -200,7 +200,7 @@ class PassGuard:
         return metrics
 
     def _record_memory(self) -> None:
-        """Record the bytes in use when the pass began, and the bytes per token that it added at its peak."""
+        """Record the bytes in use at the start of the pass, and the added bytes per token at its peak."""
         begin_reading = self._reading
         end_reading = device.read_memory()
         if begin_reading is None or end_reading is None:

@@ -205,10 +205,11 @@ def check_chunk(
     post_process: bool,
     spec: ModelSpec,
 ) -> None:
-    """Raise UserError unless a chunk belongs to the spec's model, and set the config fields of the trainer.
+    """Raise UserError unless a chunk has the spec's settings; copy the trainer's settings into its configs.
 
-    ``pre_process``: whether the chunk must have the embedding. ``post_process``: whether it must have the
-    output layer. ``subject`` names the code that built the chunk, for errors.
+    The trainer's settings are the fields of TransformerConfig that a provider need not set
+    (`_TRAINER_FIELDS`). ``pre_process``: whether the chunk must have the embedding. ``post_process``: whether
+    it must have the output layer. ``subject`` names the code that built the chunk, for errors.
     """
     if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
         raise UserError(
@@ -362,8 +363,8 @@ def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
     """Replace the attention and the rotary angles of Megatron's layers by modules for packed rows.
 
     The layers may be Megatron's plain layers or Transformer Engine's. A user's own attention is never
-    replaced. If a chunk has it in layers of Transformer Engine, no layer is changed, because all layers of a
-    chunk receive rows in the same format.
+    replaced. If a chunk has layers of Transformer Engine with a user's own attention, no layer is changed,
+    because all layers of a chunk receive rows in the same format.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]

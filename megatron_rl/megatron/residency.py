@@ -34,9 +34,9 @@ class Use(IntEnum):
 class Residency:
     """Residency of one model: its tensors are in host memory except inside `resident` blocks.
 
-    Host copies of weights that no phase has written are reused, not copied again. Without ``offload`` all
-    tensors remain on the device. Weights that are shared with the model of ``base`` move with that model,
-    which is resident whenever this model is.
+    A host copy is reused without another transfer if no phase has written the weights since they were copied.
+    Without ``offload`` all tensors remain on the device. Weights that are shared with the model of ``base``
+    move with that model, which is resident whenever this model is.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Residency:
     def _state_storages(self) -> dict[int, Any]:
         """Return the storages of optimizer states.
 
-        Float32 main weights may be views of the model's weights, whose storages are left out.
+        A float32 main weight may be a view of a model weight. The storage of such a main weight is omitted,
+        since it is a storage of weights.
         """
         weights = {_storage_address(weight) for weight in _iterate_weights(self.model)}
         storages = _device_storages(_iterate_optimizer_states(self.optimizer))
@@ -202,7 +203,7 @@ class _OffloadedStorages:
         return copied_bytes
 
     def free_device_memory(self) -> bool:
-        """Free the device memory of the offloaded storages; return whether there was any."""
+        """Free the device memory of the offloaded storages; return whether any memory was freed."""
         storages = [storage for storage, _ in self._offloaded.values() if storage.nbytes()]
         for storage in storages:
             storage.resize_(0)

@@ -40,8 +40,9 @@ from megatron_rl.types import LogitRules, token_index
 class TokenOutputs:
     """Outputs of the model's head for one micro-batch.
 
-    Example of a language model, for rows of 3 and 2 tokens whose first tokens are not selected:
-    ``TokenOutputs(rows=(4, 7), outputs=(log_probs, entropy))``, both outputs [5] with zeros at 0 and 3.
+    Example: a language model, and a micro-batch of the batch's rows 4 and 7, which have 3 and 2 tokens.
+    ``TokenOutputs(rows=(4, 7), outputs=(log_probs, entropy))`` has two outputs of shape [5]. If the first
+    token of each row is not selected, the outputs are zero at the indices 0 and 3.
     """
 
     rows: tuple[int, ...]
@@ -501,9 +502,9 @@ def forward_loss(
     rows_per_unit: int = 1,
     guard: PassGuard | None = None,
 ) -> Metrics:
-    """Compute this rank's metrics of an objective like `forward_backward`, but without a gradient.
+    """Compute an objective's metrics on this rank without a gradient.
 
-    Collective over the model's ranks.
+    The arguments have the same meaning as in `forward_backward`. Collective over the model's ranks.
     """
 
     def compute(max_tokens: int) -> list[Any]:

@@ -20,7 +20,7 @@ from megatron_rl.shapes.blocks.attention import Attention
 
 
 class SeparateSelfAttention(SelfAttention):
-    """Self-attention with the head size and the key-value heads of its layer.
+    """Self-attention of a layer whose head size and number of key-value heads may differ from other layers.
 
     With ``keys_are_values`` there is no projection to values: a head's value is its key before norm and
     rotary embedding. With ``value_norm`` each value is divided by its root mean square.

@@ -196,7 +196,7 @@ def _find_unsupported_feature(
     activation: str,
     rope_settings: Mapping[str, Any],
 ) -> str | None:
-    """Return a feature of shape, activation or RoPE for which Megatron-LM has no argument, or None."""
+    """Return a feature of shape, activation or RoPE without an argument in Megatron-LM, or None."""
     shape = model.shape
     rope_type = rope_settings.get("rope_type", "default")
     if shape.post_norms:

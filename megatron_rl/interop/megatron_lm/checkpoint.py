@@ -354,7 +354,10 @@ def read_pointer(path: str | Path) -> dict[str, Any] | None:
 
 
 def is_megatron_checkpoint(path: str | Path) -> bool:
-    """Return whether a folder is a Megatron-LM checkpoint: a folder with a tracker, or one iteration."""
+    """Return whether a folder is a Megatron-LM checkpoint.
+
+    The folder may be the --save folder of a run, which has a tracker file, or the folder of one iteration.
+    """
     folder = Path(path)
     if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):
         return True

@@ -64,8 +64,8 @@ class LayerImplementation(NamedTuple):
 class FlatParameter:
     """Location of a rank's shard of a parameter in the flat buffers of the optimizer.
 
-    Example: the lower half of a [16, 8] weight, which tensor-parallel rank 1 has after 128 other elements:
-    ``FlatParameter("output_layer.weight", (8, 8), 1, 0, 0, Bucket(0, 1, 0, 0), start=128)``.
+    Example: the lower half of a [16, 8] weight on tensor-parallel rank 1, which follows 128 elements of other
+    parameters: ``FlatParameter("output_layer.weight", (8, 8), 1, 0, 0, Bucket(0, 1, 0, 0), start=128)``.
     """
 
     name: str
@@ -330,7 +330,7 @@ def _shard_parameter(
 ) -> _LocalParameter:
     """Return the shard with the index ``shard_index`` of a parameter.
 
-    ``is_replica``: whether another rank has the same shard, and its values are read instead.
+    ``is_replica``: whether the shard is a copy that is not read, because another rank has the same values.
     """
     num_shards = model.layout.tensor
     if weight.expert:

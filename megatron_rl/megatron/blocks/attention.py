@@ -35,7 +35,7 @@ class AttentionBuilder(BlockBuilder[Attention]):
         return separate_attention_spec(layer, sublayer)
 
     def finish(self, layers: Sequence[Any], spec: ModelSpec) -> None:
-        """Add norms over all heads and local rotary angles to built layers, which no spec can express.
+        """Add features that no layer spec can express: norms over all heads, and local rotary angles.
 
         If tensor-parallel ranks share key-value heads, projections also use the role's own process group.
         """

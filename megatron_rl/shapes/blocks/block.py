@@ -51,7 +51,7 @@ class LocalLayer:
         return 4 / self.dtype_bytes
 
     def plain_norm_elements(self, width: float, output: bool = True) -> float:
-        """Count the elements per token that a norm without Transformer Engine saves: input, normalised, output.
+        """Count the elements per token that a norm of plain Megatron saves: input, normalised values, output.
 
         ``width``: size of the norm. ``output``: whether the norm's output is counted; false if no later
         module saves it. The input is saved in float32.
