@@ -392,17 +392,17 @@ def _with_placement(
 ) -> RunConfig:
     """Set every role's ranks and fill in its layout."""
     if config.placement in HALF_PRESETS:
-        reason = f"placement {config.placement}"
+        ranks_reason = f"placement {config.placement}"
     elif world_size > 1:
-        reason = f"every rank of the job (0-{world_size - 1})"
+        ranks_reason = f"every rank of the job (0-{world_size - 1})"
     else:
-        reason = "the only rank of the job"
+        ranks_reason = "the only rank of the job"
 
     explicit_layouts = layout_sections(config)
     has_derived_rollout = config.rollout.ranks is None
     config = with_ranks(config, world_size)
     if has_derived_rollout:
-        reasons["rollout.ranks"] = reason
+        reasons["rollout.ranks"] = ranks_reason
     if has_derived_rollout and shape is not None and config.job == TRAIN:
         config, order_reason = with_best_rank_order(config, shape)
         reasons["rollout.ranks"] += f", in {order_reason}"
@@ -414,12 +414,12 @@ def _with_placement(
         layout = section.layout
         explicit_layout = explicit_layouts[path]
         if explicit_layout is None:
-            reasons[path] = f"the actor's sizes; {reason}"
+            reasons[path] = f"the actor's sizes; {ranks_reason}"
             if layout.ranks == actor_ranks:
                 reasons[path] = "the actor's"
             explicit_layout = layout
         elif explicit_layout.ranks is None:
-            reasons[f"{path}.ranks"] = reason
+            reasons[f"{path}.ranks"] = ranks_reason
         return replace(section, layout=_fill_layout(explicit_layout, layout, path, reasons))
 
     return with_role_sections(config, fill_layout)

@@ -113,8 +113,8 @@ class RepeatedNgrams:
     def ban_tokens(self, logits: Tensor, selection: slice, first_token_id: int) -> None:
         """Add `BANNED` to the logits of the forbidden tokens, in place.
 
-        ``logits`` [n, columns] belong to n of the row's selected tokens, and ``selection`` is the range of
-        these tokens among the row's selected tokens. ``first_token_id`` is the token id of the first column.
+        ``logits`` [n, columns] has a row for each selected token in ``selection``, a range of indices of
+        selected tokens. ``first_token_id`` is the token id of the first column.
         """
         first, end = self.offsets[[selection.start, selection.stop]].tolist()
         if first == end:

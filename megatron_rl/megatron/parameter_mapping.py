@@ -290,8 +290,8 @@ def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserEr
         where="model.weights",
         expected=f"one of Megatron's parameter names: {', '.join(available)}",
         got=parameter,
-        fix='write NAMES = {"your name": "Megatron\'s name"} into a file, without decoder.layers.N. in both, '
-        "and set model.weights=that_file.py:NAMES",
+        fix='write NAMES = {"your name": "Megatron\'s name"} into a file, each name without its prefix '
+        "decoder.layers.N., and set model.weights=that_file.py:NAMES",
     )
 
 

@@ -599,7 +599,8 @@ class Worker:
     def _find_open_call(self, frame: Mapping[str, Any]) -> int | None:
         """Return the number of the open call that a frame answers, or None for an invalid number.
 
-        User code may have written the frame. A plain function can only answer its first open call.
+        User code may have written the frame. A plain function answers its calls in order, so that only the
+        first open call is valid.
         """
         number = frame.get("call")
         if not isinstance(number, int) or number not in self.calls:
