@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_rl.errors import UserError, unreadable_file_error
-from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, read_global_names
+from megatron_rl.interop.megatron_lm.pickles import COMMON, TENSOR_INDEX, read_global_names
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 _STORAGES = (
@@ -80,7 +80,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
     The caller must stop at dangerous names, since the index is unpickled after the first yield.
     """
-    index_path = folder / DIRECTORY
+    index_path = folder / TENSOR_INDEX
     # Damaged pickles raise errors of any type.
     try:
         content = index_path.read_bytes()

@@ -218,7 +218,7 @@ class CheckpointFiles:
         if location.expert is None:
             return location.name
 
-        # Join the prefix of the multimodal checkpoint with the suffix of the expert's separate name.
+        # The stored name may have a prefix that ``name`` lacks, for example in a multimodal checkpoint.
         prefix = location.name.rpartition("experts.")[0]
         suffix = name.rpartition("experts.")[2]
         return f"{prefix}experts.{suffix}"

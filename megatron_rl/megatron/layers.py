@@ -239,7 +239,7 @@ class RowAttention:
     """Base class of attention modules that receive the boundaries of rows as `PackedRows`."""
 
     @property
-    def reads_boundaries(self) -> bool:
+    def uses_varlen_kernel(self) -> bool:
         """Return whether attention uses a variable-length kernel, whose input includes the row boundaries.
 
         Other kernels need rows that are gathered by length into padded buckets.
@@ -311,11 +311,11 @@ class PackedAttention(nn.Module, RowAttention):
                 self.window = config.window_size[0]
 
     @property
-    def reads_boundaries(self) -> bool:
+    def uses_varlen_kernel(self) -> bool:
         """Return whether attention uses PyTorch's variable-length kernel.
 
-        Requires an accelerator, half precision, and heads without a score cap or sinks that the kernel
-        supports.
+        Requires an accelerator, half precision, head sizes that the kernel supports, and attention without
+        a score cap or sinks.
         """
         # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
@@ -351,7 +351,7 @@ class PackedAttention(nn.Module, RowAttention):
         key = _shard_over_heads(self.context_group, key)
         value = _shard_over_heads(self.context_group, value)
 
-        if self.reads_boundaries and packed_seq_params.boundaries is not None:
+        if self.uses_varlen_kernel and packed_seq_params.boundaries is not None:
             output = _attend_between_boundaries(
                 query, key, value, packed_seq_params.boundaries, self.scale, self.window
             )

@@ -785,16 +785,18 @@ def _merge_statistics(stats: Tensor) -> Tensor:
     `tile_statistics` defines the four statistics. The logits of k more tokens may follow them: then the input
     is [shards, 4 + k, n] and the result [4 + k, n].
     """
-    peak, total, weighted = stats[:, :3].unbind(dim=1)
+    peak, total, weighted_total = stats[:, :3].unbind(dim=1)
 
     # Rescale each shard's sums from the shard's largest logit to the largest logit of all, then add the sums.
     top = peak.amax(dim=0)
     scale = (peak - top).exp()
-    weighted = ((weighted + (peak - top) * total) * scale).sum(dim=0)
+    weighted_total = ((weighted_total + (peak - top) * total) * scale).sum(dim=0)
     total = (total * scale).sum(dim=0)
 
-    # Each target or bucket is in one shard; the other shards have `_MASKED` as its logit.
-    return torch.cat((torch.stack((top, total, weighted)), stats[:, 3:].amax(dim=0)))
+    # The remaining statistics are the logits of single tokens: the target and the k tokens. Each token is in
+    # one shard, and all other shards have `_MASKED` as its logit: the maximum is the token's logit.
+    token_logits = stats[:, 3:].amax(dim=0)
+    return torch.cat((torch.stack((top, total, weighted_total)), token_logits))
 
 
 def _compute_outputs(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -802,10 +804,10 @@ def _compute_outputs(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     With x = logit - top and Z = sum exp(x), the entropy is log Z - sum exp(x) x / Z.
     """
-    top, total, weighted, target = _merge_statistics(stats)
+    top, total, weighted_total, target = _merge_statistics(stats)
     log_sum = total.log()
     log_probs = target - top - log_sum
-    entropy = log_sum - weighted / total
+    entropy = log_sum - weighted_total / total
     return top + log_sum, log_probs, entropy
 
 

@@ -113,8 +113,8 @@ class ParallelModel:
     accepts_packed_rows: bool = field(init=False)
     """Whether the input of attention is `PackedRows`. For a provider's own attention in layers of Transformer
     Engine it is Megatron's row boundaries (THD) instead."""
-    reads_boundaries: bool = field(init=False)
-    """Whether all attention layers read row boundaries; otherwise rows must be gathered by length."""
+    uses_varlen_kernel: bool = field(init=False)
+    """Whether all attention layers use variable-length kernels; otherwise rows must be gathered by length."""
     gathers_rows: bool = field(init=False)
     """Whether layers besides attention need rows gathered by length."""
 
@@ -131,9 +131,9 @@ class ParallelModel:
                     foreign_cores.append(module)
 
         # Plain layers without a `RowAttention` receive rows gathered by length, which work for any attention.
-        self.reads_boundaries = all(core.reads_boundaries for core in row_cores)
+        self.uses_varlen_kernel = all(core.uses_varlen_kernel for core in row_cores)
         if not self.uses_transformer_engine and (foreign_cores or not row_cores):
-            self.reads_boundaries = False
+            self.uses_varlen_kernel = False
 
         # Some mixers need rows gathered by length, even if the attention layers read boundaries.
         modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
@@ -263,7 +263,7 @@ class ParallelModel:
             # Some mixers need rows gathered by length, and attention may need boundaries: include both.
             rows = make_bucketed_rows(lengths, context_rank, context)
             return replace(rows, boundaries=make_row_boundaries(lengths))
-        if self.reads_boundaries:
+        if self.uses_varlen_kernel:
             return make_bounded_rows(lengths, context_rank, context)
         return make_bucketed_rows(lengths, context_rank, context)
 

@@ -287,7 +287,7 @@ class HostOptimizer(HybridDeviceOptimizer):
             group.pop("gpu_optimizer_cls", None)
 
     def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
-        """Return the parameter groups of host and device, and Megatron's maps from parameters to copies.
+        """Return the host's parameter groups, no device groups, and the maps between parameters and copies.
 
         The copies are in host memory.
         """

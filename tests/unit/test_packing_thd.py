@@ -141,7 +141,7 @@ def test_attention_between_boundaries_is_that_of_rows_by_length(family, tmp_path
     real = inspect.signature(varlen.varlen_attn).parameters
     assert set(inspect.signature(documented_varlen_attn).parameters) <= set(real)
     model = build(family, tmp_path)
-    assert not model.reads_boundaries, "hosts gather rows by length"
+    assert not model.uses_varlen_kernel, "hosts gather rows by length"
     lengths = [5, 1, 17, 3]
     tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     weight = next(model.chunks[0].parameters())
@@ -149,8 +149,8 @@ def test_attention_between_boundaries_is_that_of_rows_by_length(family, tmp_path
     (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
 
     monkeypatch.setattr(varlen, "varlen_attn", documented_varlen_attn)
-    monkeypatch.setattr(PackedAttention, "reads_boundaries", True)
-    model.reads_boundaries = True
+    monkeypatch.setattr(PackedAttention, "uses_varlen_kernel", True)
+    model.uses_varlen_kernel = True
     found = hidden_states(model, tokens, lengths)
     (gradient,) = torch.autograd.grad(found.square().sum(), weight)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)

@@ -24,9 +24,9 @@ from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     writer_layout,
 )
 from megatron_rl.interop.megatron_lm.pickles import (
-    DIRECTORY,
     MASTERS,
     MOMENTS,
+    TENSOR_INDEX,
     Bucket,
     StoredTensor,
     read_common,
@@ -267,7 +267,7 @@ class MegatronCheckpoint:
             yield UserError(
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
-                expected=f"{len(required_bytes)} files with the model's tensors, as {DIRECTORY} lists them",
+                expected=f"{len(required_bytes)} files with the model's tensors, listed in {TENSOR_INDEX}",
                 got=join_names(file_problems, _MAX_LISTED),
                 fix="copy the whole folder again, or name another iteration",
             )
@@ -281,7 +281,7 @@ class MegatronCheckpoint:
         if incomplete_names:
             yield UserError(
                 "tensors of the Megatron checkpoint are incomplete",
-                where=str(self.path / DIRECTORY),
+                where=str(self.path / TENSOR_INDEX),
                 expected="chunks that cover each tensor",
                 got=join_names(incomplete_names, _MAX_LISTED),
                 fix="use another iteration: the save of this one did not finish",
@@ -359,7 +359,7 @@ def is_megatron_checkpoint(path: str | Path) -> bool:
     The folder may be the --save folder of a run, which has a tracker file, or the folder of one iteration.
     """
     folder = Path(path)
-    if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):
+    if any((folder / name).is_file() for name in (TRACKER, TENSOR_INDEX)):
         return True
     return _is_legacy(folder)
 
@@ -489,7 +489,7 @@ def _find_iteration_folder(path: Path, setting: str) -> Path:
     """Return the ``iter_*`` folder in the tracker of ``path``, or ``path`` itself if it is an iteration."""
     tracker = path / TRACKER
     if not tracker.is_file():
-        if (path / DIRECTORY).is_file() or _is_legacy(path):
+        if (path / TENSOR_INDEX).is_file() or _is_legacy(path):
             return path
 
         content = "no such folder"

@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError, missing_file_error, unreadable_file_er
 
 COMMON = "common.pt"
 """File of the values that are common to all ranks."""
-DIRECTORY = ".metadata"
+TENSOR_INDEX = ".metadata"
 """File that lists the tensors."""
 _COMMON_VALUE = "common_state/shard_0_1"
 """Name of the common values in checkpoints of Megatron-Core 0.19, which stores them next to the tensors."""
@@ -267,7 +267,7 @@ def read_common(folder: Path) -> CommonValues:
 
 def _read_directory(folder: Path) -> dict[str, Any]:
     """Read the attributes of the directory of tensors, a ``Metadata`` of torch, by name."""
-    return vars(read_pickle((folder / DIRECTORY).read_bytes()).state)
+    return vars(read_pickle((folder / TENSOR_INDEX).read_bytes()).state)
 
 
 def _read_value(
@@ -360,7 +360,7 @@ def read_tensors(folder: Path) -> CheckpointTensors:
     try:
         return _read_directory_tensors(folder)
     except Exception as error:  # a damaged pickle can raise anything
-        raise _damaged_file_error(folder / DIRECTORY, error) from error
+        raise _damaged_file_error(folder / TENSOR_INDEX, error) from error
 
 
 def _read_directory_tensors(folder: Path) -> CheckpointTensors:
