@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.progress import count_progress
 
 DIGESTS = "checksums.json"
@@ -322,12 +322,11 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
     if not (isinstance(error, MemoryError) or is_runtime_error or is_system_error):
         return None
 
-    first_line = text.splitlines()[0] if text else ""
     return UserError(
         f"the host's memory ran out while {activity}",
         where="the machine of this rank",
         expected="memory for copies of the written data",
-        got=f"{type(error).__name__}: {first_line}".removesuffix(": "),
+        got=first_line(error),
         fix="use fewer ranks on the machine, or raise its limit (ulimit -v, the container's, Slurm's --mem); "
         "checkpoint.asynchronous=false spares a copy of the weights",
     )
