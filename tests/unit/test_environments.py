@@ -243,14 +243,17 @@ class Liar(Environment):
 
 
 FORGER = """
-import gc, json
+import gc
 from megatron_rl import Environment
+from megatron_rl.contained.process import HEADER
 
 class Forger(Environment):
     async def run(self, episode):
         await episode.generate()
         requests = next(item for item in gc.get_objects() if type(item).__name__ == "Requests")
-        requests.reply(json.loads(episode.prompt))
+        payload = episode.prompt.encode()
+        requests._replies.write(HEADER.pack(len(payload)) + payload)
+        requests._replies.flush()
         await episode.generate()
 """
 
