@@ -21,8 +21,9 @@ class RolloutBuffer:
     """Buffer of the waiting, running and finished groups of a run.
 
     ``waiting``: groups without sequences, in the order in which they are started.
-    ``started``: running and finished groups, in the order in which they were started. Groups are selected,
-        and the sequences of a round are numbered, in this order, so it must be equal on every rank.
+    ``started``: running and finished groups, in the order in which they were started. This order determines
+        which groups are selected and how the sequences of a round are numbered, so it must be equal on every
+        rank.
     """
 
     def __init__(self) -> None:
@@ -62,15 +63,18 @@ class RolloutBuffer:
         updates_ahead: int,
         max_updates: int,
     ) -> tuple[bool, ...]:
-        """Return for each started group whether it must finish in this step, to be trained on in time.
+        """Return, for each started group, whether it must finish in this step.
 
-        ``updates_ahead``: number of weight updates after ``version`` until groups that finish in this step
-            are trained on. Groups that finish in the next step are trained on one update later.
-        ``max_updates``: maximum number of updates between the sampling of a token and its training.
+        A group that finishes in the next step is trained on one weight update later than a group that
+        finishes in this step. If it would then be too old, it must finish in this step.
+
+        ``updates_ahead``: number of weight updates from ``version`` to the training on the groups that finish
+            in this step.
+        ``max_updates``: maximum age at training: number of updates since the oldest token was sampled.
         """
-        # Age at which a group is trained on if it finishes in the next step.
-        ages = [group.compute_age(version) + updates_ahead + 1 for group in self.started]
-        return tuple(age > max_updates for age in ages)
+        # Age of each group at its training, if it finishes in the next step.
+        next_step_ages = [group.compute_age(version) + updates_ahead + 1 for group in self.started]
+        return tuple(age > max_updates for age in next_step_ages)
 
     def select(
         self,
@@ -93,8 +97,7 @@ class RolloutBuffer:
                 remaining.append(group)
         self.started = remaining
 
-        # Token rounds are numbered from 1 in each step. 0 gives the remaining groups priority in the next
-        # step.
+        # Give the remaining groups priority in the next step, whose token rounds are numbered from 1.
         for group in self.started:
             for sequence in group.sequences:
                 sequence.finished_in = 0
@@ -189,7 +192,10 @@ def select_groups(
 
 
 def merge_early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
-    """Merge the early rewards of all groups: name of the scorer -> row in `to_rollouts` -> reward."""
+    """Merge the early rewards of all groups: name of the scorer -> row of the sequence -> reward.
+
+    A sequence has the same row as in the batch of `to_rollouts`.
+    """
     merged_rewards: dict[str, dict[int, Any]] = {}
     first_row = 0
 

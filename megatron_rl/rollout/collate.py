@@ -180,8 +180,8 @@ def to_groups(
         group = groups[row // samples_per_prompt]
         (sampling,) = group.prompt.sampling
 
-        # The prompt ends before the first sampled token. Do not use the length of the record's prompt, which
-        # an environment may have replaced.
+        # The prompt ends before the first sampled token. The prompt in `prompts` can have another length: an
+        # environment may have replaced it.
         is_sampled = versions[row] != OBSERVED
         prompt_length = len(tokens[row])
         if bool(is_sampled.any()):
@@ -228,29 +228,29 @@ class NewTokens(NamedTuple):
     """Experts of all tokens of these sequences, prompts included; None unless the engine records them."""
 
     resubmitted: int = 0
-    """Number of requests that were sent to a second server because the first server did not answer."""
+    """Number of requests that were sent to a second server because the first server failed."""
 
 
 def collect_new_tokens(
     positions: abc.Sequence[int],
     sequences: abc.Sequence[Sequence],
-    starts: abc.Sequence[int],
+    old_lengths: abc.Sequence[int],
     replaced_prompts: dict[int, list[int]],
     routing_shape: RoutingShape | None,
 ) -> NewTokens:
     """Collect the tokens that a replica has added to ``sequences`` in a round, for the gather.
 
-    ``positions`` are the sequences' positions in `GenerationRound.unfinished`. ``starts`` are the numbers of
-    response tokens that the sequences had before the round. ``replaced_prompts`` maps positions to the token
-    ids of prompts that environments replaced. ``routing_shape`` is (layers, experts per token) if the engine
-    records the experts of each token, or None.
+    ``positions`` are the sequences' positions in `GenerationRound.unfinished`, and ``old_lengths`` their
+    numbers of response tokens before the round. ``replaced_prompts`` maps positions to the token ids of
+    prompts that environments replaced. ``routing_shape`` is (layers, experts per token) if the engine records
+    the experts of each token, or None.
     """
     tokens = array("q")
     log_probs = array("d")
     versions = array("i")
     support_sizes = array("i")
     support = array("i")
-    for sequence, start in zip(sequences, starts, strict=True):
+    for sequence, start in zip(sequences, old_lengths, strict=True):
         tokens += sequence.tokens[start:]
         log_probs += sequence.log_probs[start:]
         versions += sequence.versions[start:]
@@ -260,7 +260,7 @@ def collect_new_tokens(
 
     rows = torch.tensor(positions, dtype=torch.int64)
     new_token_counts = []
-    for sequence, start in zip(sequences, starts, strict=True):
+    for sequence, start in zip(sequences, old_lengths, strict=True):
         new_token_counts.append(len(sequence.tokens) - start)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
     finish_rounds = [sequence.finished_in for sequence in sequences]
@@ -346,7 +346,7 @@ def append_new_tokens(
 
 
 def _needs_logit_rules(sequence: Sequence) -> bool:
-    """Return whether training needs a sequence's `LogitRules`: for rules or a temperature schedule."""
+    """Return whether a sequence has logit rules or a temperature schedule, which training must reapply."""
     return sequence.sampling.has_rules or sequence.sampling.temperature_tokens > 0
 
 

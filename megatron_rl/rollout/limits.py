@@ -25,8 +25,8 @@ MAX_TASKS = 32
 class AutoLimits:
     """Response limits of tasks whose limit is `AUTO`, computed from the lengths of earlier responses.
 
-    Lengths are recorded per length class: a task with a range of prompt lengths. See `AutoLimitConfig` for
-    the settings.
+    Lengths are recorded per length class, for example for all prompts of the task ``math`` with 3 or 4
+    tokens. See `AutoLimitConfig` for the settings.
     """
 
     def __init__(self, rollout: RolloutConfig) -> None:
@@ -47,13 +47,13 @@ class AutoLimits:
         # The quantile is the smallest length that a fraction `quantile` of the lengths does not exceed.
         # Subtract the rounding error, so that a product that should be an integer is not rounded up.
         rounding_error = 1e-9
-        num_within = math.ceil(config.quantile * len(lengths) - rounding_error)
-        quantile_length = sorted(lengths)[max(0, num_within - 1)]
+        quantile_rank = math.ceil(config.quantile * len(lengths) - rounding_error)
+        quantile_length = sorted(lengths)[max(0, quantile_rank - 1)]
         limit = math.ceil(quantile_length * config.margin - rounding_error)
         return min(max(limit, config.at_least), config.at_most)
 
     def with_limits(self, groups: Sequence[SequenceGroup]) -> list[SequenceGroup]:
-        """Set the computed limits in the sampling parameters of waiting groups; return the new groups."""
+        """Return copies of waiting groups with the computed limits in their sampling parameters."""
         return [self._with_limit(group) for group in groups]
 
     def _with_limit(self, group: SequenceGroup) -> SequenceGroup:

@@ -36,13 +36,14 @@ from megatron_rl.rollout.types import OBSERVED, Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
 DIVERGED = "diverged"
-"""Failure of an environment that returned a different observation or prompt in a replay, or ended earlier."""
+"""Failure reason of an episode: in a replay, the environment returned a different observation or prompt than
+before, or it ended earlier."""
 
 ENGINE = "engine"
-"""Failure of an episode whose request the engine could not sample."""
+"""Failure reason of an episode: the engine could not sample a turn of the policy."""
 
 PROMPT = "prompt"
-"""Failure of an environment whose prompt cannot be tokenised, or leaves no room for a response."""
+"""Failure reason of an episode: the prompt cannot be tokenised, or leaves no room for a response."""
 
 IDLE_SECONDS = 1.0
 """Maximum wait for environments while the engine is idle. After this time the first rank broadcasts an empty
@@ -65,13 +66,13 @@ class _Conversation:
     max_model_len: int | None
     """The engine's maximum number of prompt and response tokens, or None for no limit."""
 
-    stops: StopTextFinder
-    """Search for stop texts in the policy's turns."""
+    stop_finder: StopTextFinder
+    """Finder of stop texts in the policy's turns."""
 
     exchanged_tokens: int = 0
     """Number of response tokens that the environment has received as turns or returned as observations."""
 
-    has_own_prompt: bool = False
+    has_replaced_prompt: bool = False
     """Whether the environment has replaced the record's prompt by its own messages."""
 
     awaits_turn: bool = False
@@ -130,7 +131,7 @@ class _Conversation:
     def ends_with_stop(self, end: int) -> bool:
         """Return whether the turn from ``exchanged_tokens`` to ``end`` ends with a stop token or text."""
         tokens = self.sequence.prompt + self.sequence.tokens[:end]
-        return self.stops.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_tokens)
+        return self.stop_finder.is_turn_ended(self.sequence.sampling, tokens, end - self.exchanged_tokens)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -166,7 +167,7 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         self._hosts = hosts
         self._chat = chat
-        self._stops = StopTextFinder(lambda: chat.tokenizer)
+        self._stop_finder = StopTextFinder(lambda: chat.tokenizer)
         self._parse_tool_calls = parse_tool_calls
 
         # Conversations in the order of `admitted`, and by their episode's number.
@@ -187,7 +188,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         for conversation in self._conversations:
             if conversation.needs_request:
                 optional_limits = (conversation.round_tokens_left, conversation.turn_tokens_left)
-                # Without limits, the request is bounded only by the room of the response.
+                # If both limits are None, the request is for all tokens that the response has room for.
                 limits = [limit for limit in optional_limits if limit is not None]
                 limit = min(limits, default=None)
                 requests.append(self.make_request(conversation.number, limit, conversation.exchanged_tokens))
@@ -222,7 +223,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 number=admitted_index,
                 episode=self._hosts.reserve_numbers(1),
                 max_model_len=self.engine.max_model_len,
-                stops=self._stops,
+                stop_finder=self._stop_finder,
                 round_tokens_left=self._token_round,
                 template_kwargs=template_kwargs,
             )
@@ -280,7 +281,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         for conversation in self._conversations:
             admitted = self.admitted[conversation.number]
             # A continued sequence has already reported its prompt in an earlier step.
-            if conversation.has_own_prompt and admitted.start == 0:
+            if conversation.has_replaced_prompt and admitted.start == 0:
                 replaced_prompts[admitted.position] = admitted.sequence.prompt.tolist()
         return replaced_prompts
 
@@ -351,8 +352,8 @@ class MultiTurnScheduler(ReplicaScheduler):
     ) -> None:
         """Process an environment's request for a turn, which may contain an observation.
 
-        Append the observation. Then send the turn if it is already complete, otherwise mark it as awaited.
-        The sequence already has tokens of this turn if sampling was interrupted, or in a replay.
+        The observation is appended. The sequence may already have tokens of the requested turn: in a replay,
+        or if sampling was interrupted. A complete turn is sent; otherwise the turn is marked as awaited.
         """
         if conversation.exchanged_tokens:
             if not self._append_observed(conversation, event):
@@ -364,13 +365,13 @@ class MultiTurnScheduler(ReplicaScheduler):
         elif event.opening is not None and not self._replace_prompt(conversation, event.opening):
             return
 
-        # Find the end of the tokens of this turn that have already been sampled.
+        # Find the end of the turn's tokens that have already been sampled.
         sequence = conversation.sequence
         end = conversation.exchanged_tokens
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
-        # The turn's limit includes these tokens.
+        # The limit of the turn includes the tokens that have already been sampled.
         conversation.turn_tokens_left = None
         if event.limit is not None:
             num_sampled = end - conversation.exchanged_tokens
@@ -414,7 +415,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
             stop_token = sequence.tokens[start - 1]
         get_format = self._chat.prompt_format
-        if conversation.has_own_prompt:
+        if conversation.has_replaced_prompt:
             get_format = self._chat.environment_format
         try:
             chat = get_format(conversation.template_kwargs)
@@ -429,8 +430,8 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         end = start + len(observed_tokens)
         if start < len(sequence.tokens):
-            # Replay: the observation must equal all existing tokens before the next turn, which begins with a
-            # sampled token.
+            # In a replay, the observation must equal the existing observed tokens. They end before the first
+            # token that was sampled.
             next_turn_start = start
             while next_turn_start < len(sequence.tokens) and not sequence.is_sampled(next_turn_start):
                 next_turn_start += 1
@@ -438,7 +439,8 @@ class MultiTurnScheduler(ReplicaScheduler):
                 self._fail_episode(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= compute_response_room(sequence, self.engine.max_model_len):
-            # Without room for the observation and one more token, end the episode before the observation.
+            # The response has no room for the observation and one more token: end the episode before the
+            # observation.
             conversation.dropped_tokens = len(observed_tokens)
             self._hosts.reject_turn(conversation.episode)
             return False
@@ -474,9 +476,9 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail_episode(conversation, PROMPT, reason)
         else:
             sequence.prompt = prompt
-            conversation.has_own_prompt = True
+            conversation.has_replaced_prompt = True
             conversation.tools = opening.tools
-        return conversation.has_own_prompt
+        return conversation.has_replaced_prompt
 
     def _fail_episode(
         self,

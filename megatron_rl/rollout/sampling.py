@@ -34,7 +34,7 @@ def _hash_splitmix64(value: int) -> int:
 
 
 def derive_row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """Derive an independent seed in [0, 2**63) for each row of the global batch in ``rows``.
+    """Derive an independent seed in [0, 2**63) from ``seed`` for each row number in ``rows``.
 
     The seeds are outputs of the generator SplitMix64, which can compute output n without the earlier outputs.
     """
@@ -49,8 +49,8 @@ def derive_row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
 def derive_continuation_seed(seed: int, num_sampled: int) -> int:
     """Derive the seed of a request that continues a sequence after ``num_sampled`` sampled tokens.
 
-    For engines that start a new random stream for each request: with the sequence's seed, the continuation
-    would repeat the random draws of the first tokens.
+    Engines that start a new random stream for each request need this seed. With the sequence's own seed, the
+    continuation would repeat the random draws of the sequence's first tokens.
     """
     if num_sampled == 0:
         return seed
@@ -97,7 +97,7 @@ def make_vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     """Make the fields of vLLM's SamplingParams for vLLM's own top-p, top-k and min-p filters.
 
     vLLM's own filters do not return which tokens passed them (the support), but training needs the support.
-    So these fields are used only for responses that are not trained on, such as evaluation answers.
+    So these fields are used only for responses that are not trained on, such as responses in an evaluation.
     """
     if not has_filters(sampling):
         return {}
@@ -212,8 +212,8 @@ def apply_logit_rules(
     """Apply each row's biases, bans and penalties to its logits [B, V]; return the new logits [B, V].
 
     Call it before temperature and filters are applied. ``sampling`` has the parameters of each row,
-    ``prompts`` and ``responses`` its token ids so far. Returns ``logits`` itself if no row has a rule. The
-    order is vLLM's: biases and bans first, then the penalties. The repetition penalty also counts tokens of
+    ``prompts`` and ``responses`` its token ids so far. Returns ``logits`` itself if no row has a rule. As in
+    vLLM, biases and bans are applied before the penalties, and the repetition penalty also counts tokens of
     the prompt.
     """
     if not any(parameters.has_rules for parameters in sampling):
@@ -320,7 +320,7 @@ def scale_and_filter_logits(
     logits = logits.float() / temperature[:, None]
     vocabulary_size = logits.shape[1]
 
-    # min-p: p >= min_p * p_max, as a lower bound of the logits.
+    # min-p: a token remains if p >= min_p * p_max, which is a lower bound of its logit.
     if bool((min_p > 0).any()):
         lowest_logit = logits.amax(dim=1) + min_p.log()
         logits = logits.masked_fill(logits < lowest_logit[:, None], -torch.inf)
@@ -337,7 +337,8 @@ def scale_and_filter_logits(
         threshold = sorted_logits.gather(1, (vocabulary_size - k)[:, None])
         sorted_logits = sorted_logits.masked_fill(sorted_logits < threshold, -torch.inf)
 
-    # A token is outside the nucleus if it and all less likely tokens have at most the probability 1 - p.
+    # A token is outside the nucleus if its probability, and those of all less likely tokens, sum to at most
+    # 1 - p.
     if bool(has_top_p.any()):
         tail_mass = sorted_logits.softmax(dim=1).cumsum(dim=1)
         is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
@@ -356,19 +357,21 @@ def draw_tokens(
 ) -> Tensor:
     """Draw one token per row of filtered ``logits`` [B, V]; return the token ids, [B] int64.
 
-    Where ``is_greedy_row`` [B] bool is true, the most likely token is selected instead. In either case row i
-    consumes exactly one number of ``generators[i]`` (on the CPU), so its random stream does not depend on
-    other rows.
+    Where ``is_greedy_row`` [B] bool is true, the most likely token is selected instead. In either case, one
+    number is drawn from ``generators[i]`` (on the CPU) for row i, so the random stream of a row does not
+    depend on other rows.
     """
-    # Invert the cumulative distribution, in float64: near 1, float32 cannot represent rare tokens.
+    # Sample by inverting the cumulative distribution, in float64: near 1, the probability of a rare token is
+    # smaller than the distance between two float32 numbers.
     draws = []
     for generator in generators:
         draws.append(torch.rand((), generator=generator, dtype=torch.float64))
     uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
 
-    # Scale by the total, which is not exactly 1. `right=True` never draws a removed token, whose interval is
-    # empty. A target that rounds up to the total would give an index beyond the last token: clamp it.
+    # Scale by the total probability, which is not exactly 1 after rounding. A removed token has an empty
+    # interval, and with `right=True` it is never drawn. If a target rounds up to the total, its index is
+    # beyond the last token, so clamp the index.
     target = uniform[:, None] * cumulative[:, -1:]
     sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
     sampled = sampled.clamp(max=logits.shape[1] - 1)

@@ -6,11 +6,12 @@ appends the completions, until all its sequences are finished or the round ends.
 
 A round has one of two orders (`rollout.order`), which determine when it ends:
 
-* closed: token rounds. Up to ``token_round`` tokens are sampled for each unfinished sequence. Then the
-  replicas gather which sequences are finished, and repeat this until enough groups are finished. The result
-  depends only on the lengths of responses, not on time, so a run is repeatable.
-* open: ``stop_when``. The round ends between two engine steps, as soon as the learners (ranks without an
-  engine) wait for it and enough groups are finished. The result depends on time.
+* closed: the round consists of token rounds. In a token round, up to ``token_round`` tokens are sampled for
+  each unfinished sequence. Then the replicas gather which sequences are finished. Token rounds are repeated
+  until enough groups are finished. The result depends only on the lengths of responses, not on time, so a
+  run is repeatable.
+* open: the round ends between two engine steps, when ``stop_when`` returns true: the learners (ranks without
+  an engine) wait for the end of the round, and enough groups are finished. The result depends on time.
 
 The tokens of a group do not depend on the replica that samples it.
 """
@@ -97,13 +98,12 @@ def enough_groups_finished(
 
 
 class Rendezvous:
-    """Condition that ends an open round: all learners wait for it, and enough groups are finished.
+    """Condition that ends an open round: all learners wait, and enough groups are finished.
 
-    Learners are the ranks without an engine. The condition compares counters in the job's store. The
-    counters only grow, so every replica observes the end, but replicas may observe it at different engine
-    steps.
+    The condition compares counters in the job's store. The counters only increase, so every replica observes
+    the end of the round, but replicas may observe it at different engine steps.
 
-    ``learners``: number of ranks without an engine.
+    ``learners``: number of learners, the ranks without an engine.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ def arrive_at_rendezvous(number: int) -> None:
     store_increment(f"waiting for rendezvous {number}")
 
 
-class Admitted(NamedTuple):
+class AdmittedSequence(NamedTuple):
     """Sequence that a replica has admitted.
 
     Example:
         The third unfinished sequence of a round, in the second group; it already has 40 response tokens::
 
-            Admitted(position=2, group=1, start=40, sequence=Sequence(...))
+            AdmittedSequence(position=2, group=1, start=40, sequence=Sequence(...))
     """
 
     position: int
@@ -168,23 +168,23 @@ class Admitted(NamedTuple):
 
 
 class ReplicaQueue:
-    """Order in which one replica admits the sequences of a round, group after group.
+    """Queue of the sequences that one replica admits in a round, group after group.
 
-    The first groups are assigned to the replicas round robin, up to the in-flight limits. A replica draws
-    each further group from the job's shared queue when its in-flight limit permits the group's first
-    sequence. So no replica is idle while groups are queued, and no group waits for a slow replica. If all
-    groups fit into the limits, every run distributes them in the same way.
+    The first groups are assigned to the replicas round robin, up to the in-flight limits. The other groups
+    form a queue that all replicas share. A replica takes the next group from the shared queue when its
+    in-flight limit permits another sequence. So no replica is idle while groups are queued, and no group
+    waits for a slow replica. If all groups fit into the limits, every run distributes them in the same way.
 
     Arguments:
         generation_round: the round, equal on all replicas.
         max_in_flight: maximum number of sequences in flight on this replica.
         max_model_len: the engine's limit of prompt and response tokens together, or None for no limit.
-        next_queue_index: function that draws from the shared queue; it returns each of 0, 1, 2, … on exactly
-            one replica.
+        next_queue_index: function that returns the index of the next group in the shared queue; each of 0,
+            1, 2, … is returned on exactly one replica.
         replica: index of this replica.
         replicas: number of replicas.
-        cached_on: seed of a sequence -> replica whose engine retains the sequence's key-value cache; the
-            sequence's group is assigned to this replica.
+        replica_by_cached_seed: seed of a sequence -> replica whose engine retains the sequence's key-value
+            cache; the sequence's group is assigned to this replica.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ReplicaQueue:
         next_queue_index: Callable[[], int] = lambda: 0,
         replica: int = 0,
         replicas: int = 1,
-        cached_on: Mapping[int, int] | None = None,
+        replica_by_cached_seed: Mapping[int, int] | None = None,
     ) -> None:
         self.round = generation_round
         self.max_in_flight = max_in_flight
@@ -208,11 +208,12 @@ class ReplicaQueue:
         replica_by_cached_group: dict[int, int] = {}
         for position, (group_index, sequence) in enumerate(generation_round.unfinished):
             self._positions_by_group.setdefault(group_index, []).append(position)
-            if cached_on and sequence.seed in cached_on:
-                replica_by_cached_group[group_index] = cached_on[sequence.seed]
+            if replica_by_cached_seed and sequence.seed in replica_by_cached_seed:
+                replica_by_cached_group[group_index] = replica_by_cached_seed[sequence.seed]
 
-        # Assign the first groups round robin, up to the in-flight limits; the replicas draw the other groups.
-        # If any group is cached, draw all uncached groups: cached groups alone may exceed an in-flight limit.
+        # Assign the first groups round robin, up to the in-flight limits; the other groups form the shared
+        # queue. If any group is cached, all uncached groups are in the shared queue, since the cached groups
+        # alone may exceed an in-flight limit.
         uncached_groups = [
             index for index in self._positions_by_group if index not in replica_by_cached_group
         ]
@@ -229,23 +230,23 @@ class ReplicaQueue:
         self._shared_queue = uncached_groups[num_round_robin:]
 
         # Sequences of the current group that `pop_sequence` has not returned yet.
-        self._admitting: list[Admitted] = []
+        self._current_group: list[AdmittedSequence] = []
         # Admitted sequences of each group that this replica has started and not finished, by group index.
-        self._admitted_by_group: dict[int, list[Admitted]] = {}
+        self._admitted_by_group: dict[int, list[AdmittedSequence]] = {}
 
-    def pop_sequence(self) -> Admitted | None:
+    def pop_sequence(self) -> AdmittedSequence | None:
         """Remove and return the next sequence that this replica admits, or None if no group remains.
 
         All sequences of a group are copied when its first sequence is returned.
         """
-        if not self._admitting:
+        if not self._current_group:
             group_index = self._pop_next_group()
             if group_index is None:
                 return None
             positions = self._positions_by_group[group_index]
-            self._admitting = [self._copy_sequence(position) for position in positions]
-            self._admitted_by_group[group_index] = list(self._admitting)
-        return self._admitting.pop(0)
+            self._current_group = [self._copy_sequence(position) for position in positions]
+            self._admitted_by_group[group_index] = list(self._current_group)
+        return self._current_group.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
         """Remove the groups that this replica has finished; return (index in the round, group) of each."""
@@ -263,7 +264,7 @@ class ReplicaQueue:
     def _with_copies(
         self,
         index: int,
-        admitted_sequences: abc.Sequence[Admitted],
+        admitted_sequences: abc.Sequence[AdmittedSequence],
     ) -> SequenceGroup:
         """Return the round's group ``index``, with this replica's copies in place of its sequences."""
         # Match sequences by identity. A sequence that finished in an earlier step has no copy.
@@ -281,7 +282,7 @@ class ReplicaQueue:
         if self._assigned_groups:
             return self._assigned_groups.pop(0)
 
-        # Do not draw from an empty queue: a draw can be a collective.
+        # Do not request an index if the queue is empty: the request can be a collective.
         if not self._shared_queue:
             return None
 
@@ -291,7 +292,7 @@ class ReplicaQueue:
             return None
         return self._shared_queue[queue_index]
 
-    def _copy_sequence(self, position: int) -> Admitted:
+    def _copy_sequence(self, position: int) -> AdmittedSequence:
         """Copy the sequence at ``position``; mark the copy as failed if it has no room for a response."""
         group_index, sequence = self.round.unfinished[position]
         copy = sequence.copy()
@@ -299,7 +300,7 @@ class ReplicaQueue:
         start = len(copy.tokens)
         if start == 0 and compute_response_room(copy, self._max_model_len) < 1:
             copy.finish_reason = FINISH_FAILED
-        return Admitted(position, group_index, start, copy)
+        return AdmittedSequence(position, group_index, start, copy)
 
 
 def compute_response_room(sequence: Sequence, max_model_len: int | None) -> int:
@@ -354,7 +355,7 @@ class ReplicaScheduler:
     ) -> None:
         self.engine = engine
         self.queue = queue
-        self.admitted: list[Admitted] = []
+        self.admitted: list[AdmittedSequence] = []
         self._stop_when = stop_when
         self._ranks = ranks
         self._is_led = is_led
@@ -400,8 +401,7 @@ class ReplicaScheduler:
         output = None
         if self._computes_schedule:
             output = self._schedule_or_stop()
-        # If only the first rank computes the schedule, the other ranks receive it, or None at the end of the
-        # round.
+        # If only the first rank computes the schedule, it broadcasts the schedule, or None if the round ends.
         if self._is_led:
             output = broadcast_object(output, self._ranks)
         if output is None:
@@ -568,8 +568,8 @@ def sample_round(
         on_finished: function that is called during sampling, on the first rank of a replica, for each group
             that the replica finishes.
 
-    Returns the new tokens on the first rank of each replica, no tokens on the others. Collective over the
-    ranks of ``layout``, whose communicator must exist.
+    Returns the new tokens on the first rank of each replica, and no tokens on its other ranks. Collective
+    over the ranks of ``layout``, whose communicator must exist.
     """
     all_ranks = ReplicaGroup(layout.ranks)
     coordinates = layout.coordinates(rank)
@@ -577,9 +577,9 @@ def sample_round(
     is_open = generation_round.rendezvous is not None
 
     # Engines retain the key-value cache of interrupted requests, which exist only in the open order.
-    cached_on = None
+    replica_by_cached_seed = None
     if is_open:
-        cached_on = _gather_cached_sequences(engine, layout, all_ranks)
+        replica_by_cached_seed = _gather_cached_sequences(engine, layout, all_ranks)
     if max_in_flight is None:
         max_in_flight = engine.most_rows
     queue = ReplicaQueue(
@@ -589,7 +589,7 @@ def sample_round(
         next_queue_index,
         coordinates.data,
         layout.data,
-        cached_on,
+        replica_by_cached_seed,
     )
     scheduler = make_scheduler(engine, queue)
 
@@ -686,9 +686,10 @@ def _gather_cached_sequences(
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,
 ) -> dict[int, int]:
-    """Gather the seeds of sequences whose key-value cache an engine retains, with the engine's replica.
+    """Gather which replicas retain the key-value caches of interrupted sequences.
 
-    Returns a dict from seed to replica. Collective over the ranks of ``layout``.
+    Returns a dict from a sequence's seed to the replica that retains its cache. Collective over the ranks of
+    ``layout``.
     """
     seeds_by_rank = all_ranks.gather_objects(tuple(engine.kept))
     replica_by_seed: dict[int, int] = {}
@@ -704,11 +705,11 @@ def draw_queue_index(
     rank: int,
     is_led: bool,
 ) -> int:
-    """Draw the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
+    """Return the next index of the job's queue ``name`` for a replica. Collective over the replica's ranks.
 
-    The first rank draws the index, and the other ranks receive it by broadcast. With ``is_led``, only the
-    first rank admits sequences. Then there is no broadcast, and the other ranks return an index beyond the
-    end of every queue.
+    The first rank gets the index from the store, and broadcasts it to the other ranks. If ``is_led`` is true,
+    only the first rank admits sequences. Then there is no broadcast, and the other ranks return an index
+    beyond the end of every queue.
     """
     coordinates = layout.coordinates(rank)
     index = sys.maxsize

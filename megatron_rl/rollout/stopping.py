@@ -77,9 +77,10 @@ class StopSearch:
 
 
 class StopTextFinder:
-    """Finder of stop texts in the policy's turns. ``load_tokenizer`` is a function that loads the tokenizer.
+    """Finder of stop texts in the policy's turns.
 
-    It is called at the first request with stop texts, since most runs have no stop texts.
+    ``load_tokenizer`` is a function that loads the tokenizer. It is called at the first request with stop
+    texts, since most runs have no stop texts.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Any]) -> None:

@@ -69,8 +69,8 @@ class Completion:
     """Identifier of the request."""
 
     tokens: abc.Sequence[int]
-    """Sampled token ids, including the stop token, or the token that completes a stop text, at the end. Empty
-    if the request failed."""
+    """Sampled token ids. The last token may be a stop token, or complete a stop text. Empty if the request
+    failed."""
 
     log_probs: abc.Sequence[float]
     """Natural log-prob of each of ``tokens`` at the sampling temperature, after the filters."""

@@ -22,7 +22,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
-from megatron_rl.rollout.scheduler import Admitted, ReplicaQueue, ReplicaScheduler
+from megatron_rl.rollout.scheduler import AdmittedSequence, ReplicaQueue, ReplicaScheduler
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -239,7 +239,7 @@ def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(
     groups = started(prompts(["go"] * 5, [1, 2, 3, 2, 1]), 2, seed=9, version=3)
     expected = to_rollouts(sample(hosts, groups, None))
     tickets = itertools.count()
-    admitted: list[Admitted] = []
+    admitted: list[AdmittedSequence] = []
     for replica in order:
         queue = ReplicaQueue(round_of(groups, 3), 2, 200, lambda: next(tickets), replica, len(order))
         scheduler = scheduler_of(hosts, queue)

@@ -137,7 +137,7 @@ def test_the_engine_samples_the_beginning_of_what_it_samples_without_stops(token
     def responses(sampling: SamplingParameters, *limits: int | None) -> list[Any]:
         groups = copied(started(make_prompts(rows, sampling), 4, seed=3, version=0))
         queue = ReplicaQueue(round_of(groups), 16, None)
-        scheduler = ReplicaScheduler(engine_of(logits, stops=stops), queue)
+        scheduler = ReplicaScheduler(engine_of(logits, stop_finder=stops), queue)
         for limit in limits:
             scheduler.run_token_round(limit)
         take_in(scheduler)
@@ -189,7 +189,7 @@ def test_turns_end_at_stop_texts_and_the_observations_follow(
     prompts = make_prompts([tokenizer.encode("<an"), tokenizer.encode("wer>")], sampling)
     groups = copied(started(replace(prompts, prompts=("a", "b")), 3, seed=4, version=0))
     queue = ReplicaQueue(round_of(groups), 6, 400)
-    engine = engine_of(logits_of(tokenizer), max_model_len=400, stops=StopTextFinder(lambda: tokenizer))
+    engine = engine_of(logits_of(tokenizer), max_model_len=400, stop_finder=StopTextFinder(lambda: tokenizer))
     scheduler = MultiTurnScheduler(engine, queue, hosts, ChatFormats(tokenizer))
     for limit in limits:
         scheduler.run_token_round(limit)

@@ -73,7 +73,7 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
 
     from megatron_rl.hf.weights import load_weights
     from megatron_rl.hybrid_engine import weight_transfer
-    from megatron_rl.rollout.engines.vllm.backend import TrainerMeeting
+    from megatron_rl.rollout.engines.vllm.backend import TrainerRendezvous
 
     weight_transfer.register()
     config = AutoConfig.from_pretrained(checkpoint)
@@ -91,7 +91,7 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
     if rank == 0:
         client = PipeClient(pipe)
     sender = WeightTransferTrainerFactory.trainer_init(
-        TrainerMeeting(model, rank=rank, **rendezvous),
+        TrainerRendezvous(model, rank=rank, **rendezvous),
         client=client,  # pyright: ignore[reportArgumentType]
     )
 

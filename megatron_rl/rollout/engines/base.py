@@ -54,9 +54,8 @@ class Generator(Protocol):
     def sampling(self) -> AbstractContextManager[None]:
         """Return a context for `submit` and `step` that restores the process's random generators.
 
-        Open requests are aborted at the end of the context: weights may change afterwards, and the engine
-        must not use state of older weights, except for `kept` requests. Raises RuntimeError if the weights
-        are missing.
+        At the end of the context, open requests are aborted, since the weights may change afterwards.
+        Interrupted requests whose seed is in `kept` remain. Raises RuntimeError if the weights are missing.
         """
         ...
 
@@ -208,7 +207,8 @@ def make_engine(
             return None
         return _make_user_engine(model_path, config, **arguments)
 
-    # Import only the chosen engine: its module prepares vLLM, which must not be imported before.
+    # Import only the configured engine. The module of the vLLM engine must prepare the process before the
+    # first import of vllm.
     engine_module = import_module(spec.module)
     arguments |= {"routing_shape": routing_shape, "adapters": adapters}
     return engine_module.make_engine(model_path, config, **arguments)

@@ -102,7 +102,7 @@ class Server(Protocol):
     # State of the weights.
 
     def fetch_weights_name(self) -> str:
-        """Return the name that the server's last `finish_update` gave its weights."""
+        """Return the name of the server's weights, which the last `finish_update` has set."""
         ...
 
     def count_workers(self) -> int:
@@ -145,7 +145,7 @@ class Server(Protocol):
 
 def make_servers(config: RunConfig) -> list[Server]:
     """Make the clients of the run's servers, in the order of `rollout.server.urls`."""
-    # Import only the chosen engine: the libraries of other engines need not be installed.
+    # Import only the configured engine: the libraries of other engines need not be installed.
     engine_module = import_module(ENGINES[config.rollout.engine].module)
     return [engine_module.make_server(url) for url in config.rollout.server.urls]
 
@@ -176,16 +176,16 @@ RENEW_SECONDS = 5.0
 class ServerGenerator:
     """Generator that distributes requests over several servers and tolerates the loss of servers.
 
-    All requests of a sequence are sent to the same server, which has cached the sequence's prefix. If this
-    server is lost, or does not have the weights that the trainer sent last, the request is resubmitted to a
-    different server; `pop_resubmitted` returns the number of these requests. If no server remains, the
+    All requests of a sequence are sent to the same server, which has cached the sequence's prefix. If a
+    request fails because this server is unreachable or has old weights, the request is resubmitted to a
+    different server. `pop_resubmitted` returns the number of these requests. If no server remains, the
     request fails.
 
     ``most_rows``: maximum number of open requests.
     ``client_index``: index of this client among all sampling ranks. Clients start with different servers, to
         share the load.
     ``on_close``: function that `close` calls.
-    ``stops``: finder of stop texts, to cut a response that the server has continued after a stop text.
+    ``stop_finder``: finder of stop texts. A response that the server has continued after a stop text is cut.
     """
 
     def __init__(
@@ -195,18 +195,18 @@ class ServerGenerator:
         most_rows: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
-        stops: StopTextFinder | None = None,
+        stop_finder: StopTextFinder | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.most_rows = most_rows
         self._request_timeout = config.request_timeout
         self._client_index = client_index
         self._on_close = on_close
-        self._stops = stops
+        self._stop_finder = stop_finder
 
         self._servers: list[Server] = []
         self._weights_name = ""
-        self._resubmitted = 0
+        self._num_resubmitted = 0
 
         # Number of a request -> its task on the event loop.
         self._tasks: dict[int, asyncio.Task[Completion]] = {}
@@ -219,21 +219,21 @@ class ServerGenerator:
         self._session: aiohttp.ClientSession | None = None
 
     def use_servers(self, servers: Sequence[Server], weights_name: str) -> None:
-        """Set the servers to sample from, and the name that `Server.finish_update` gave their weights."""
+        """Set the servers to sample from, and the name of their weights, see `Server.finish_update`."""
         self._servers = list(servers)
         self._weights_name = weights_name
 
     def pop_resubmitted(self) -> int:
         """Return the number of requests that were resubmitted since the last call; reset the counter."""
-        num_resubmitted = self._resubmitted
-        self._resubmitted = 0
+        num_resubmitted = self._num_resubmitted
+        self._num_resubmitted = 0
         return num_resubmitted
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """See `Generator.sampling`."""
         # Try every server of the run again in each round, even a server that was lost in the last round.
-        # Clients begin with different servers: of equally busy servers, a request is sent to the first.
+        # A request is sent to the first of equally busy servers, so each client has a different first server.
         first_index = self._client_index % max(1, len(self._servers))
         rotated_servers = self._servers[first_index:] + self._servers[:first_index]
         self._in_flight = dict.fromkeys(rotated_servers, 0)
@@ -337,8 +337,8 @@ class ServerGenerator:
                 completion = await server.generate(
                     self._get_session(), request, self._weights_name, self._request_timeout
                 )
-                if self._stops is not None:
-                    completion = self._stops.trim_completion(request, completion)
+                if self._stop_finder is not None:
+                    completion = self._stop_finder.trim_completion(request, completion)
                 return completion
             except ServerError as error:
                 if error.refuses_request:
@@ -347,7 +347,7 @@ class ServerGenerator:
                 # No sequence uses this server again in this round.
                 self._in_flight.pop(server, None)
                 if self._in_flight:
-                    self._resubmitted += 1
+                    self._num_resubmitted += 1
             finally:
                 if server in self._in_flight:
                     self._in_flight[server] -= 1
@@ -436,7 +436,7 @@ class Lease:
     def _set_remaining_time(self, seconds: float) -> None:
         """Set the remaining time of this lease to ``seconds`` on every server that can be reached."""
         for server in self._servers:
-            # A lost server is detected by its next request to sample.
+            # Ignore a lost server: the next sampling request to it fails, and is resubmitted.
             with suppress(ServerError, KeyError, ValueError):
                 self._claim(server, seconds)
 

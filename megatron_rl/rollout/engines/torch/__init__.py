@@ -28,7 +28,7 @@ def make_engine(
 
     if rank not in layout.ranks:
         return None
-    # Use the device of the trainer's weights, which weight syncs copy from.
+    # Use the device of the trainer's weights, from which weight syncs copy.
     return TorchEngine.from_hf(
         model_path,
         rank=rank,

@@ -121,7 +121,7 @@ class TorchEngine:
     ``fused_experts``: layout of the parameters that contain all experts of a layer.
     ``max_model_len``: maximum number of tokens of a sequence, prompt included; None for no limit.
     ``batch_rows``: maximum number of sequences that are decoded together.
-    ``stops``: finder of stop texts; required for requests with stop texts.
+    ``stop_finder``: finder of stop texts; required for requests with stop texts.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
-        stops: StopTextFinder | None = None,
+        stop_finder: StopTextFinder | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -148,7 +148,7 @@ class TorchEngine:
         self._tensor_name = tensor_name
         self._fused_experts = fused_experts or FusedExperts()
         self._rank = rank
-        self._stops = stops
+        self._stop_finder = stop_finder
         # Number of a request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
 
@@ -163,22 +163,23 @@ class TorchEngine:
     ) -> TorchEngine:
         """Load the Hugging Face causal language model at ``path``, with eager attention, in ``dtype``.
 
-        If the folder points to a Megatron checkpoint, the weights are random until the trainer writes them.
+        Instead of weights, the folder may contain the path of a Megatron checkpoint. The weights are then
+        random until the trainer writes them.
         """
         from transformers import AutoModelForCausalLM
 
         # Eager attention is the plain implementation, and this engine is the reference for vLLM.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         pretrained = read_pretrained(Path(path) / "config.json")
-        # A folder that points to a Megatron checkpoint has no tensors.
+        # A folder with the path of a Megatron checkpoint has no tensors.
         has_tensors = not (Path(path) / POINTER).is_file()
-        # Read the weights here if transformers would load something else: on an accelerator it computes with
-        # quantised weights, and it loads all parts of a multimodal model, or an indexer of sparse attention.
-        # It also fails on an index without metadata, which is not needed.
+        # Use `_read_weights` if transformers would not load the stored weights as they are. transformers
+        # computes with quantised weights on an accelerator. It also loads all parts of a multimodal model, or
+        # an indexer of sparse attention. And it fails on an index without metadata.
         is_loadable = pretrained.loads_as_stored and index_has_metadata(Path(path))
-        reads_weights_itself = has_tensors and not is_loadable
+        bypasses_transformers = has_tensors and not is_loadable
         config = read_hf_config(path, of_engine=True)
-        if has_tensors and not reads_weights_itself:
+        if has_tensors and not bypasses_transformers:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:
             model = AutoModelForCausalLM.from_config(config, **settings)
@@ -190,10 +191,10 @@ class TorchEngine:
             model=model,
             tensor_name=pretrained.family.tensor_name,
             fused_experts=pretrained.family.fused_experts,
-            stops=StopTextFinder.from_model(path),
+            stop_finder=StopTextFinder.from_model(path),
             **options,
         )
-        if reads_weights_itself:
+        if bypasses_transformers:
             engine._read_weights(CheckpointFiles(path))
         return engine
 
@@ -216,8 +217,8 @@ class TorchEngine:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request for `step`.
 
-        A request may continue the response of an earlier request. With unchanged weights, both together
-        sample the same tokens as one longer request.
+        A request may continue the response of an earlier request. If the weights have not changed, the two
+        requests sample the same tokens as a single longer request.
         """
         self._open[request.number] = request
 
@@ -236,7 +237,7 @@ class TorchEngine:
 
         # The batch is empty if all requests are invalid.
         if valid_requests:
-            completions += _decode_batch(self._make_decoder(), valid_requests, self._stops)
+            completions += _decode_batch(self._make_decoder(), valid_requests, self._stop_finder)
         return completions
 
     def abort(self, number: int) -> None:
@@ -311,11 +312,11 @@ class TorchEngine:
 def _decode_batch(
     decoder: Decoder,
     requests: Sequence[GenerationRequest],
-    stops: StopTextFinder | None,
+    stop_finder: StopTextFinder | None,
 ) -> list[Completion]:
     """Decode all requests to their end; return the completions in the order of the requests.
 
-    Finished sequences leave the batch. ``stops``: finder of stop texts, or None if no request has stop texts.
+    Finished sequences are removed from the batch. ``stop_finder`` may be None if no request has stop texts.
     """
     # Results of each request.
     tokens: list[list[int]] = [[] for _ in requests]
@@ -324,9 +325,10 @@ def _decode_batch(
     finish_reasons = [FINISH_LENGTH for _ in requests]
     generators = [_make_generator(request.seed, request.done) for request in requests]
     searches: list[StopSearch | None] = [None for _ in requests]
-    if stops is not None:
+    if stop_finder is not None:
         searches = [
-            stops.make_search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+            stop_finder.make_search(request.sampling, request.tokens, request.turn_tokens)
+            for request in requests
         ]
 
     # Split each request's tokens into the prompt and the response that earlier requests have sampled.
@@ -370,9 +372,9 @@ def _decode_batch(
             elif len(tokens[row]) < request.limit:
                 unfinished.append(index)
 
-        # Shrink the batch, then decode the next position.
+        # Remove finished sequences from the batch, then decode the next position.
         if len(unfinished) < len(active):
-            # `select_rows` takes indices in the current batch.
+            # `select_rows` expects indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
                 decoder.select_rows(unfinished)
@@ -396,7 +398,8 @@ def _decode_batch(
 def _make_generator(seed: int, num_draws: int) -> torch.Generator:
     """Make a sequence's random generator, advanced by ``num_draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    # A batch of draws advances a CPU generator like single draws, with the dtype of `draw_tokens`.
+    # One call that draws n numbers advances a CPU generator as much as n calls that draw one number, if the
+    # dtype is that of `draw_tokens`.
     torch.rand(num_draws, generator=generator, dtype=torch.float64)
     return generator
 

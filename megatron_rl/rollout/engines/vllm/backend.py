@@ -91,16 +91,15 @@ JoinRendezvous = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[T
 """Function that makes a rank join a rendezvous: (rendezvous, this process's vLLM weights or None, rank) ->
 (transfer, function that leaves the transfer's process group)."""
 
-_join_functions: list[JoinRendezvous] = []
-"""The function that `register_backend` received, or empty before. It is module state, because vLLM constructs
-the backends itself."""
+_join_rendezvous: JoinRendezvous | None = None
+"""Argument of `register_backend`. It is module state, because vLLM constructs the backends itself."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
     """Backend in a vLLM worker: writes transferred weights into the worker's live storage.
 
-    A worker cannot reset the engine's prefix cache: pause with ``clear_cache``, or call
-    ``reset_prefix_cache`` after the update.
+    A worker cannot reset the engine's prefix cache. So the client must pause generation with ``clear_cache``,
+    or call ``reset_prefix_cache`` after the update.
     """
 
     init_info_cls = TransferRendezvous
@@ -114,13 +113,12 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
     def init_transfer_engine(self, init_info: TransferRendezvous) -> None:
         """Trace the model's loader and plan the transfer. Collective over the ranks of the rendezvous."""
         require_writable(self.model)
-        parallel: Any = self.parallel_config
-        worker_index = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        config: Any = self.parallel_config
+        worker_index = config.data_parallel_index * config.world_size + config.rank
         engine_storage = LiveWeights(self.model, self.model_config.model, worker_index)
-        # `register_backend` has stored the function.
-        (join_rendezvous,) = _join_functions
         rank = init_info.trainers + worker_index
-        self._transfer, self._leave_group = join_rendezvous(init_info, engine_storage, rank)
+        assert _join_rendezvous is not None, "vLLM finds this backend only after register_backend"
+        self._transfer, self._leave_group = _join_rendezvous(init_info, engine_storage, rank)
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
@@ -145,7 +143,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 
 
 @dataclass
-class TrainerMeeting(TrainerInitInfo):
+class TrainerRendezvous(TrainerInitInfo):
     """Rendezvous of a trainer rank with vLLM's workers; ``rank`` is its index among the trainer ranks.
 
     The fields are described in `TransferRendezvous`.
@@ -162,7 +160,7 @@ class TrainerMeeting(TrainerInitInfo):
     verify: str = HybridEngineConfig.verify
 
 
-class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
+class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerRendezvous]):
     """Backend in a trainer rank: sends weights to vLLM workers of another job.
 
     ``leave_group``: function that leaves the transfer's process group.
@@ -170,7 +168,7 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     ``is_sender``: whether this rank calls the client.
     """
 
-    init_info_cls = TrainerMeeting
+    init_info_cls = TrainerRendezvous
 
     def __init__(
         self,
@@ -187,28 +185,27 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
     @classmethod
     def trainer_init(
         cls,
-        init_info: TrainerMeeting,
+        init_info: TrainerRendezvous,
         *,
         client: Any,
         source: Any = None,
     ) -> HybridTrainerEngine:
         """Join the rendezvous with vLLM's workers; the sender also calls ``client`` to make the workers join.
 
-        The client's call returns only after workers and trainers have planned the transfer together, so it
-        runs in a thread while this rank joins. ``source`` is not used. Collective over the ranks of the
-        rendezvous.
+        ``source`` is not used. Collective over the ranks of the rendezvous.
         """
-        # The workers receive the fields without this rank's model and rank number.
+        # The fields for the workers: all except the model and the rank of this process.
         shared_fields = {
             name: value for name, value in vars(init_info).items() if name not in ("model", "rank")
         }
         rendezvous = TransferRendezvous(model=init_info.model, **shared_fields)
+        # The client's call returns only after workers and trainers have planned the transfer together, so it
+        # runs in a thread while this rank joins.
         pending_call = None
         if init_info.is_sender:
             pending_call = start_in_thread(client.init_weight_transfer_engine, shared_fields)
-        # `register_backend` has stored the function.
-        (join_rendezvous,) = _join_functions
-        transfer, leave_group = join_rendezvous(rendezvous, None, init_info.rank)
+        assert _join_rendezvous is not None, "vLLM finds this backend only after register_backend"
+        transfer, leave_group = _join_rendezvous(rendezvous, None, init_info.rank)
         if pending_call is not None:
             pending_call.result()
         return cls(transfer, leave_group, client, init_info.is_sender)
@@ -237,7 +234,8 @@ def register_backend(join_rendezvous: JoinRendezvous) -> None:
 
     ``join_rendezvous`` is the function that the backends call to join a rendezvous.
     """
-    _join_functions[:] = [join_rendezvous]
+    global _join_rendezvous
+    _join_rendezvous = join_rendezvous
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HybridTransferEngine)
         WeightTransferTrainerFactory.register_engine(TRANSFER_BACKEND, HybridTrainerEngine)

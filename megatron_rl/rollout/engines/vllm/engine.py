@@ -112,11 +112,12 @@ class VllmEngine:
     ``load``: whether vLLM reads the checkpoint. Otherwise the weights are random, and ``needs_weights`` is
         true.
     ``shapes``: shapes of the checkpoint's tensors; None reads them from the headers of its files.
-    ``sleep_level``: 2 drops the weights during sleep, since the next update writes all weights; 1 moves them
-        to host memory.
-    ``routing_shape``: (layers, experts per token) of the model, to return `Completion.experts`; or None.
+    ``sleep_level``: vLLM's level of sleep. Level 2 drops the weights, which the next update must then write
+        completely. Level 1 moves them to host memory.
+    ``routing_shape``: (layers, experts per token) of the model, if completions contain the experts of each
+        token, else None.
     ``adapters``: adapter with separate storage, which every request uses, or None. With an adapter the base
-        weights are never updated again, so the engine sleeps at level 1.
+        weights are never updated again, so the engine always sleeps at level 1.
 
     The constructor is collective over ``layout.ranks``. If these ranks are not the whole world, every rank of
     the world must call ``create_layout_groups(layout)`` first. Build the engine before anything else imports
@@ -143,13 +144,13 @@ class VllmEngine:
         self.replica = layout.coordinates(rank).data
         self.max_model_len = max_model_len
         self._path = Path(model_path)
-        self._stops = StopTextFinder.from_model(model_path)
+        self._stop_finder = StopTextFinder.from_model(model_path)
 
         self._sleep_level = sleep_level if adapters is None else 1
         # vLLM's tags of the memory that it has released: "weights" and "kv_cache".
         self._sleeping_tags: set[str] = set()
 
-        self._truncates = config.truncates
+        self._records_support = config.truncates
         self._routing_shape = routing_shape
         self._retains_requests = config.on_update == KEEP
 
@@ -158,7 +159,7 @@ class VllmEngine:
         self._num_submitted = 0
         # Seed of a sequence -> its interrupted request, which vLLM still has.
         self._retained: dict[int, tuple[str, _OpenRequest]] = {}
-        # Completions of requests that vLLM would refuse, until the next step.
+        # Failed completions of invalid requests, which the next `step` returns.
         self._failed_completions: list[Completion] = []
 
         self._llm: Any = self._build_llm(config, layout, dtype, seed, load, adapters)
@@ -182,8 +183,8 @@ class VllmEngine:
 
     def _reset_prefix_cache(self) -> bool:
         """Drop the prefix cache of older weights; return whether the engine can use the new weights."""
-        # Retained requests have cache blocks of older weights, so the cache cannot be dropped. The salt of
-        # later requests prevents them from reading these blocks.
+        # The cache cannot be dropped while it contains blocks of retained requests. Later requests do not
+        # read these blocks of older weights: they have a different cache salt.
         if self._retains_requests:
             return True
         return self._llm.reset_prefix_cache()
@@ -207,7 +208,8 @@ class VllmEngine:
             raise ValueError(f"{self._path}: vLLM reads these weights in another format: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
-        # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
+        # The contexts restore the random generators that vLLM seeds, limit vLLM's groups to the layout's
+        # ranks, and make vLLM select the device of this process.
         with (
             setup.preserve_random_state(),
             setup.use_layout_as_world(layout),
@@ -242,7 +244,7 @@ class VllmEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
-        if self._truncates:
+        if self._records_support:
             arguments |= replay.make_support_arguments()
         # The order matters on accelerators: rules precede the temperature and the filters.
         processors = replay.list_logits_processors(config)
@@ -312,9 +314,10 @@ class VllmEngine:
         """Submit a request, or resume the retained request that it continues.
 
         A request without tokens, or with a token outside the vocabulary, gets a failed completion. Log-probs
-        are computed at the sampling temperature, after the filters. The tokens of a continued sequence depend
-        on where it was interrupted, except in greedy decoding, since vLLM starts a new random stream for each
-        request.
+        are computed at the sampling temperature, after the filters.
+
+        vLLM starts a new random stream for each request. So the tokens of a continued sequence depend on the
+        position at which it was interrupted, except in greedy decoding.
         """
         if self._resume_retained(request):
             return
@@ -326,14 +329,14 @@ class VllmEngine:
 
         parameters = _make_sampling_parameters(request)
         support = None
-        if self._truncates or has_schedule(request.sampling):
+        if self._records_support or has_schedule(request.sampling):
             support = replay.add_filters(parameters, request)
         else:
-            # In a run without filters in training, only evaluation sets have filters. Their answers are not
-            # trained on, so vLLM's filters suffice, which report no support.
+            # The run has no filters in training, so a request with filters belongs to an evaluation set.
+            # vLLM's own filters report no support. This suffices, since the response is not trained on.
             for field, value in make_vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
-        rules.add_rules(parameters, request)
+        rules.add_ngram_size(parameters, request)
         if self._routing_shape:
             replay.add_expert_record(parameters, request, *self._routing_shape)
 
@@ -348,7 +351,7 @@ class VllmEngine:
         self._num_submitted += 1
         name = str(self._num_submitted)
         self._llm.llm_engine.add_request(name, vllm_prompt, parameters, lora_request=adapter)
-        search = self._stops.make_search(request.sampling, request.tokens, request.turn_tokens)
+        search = self._stop_finder.make_search(request.sampling, request.tokens, request.turn_tokens)
         self._open[name] = _OpenRequest(
             original=request,
             parameters=parameters,
@@ -420,15 +423,15 @@ class VllmEngine:
             tokens=completion.tokens[num_returned:],
             log_probs=completion.log_probs[num_returned:],
         )
-        if self._truncates:
+        if self._records_support:
             support = replay.extract_support(output, request.support, request.original)
             completion = replace(completion, support=support[num_returned:])
         if self._routing_shape:
             experts = replay.extract_experts(output, request.parameters, request.original)
             completion = replace(completion, experts=experts)
 
-        # Cut the completion at the end of its stop text, for any of vLLM's finish reasons: a step may return
-        # several tokens, and the last token within the limit may complete a stop text.
+        # Cut the completion at the end of its stop text, even if vLLM has finished the request for another
+        # reason. One step may return several tokens, and the last token within the limit may complete a text.
         if request.completes_stop_text(output.token_ids):
             num_tokens = request.num_searched - num_returned
             completion = cut_stopped_completion(request.current, completion, num_tokens)
@@ -558,7 +561,7 @@ def _make_accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "gpu_memory_utilization": config.memory_fraction,
         "enable_sleep_mode": True,
-        # Triton reads experts in the checkpoint's layout, so that they can be written in place.
+        # Triton's kernels store experts in the checkpoint's layout, so updates can write them in place.
         "moe_backend": "triton",
     }
     if config.on_update == KEEP:

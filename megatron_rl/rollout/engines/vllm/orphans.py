@@ -33,22 +33,24 @@ def start_watchdog() -> None:
         return
 
     if process.name.startswith(_ENGINE_NAME):
-        engine_and_server = (os.getpid(), parent.pid)
+        process_ids = (os.getpid(), parent.pid)
     elif parent.name.startswith(_ENGINE_NAME):
-        engine_and_server = (parent.pid, None)
+        process_ids = (parent.pid, None)
     else:
         return
-    watchdog = threading.Thread(target=_kill_orphans, args=engine_and_server, name="watchdog", daemon=True)
+    watchdog = threading.Thread(target=_kill_orphans, args=process_ids, name="watchdog", daemon=True)
     watchdog.start()
 
 
 def _kill_orphans(engine_pid: int | None, server_pid: int | None) -> None:
-    """Wait until the engine's server has ended; then kill the engine, its siblings and this process.
+    """Wait until an engine's server has ended; then kill the engine, its siblings and this process.
 
-    ``server_pid`` defaults to the engine's parent at the start. The kernel's signal for a parent's death does
-    not suffice: it reaches only children, but workers are children of an engine, and the coordinator runs no
-    code of this package.
+    ``server_pid`` defaults to the engine's parent process.
     """
+    # The kernel can send a signal to a process when its parent ends, but this does not suffice. Workers are
+    # children of the engine and not of the server. The coordinator runs no code of this package, so it cannot
+    # request the signal.
+
     # NoSuchProcess means that the engine ended first, which the server detects by itself.
     with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(engine_pid)

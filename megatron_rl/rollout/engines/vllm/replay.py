@@ -4,9 +4,9 @@
 that trainer and engine compute log-probs of the same distribution. *Experts*: the experts that each token was
 routed to, so that the trainer routes the token to the same experts.
 
-On accelerators vLLM's newer model runner reports both. The host has only the older runner, so hooks of this
-module record them there: a logits processor and a capture function of the routers. A hook finds its request's
-record in the request's ``extra_args``.
+On accelerators vLLM's newer model runner reports both. The host has only the older runner. There, a logits
+processor of this module records the support, and a function that the routers call records the experts. Both
+find the record of a request in the request's ``extra_args``.
 
 vLLM's temperature and filters are constant in a request. If a *schedule* changes the temperature or top-p
 from token to token, logits processors of this module apply temperature and filters in vLLM's place.
@@ -34,14 +34,15 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 Support = dict[int, list[int]]
-"""Support of the draws of one request: number of tokens sampled before the draw -> token ids."""
+"""Support of each sampled token of a request, by the token's index. For example, ``{0: [7, 9]}`` if only the
+token ids 7 and 9 passed the filters when the first token was sampled."""
 
 _SAMPLING_KEY = "megatron_rl"
 """Key of a request's sampling parameters and support record in its ``extra_args``."""
 _EXPERTS_KEY = "megatron_rl_experts"
 """Key of a request's record of experts in its ``extra_args``."""
 
-_EVERY_TOKEN = 2**31 - 1
+_UNLIMITED_TOP_K = 2**31 - 1
 """A top-k without effect: larger than any vocabulary, and the largest int32."""
 
 
@@ -62,7 +63,7 @@ def list_logits_processors(config: RolloutConfig) -> list[type]:
             return [_make_host_processor_class()]
         return []
 
-    # On accelerators vLLM filters by itself.
+    # On accelerators, vLLM itself applies filters that are constant in a request.
     if config.changes_over_tokens:
         return [make_accelerator_processor_class()]
     return []
@@ -86,7 +87,7 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
 
     if has_schedule(sampling):
         parameters.temperature = 1.0
-        parameters.top_k = _EVERY_TOKEN
+        parameters.top_k = _UNLIMITED_TOP_K
         turn_start = len(request.tokens) - request.turn_tokens
         parameters.extra_args = {_SAMPLING_KEY: (sampling, turn_start)}
         return None
@@ -98,7 +99,7 @@ def add_filters(parameters: Any, request: GenerationRequest) -> Support | None:
     else:
         parameters.top_p = sampling.top_p
         parameters.min_p = sampling.min_p
-        parameters.top_k = sampling.top_k or _EVERY_TOKEN
+        parameters.top_k = sampling.top_k or _UNLIMITED_TOP_K
     return None
 
 
@@ -130,7 +131,7 @@ def extract_support(
 
 @cache
 def _make_host_processor_class() -> type:
-    """Make the class of the host's logits processor. Its base class in vLLM requires `prepare_vllm`."""
+    """Make the class of the host's logits processor. Must be called after `prepare_vllm`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -199,7 +200,7 @@ class _HostRequest(NamedTuple):
 
 
 def _make_host_request(parameters: Any, _: Any, tokens: list[int]) -> _HostRequest | None:
-    """Make the logits processor's state of a new request; return None if vLLM filters the tokens itself.
+    """Make the logits processor's state of a new request; return None for a request without a record.
 
     ``parameters``: vLLM's parameters of the request. ``tokens``: its sampled tokens, to which vLLM appends.
     """
@@ -257,7 +258,7 @@ def make_accelerator_processor_class() -> type:
 
 
 def make_routing_arguments() -> dict[str, Any]:
-    """Make the engine arguments that routing replay needs: an engine records the experts of each token."""
+    """Make the engine arguments for routing replay, which needs the experts of each token."""
     if device.on_host():
         # A token with a prefix-cache hit is not routed again, so its experts would not be recorded.
         return {"enable_prefix_caching": False}

@@ -1,8 +1,8 @@
-"""Ban on repeated n-grams (`no_repeat_ngram_size`), which vLLM lacks, as a logits processor.
+"""Logits processors that ban repeated n-grams (`no_repeat_ngram_size`), a rule that vLLM lacks.
 
 vLLM has two model runners with different interfaces, so there are two classes of logits processors. A
-processor reads the n-gram size of a request from the request's ``extra_args``. vLLM itself applies biases,
-minimum lengths and penalties, see `rollout.sampling`.
+processor reads the n-gram size of a request from the request's ``extra_args``. The other logit rules (biases,
+minimum lengths and penalties) are applied by vLLM itself, see `rollout.sampling`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def list_logits_processors() -> list[type]:
     return [make_accelerator_processor_class()]
 
 
-def add_rules(parameters: Any, request: GenerationRequest) -> None:
-    """Store the n-gram size of a request in its vLLM parameters, where the logits processor finds it."""
+def add_ngram_size(parameters: Any, request: GenerationRequest) -> None:
+    """Add the n-gram size of a request to its vLLM ``parameters``, which the logits processor reads."""
     ngram_size = request.sampling.no_repeat_ngram_size
     if ngram_size:
         parameters.extra_args = {**(parameters.extra_args or {}), _SIZE_KEY: ngram_size}
@@ -45,7 +45,7 @@ def _get_ngram_size(parameters: Any) -> int:
 
 @cache
 def make_host_processor_class() -> type:
-    """Make the class of the host's logits processor. Its base class in vLLM requires `prepare_vllm`."""
+    """Make the class of the host's logits processor. Must be called after `prepare_vllm`."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 

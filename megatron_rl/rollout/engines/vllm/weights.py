@@ -1,9 +1,10 @@
 """Weights of a vLLM model in this process, which a `HybridEngine` writes in place.
 
 vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. This module does not
-repeat these rules: it runs the loader once on stand-ins, and records every copy that the loader makes
-(`megatron_rl.weights.trace`). Each copy becomes a `TensorBox`: a region of a checkpoint tensor and its
-position in a parameter of this rank. Updates then write to these positions, without the loader.
+repeat these rules: it runs the loader once on stand-ins (tensors without data), and records every copy that
+the loader makes (`megatron_rl.weights.trace`). Each copy becomes a `TensorBox`: a region of a checkpoint
+tensor and its position in a parameter of this rank. Updates then write to these positions, without the
+loader.
 
 Three kinds of storage need further steps: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
 tensors that layers derive from their weights (`recompute_derived_tensors`).
@@ -170,7 +171,7 @@ class WeightMap:
     """
 
     boxes: tuple[TensorBox, ...]
-    """Regions of checkpoint tensors with their storage; they cover all elements except ``padding`` once."""
+    """Regions of checkpoint tensors with their storage. They cover every element once, except ``padding``."""
 
     padding: Mapping[str, tuple[tuple[int, int], ...]]
     """Elements that no box fills: parameter -> ranges [start, end) of its flattened elements.
@@ -185,30 +186,30 @@ def trace_weights(
     shapes: Shapes,
     rank: int,
 ) -> WeightMap:
-    """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
+    """Run vLLM's loader on stand-ins for a checkpoint's tensors, and record the copies that it makes.
 
     If the embedding is tied, the boxes of ``lm_head.weight`` are replaced by boxes of the embedding. Raises
     CoverageError unless every element of every parameter is written exactly once. Vocabulary padding, and
     biases that vLLM sets to zero on this rank, need not be written.
     """
     dtype = next(iter(parameters.values())).dtype
-    expert_storage = _find_fused_experts(model)
-    if expert_storage is not None:
+    fused_experts = _find_fused_experts(model)
+    if fused_experts is not None:
         # vLLM 0.32's loader of gpt-oss reads fields of `quantization_config` even if it is None, as in
         # checkpoints that are not quantised.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
 
-    sources = make_meta_sources(stored_shapes(shapes, expert_storage), dtype)
+    sources = make_meta_sources(stored_shapes(shapes, fused_experts), dtype)
     recorder = CopyRecorder(sources, parameters, rank)
     with torch.no_grad(), recorder:
         model.load_weights(iter(sources.items()))  # pyright: ignore[reportCallIssue]
-    boxes = split_expert_boxes(merge_boxes(recorder.boxes), expert_storage)
+    boxes = split_expert_boxes(merge_boxes(recorder.boxes), fused_experts)
     boxes = _merge_tied_duplicates(boxes)
 
-    # Index of the first padding element of each parameter. A bias that is added before the sum over ranks is
-    # all padding: vLLM sets it to zero on all ranks but the first.
+    # Index of the first padding element of each parameter. If the outputs of a layer are summed over ranks,
+    # only the first rank adds the bias. On the other ranks, vLLM sets the complete bias to zero.
     padding_starts = _find_vocabulary_padding(model, parameters)
     padding_starts |= dict.fromkeys(recorder.zeroed, 0)
     padding = check_coverage(boxes, parameters, padding_starts)
@@ -393,7 +394,8 @@ def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
 def _is_packed(module: nn.Module) -> bool:
     """Return whether a module stores its weights in a different order than the checkpoint.
 
-    Only experts can be packed, depending on their kernel. Shapes do not reveal it: packing may preserve them.
+    Only experts can be packed, depending on their kernel. The shapes of the weights do not show whether they
+    are packed, since packing may not change the shapes.
     """
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -425,7 +427,7 @@ def _require_unquantised(model: nn.Module) -> None:
 
 
 def _make_raw_parameters(module: nn.Module) -> dict[str, Any]:
-    """Make the raw parameters of a packed module, by name, as vLLM recorded them before packing."""
+    """Make the raw parameters of a packed module, by name, with the shapes that they had before packing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -439,7 +441,7 @@ def _make_raw_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def _make_alias(parameter: Any) -> Any:
-    """Make a second parameter object on the same storage, so that vLLM can rebind it."""
+    """Make a parameter that shares the storage of ``parameter``, and whose data vLLM can replace."""
     alias = parameter.data.view_as(parameter)
     alias.__class__ = parameter.__class__
     alias.__dict__ = parameter.__dict__.copy()
@@ -473,9 +475,9 @@ def make_adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]
 class AdapterSlots:
     """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
 
-    The engine has one adapter slot, which every request uses. It starts as zeros, which have no effect, and
-    is written in place. vLLM's loader loads stand-ins for PEFT's tensors, so vLLM treats the adapter as
-    loaded and never evicts it. vLLM does not scale the written matrices: the adapter is their product B A.
+    The engine has one adapter slot, which every request uses. The slot is written in place. It starts as
+    zeros, which have no effect. vLLM loads stand-ins for PEFT's tensors, so vLLM treats the adapter as loaded
+    and never evicts it. vLLM does not scale the written matrices: the adapter is their product B A.
     """
 
     def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
@@ -496,13 +498,13 @@ class AdapterSlots:
         )
 
         names_with_slot = {box.name for box in self._boxes}
-        without_slot = sorted(shapes.keys() - names_with_slot)
-        if without_slot:
+        missing_names = sorted(shapes.keys() - names_with_slot)
+        if missing_names:
             raise UserError(
                 "vLLM has no room for an adapter of some layers",
                 where="actor.lora.sync",
                 expected="a slot for each of PEFT's tensors",
-                got=f"none for {len(without_slot)} of {len(shapes)}, {without_slot[0]} among them",
+                got=f"none for {len(missing_names)} of {len(shapes)}, {missing_names[0]} among them",
                 fix="set actor.lora.sync=merged",
             )
 

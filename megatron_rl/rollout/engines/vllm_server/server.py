@@ -38,23 +38,23 @@ from megatron_rl.types import FINISH_FAILED
 CONTROL_SECONDS = 20.0
 """Time limit of calls that neither sample nor move weights."""
 
-FIRST_SECONDS = 120.0
-"""Time limit of calls that take long the first time: `server_info` runs programs that inspect the machine,
-and the first sampling warms up."""
+SLOW_CALL_SECONDS = 120.0
+"""Time limit of calls that are slow the first time: `server_info` runs programs that inspect the machine, and
+the first sampling request warms up the engine."""
 
 POLL_SECONDS = 5.0
-"""Time limit of the calls before each step that find out whether the server is reachable."""
+"""Time limit of calls that check whether the server is reachable."""
 
 _EXCERPT = 400
-"""Characters of a response that an error quotes."""
+"""Maximum number of characters of a response that an error quotes."""
 
-_START = "start it with the command that `check` shows"
+_START_FIX = "start it with the command that `check` shows"
 
 _EXPECTED_BY_STATUS = {
     401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
     403: "--enable-scale-out in its command",
 }
-"""HTTP status of a server that refuses to sample from tokens -> the requirement that it does not meet."""
+"""HTTP status with which a server refuses to sample from tokens -> the setting that it would need."""
 
 
 class VllmServer:
@@ -112,12 +112,10 @@ class VllmServer:
         return asyncio.run(send_once())
 
     def call_workers(self, method: str, *arguments: Any, timeout: float) -> None:
-        """Call a method of the server's workers by name; raise ServerError if it fails in any worker.
-
-        The call uses the method ``attempt`` of the worker extension, which returns a failure as text. After
-        an exception in one worker, vLLM would not read the replies of the other workers, and a later call
-        would receive these replies.
-        """
+        """Call a method of the server's workers by name; raise ServerError if it fails in any worker."""
+        # `attempt` is a method of the worker extension, which returns a failure as text. After an exception
+        # in one worker, vLLM would not read the replies of the other workers, and a later call would receive
+        # these replies.
         body = {"method": "attempt", "args": [method, *arguments]}
         reply = self.send_control_request("collective_rpc", body, timeout)
         for failure in reply["results"]:
@@ -204,8 +202,8 @@ class VllmServer:
             tokenizer=has_stop_texts(Path(config.model.path), config.rollout),
         )
 
-        # Model settings of an engine in this process: config.json as transformers reads it, and the family's
-        # settings for engines.
+        # The settings that the model would have in an engine of this process: config.json as transformers
+        # reads it, and the keys that only vLLM reads.
         settings = read_hf_config(config.model.path).to_dict()
         settings |= dict(read_pretrained(path).engine_keys)
         return self.require_settings(settings, requirements)
@@ -218,7 +216,8 @@ class VllmServer:
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
-            server_info = self.send_control_request("server_info?config_format=json", timeout=FIRST_SECONDS)
+            info_path = "server_info?config_format=json"
+            server_info = self.send_control_request(info_path, timeout=SLOW_CALL_SECONDS)
             vllm_config = server_info["vllm_config"]
             _require_fitting_settings(requirements.compare_settings(vllm_config), path)
             reply = self.send_control_request("collective_rpc", {"method": "model_settings"})
@@ -233,7 +232,7 @@ class VllmServer:
     def _unusable_error(self, path: str, error: Exception) -> UserError:
         """Return the error for a server that is unreachable, or does not report its configuration.
 
-        ``path`` is the error's ``where``: the URL and the key that names it.
+        ``path``: the server's URL and its configuration key, for the error.
         """
         # Likely causes: the server does not respond, or its development mode is off and the path is missing.
         message = "a server does not report its configuration"
@@ -243,7 +242,7 @@ class VllmServer:
         elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm_server():
             expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
         return UserError(
-            message, where=path, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START
+            message, where=path, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START_FIX
         )
 
     def _is_vllm_server(self) -> bool:
@@ -264,14 +263,14 @@ class VllmServer:
 
             parameters = {"max_tokens": 1, "detokenize": False}
             body = {"token_ids": [0], "sampling_params": parameters}
-            self.send_control_request("inference/v1/generate", body, FIRST_SECONDS)
+            self.send_control_request("inference/v1/generate", body, SLOW_CALL_SECONDS)
         except ServerError as error:
             raise UserError(
                 "a server does not sample from tokens",
                 where=f"{self.url}, of rollout.server.urls",
                 expected=_EXPECTED_BY_STATUS.get(error.status, "a response"),
                 got=str(error),
-                fix=_START,
+                fix=_START_FIX,
             ) from error
 
 
@@ -320,12 +319,14 @@ class ServerRequirements:
 
         has_tokenizer = not model["skip_tokenizer_init"]
 
-        # vLLM resets a random generator after each chunk of a prefill. It cannot reset one on the host.
+        # With chunked prefill, vLLM resets a request's random generator after each chunk. This fails on the
+        # host.
         has_chunked_prefill = vllm_config["scheduler_config"]["enable_chunked_prefill"]
         is_on_host = vllm_config["device_config"]["device"] == self.host
         resets_host_generators = bool(has_chunked_prefill) and is_on_host
 
-        # Use the names in the command that `check` shows. The first setting that does not fit is reported.
+        # The names are those in the server command that `check` shows. The order matters: an error names the
+        # first setting that does not fit.
         return {
             "worker-extension-cls": (WORKER_EXTENSION, str(extension), extension == WORKER_EXTENSION),
             "weight-transfer-config": (
@@ -358,7 +359,7 @@ class ServerRequirements:
 def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], path: str) -> None:
     """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare_settings`.
 
-    ``path`` is the error's ``where``: the URL and the key that names it.
+    ``path``: the server's URL and its configuration key, for the error.
     """
     for name, (expected, actual, is_fitting) in comparisons.items():
         if not is_fitting:
@@ -367,7 +368,7 @@ def _require_fitting_settings(comparisons: Mapping[str, tuple[str, str, bool]], 
                 where=path,
                 expected=expected,
                 got=actual,
-                fix=_START,
+                fix=_START_FIX,
             )
 
 
@@ -379,8 +380,8 @@ def _require_same_model(
     """Raise UserError if the models of the server and the run differ in any of `comparable_settings`.
 
     ``settings``, ``served_settings``: config.json of the run's and of the server's model. Settings that only
-    one of them has are ignored: transformers and vLLM add different defaults. ``path``: ``where`` of the
-    error.
+    one of them has are ignored: transformers and vLLM add different defaults. ``path``: the server's URL and
+    its configuration key, for the error.
     """
     # Compare numbers, texts and flags that affect the outputs, but no names, paths and dtypes.
     expected_values = comparable_settings(settings)
