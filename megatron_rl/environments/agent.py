@@ -304,12 +304,10 @@ async def _respond(
 
 
 async def _read_body(request: web.Request) -> bytes:
-    """Read the body of a request; raises RequestPayloadError for a malformed body.
-
-    aiohttp 3.14 does not end the read if a malformed chunk arrives after the headers: it queues the error as
-    if it were the next request of the connection. A message that is queued before the body is complete is
-    always such an error.
-    """
+    """Read the body of a request; raises RequestPayloadError for a malformed body."""
+    # If a malformed chunk arrives after the headers, aiohttp 3.14 does not end the read. It queues the error
+    # as if it were the connection's next request. So the body is malformed if a message is queued before the
+    # body is complete.
     read_task = asyncio.ensure_future(request.read())
     try:
         while not read_task.done():
@@ -352,7 +350,7 @@ class AgentEnvironment(Environment):
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Run the agent's program as a client of ``base_url``; return its output, an argument of `judge`."""
+        """Run the agent's program as a client of ``base_url``; return its standard output for `judge`."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
         return await _run_program(self.command, variables, json.dumps(task))

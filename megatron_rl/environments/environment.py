@@ -204,7 +204,7 @@ class StepEnvironment(Environment):
     """Environment with Gym's interface: define `reset` and `step`, async or not."""
 
     def reset(self, episode: Episode) -> Any:
-        """Prepare for an episode before the policy's answer to the prompt. The result is ignored."""
+        """Prepare for an episode before the policy's first turn. The result is ignored."""
 
     def step(self, response: Message) -> Any:
         """Process a turn of the policy; return (observation, reward, done).

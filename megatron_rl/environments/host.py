@@ -66,19 +66,18 @@ from megatron_rl.rewards.worker import (
     reward_frame,
 )
 
-# Requests of the trainer. Each has the number of an episode: start it, deliver a turn of the policy, reject
-# its request for a turn, cancel it. A ping tests whether the process responds and has no episode.
-START = "start"
-TURN = "turn"
-END = "end"
-CANCEL = "cancel"
-PING = "ping"
+# Kinds of requests from the trainer. Every request except PING names an episode.
+START = "start"  # start the episode
+TURN = "turn"  # deliver a turn of the policy
+END = "end"  # reject the episode's request for a turn
+CANCEL = "cancel"  # cancel the episode
+PING = "ping"  # test whether the process responds
 
-# Replies: an episode requests a turn, has ended, or has released its thread; the response to a ping.
-TURN_REQUESTED = "turn requested"
-ENDED = "ended"
-CLOSED = "closed"
-ALIVE = "alive"
+# Kinds of messages from the process.
+TURN_REQUESTED = "turn requested"  # the environment requests a turn of the policy
+ENDED = "ended"  # the environment has returned or failed
+CLOSED = "closed"  # the episode has released its thread
+ALIVE = "alive"  # response to PING
 
 CONFIG_KEY = "rollout.environment"
 """Configuration key of environments, for errors."""
@@ -86,11 +85,11 @@ CONFIG_KEY = "rollout.environment"
 LOOP_FILES = 3
 """Number of open files of an episode's event loop, in addition to the files of its environment."""
 
-MAX_OWN_PER_EPISODE = 32
-"""Number of files and number of processes per episode for which the hard limits of a process have room."""
+RESERVED_PER_EPISODE = 32
+"""Number of open files, and of processes, that the hard limits of a process reserve for each episode."""
 
-LARGEST_OWN = 4096
-"""Largest valid ``own_files`` and ``own_processes`` of an environment's class."""
+MAX_OWN_PER_EPISODE = 4096
+"""Largest valid value of ``own_files`` and ``own_processes`` in an environment's class."""
 
 _THREAD_STACK = 2**20
 """Stack size of an episode's thread in bytes; the default of 8 MiB is too large for thousands of episodes."""
@@ -99,12 +98,12 @@ GRACE_SECONDS = 2.0
 """Seconds within which a cancelled environment must end, and a process must respond to a ping. Otherwise the
 process is replaced."""
 
-MAX_EPISODES = 2**14
-"""Number of episodes per process for which the hard limit of open files has room."""
+EPISODES_FOR_FILE_LIMIT = 2**14
+"""Number of episodes per process for which the hard limit of open files is computed."""
 
-MAX_PROGRAMS = 2**10
-"""Number of episodes per process for which the hard limit of processes has room. It is smaller than
-`MAX_EPISODES`, since the kernel also limits processes."""
+EPISODES_FOR_PROCESS_LIMIT = 2**10
+"""Number of episodes per process for which the hard limit of processes is computed. It is smaller than
+`EPISODES_FOR_FILE_LIMIT`, since the kernel also limits processes itself."""
 
 
 # In the trainer
@@ -212,8 +211,8 @@ class EnvironmentPool:
 
     If an environment raises, exceeds ``config.turn_timeout`` or ends its process, only its own episode fails.
     The other episodes of a lost process are restarted, see `EpisodeRestart`. The constructor loads the class
-    in every process and raises UserError if that fails. ``missing`` describes the limits that this machine's
-    kernel does not enforce.
+    in every process and raises UserError if that fails. ``unenforced_limits`` describes the limits that this
+    machine's kernel does not enforce.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -234,7 +233,7 @@ class EnvironmentPool:
             self.close()
             raise
         # The limits are the same for all processes of a machine.
-        self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
+        self.unenforced_limits: tuple[str, ...] = tuple(unenforced_limits[0])
 
     def _start_process(self) -> list[str]:
         """Start a process and load the class in it; return descriptions of unenforced limits."""
@@ -242,8 +241,8 @@ class EnvironmentPool:
             **asdict(self.config.limits),
             # An agent connects to its endpoint on the loopback interface.
             "loopback": True,
-            "own_files": MAX_OWN_PER_EPISODE * MAX_EPISODES,
-            "own_processes": MAX_OWN_PER_EPISODE * MAX_PROGRAMS,
+            "own_files": RESERVED_PER_EPISODE * EPISODES_FOR_FILE_LIMIT,
+            "own_processes": RESERVED_PER_EPISODE * EPISODES_FOR_PROCESS_LIMIT,
         }
         process = ContainedProcess("megatron_rl.environments.host:serve_episodes", limits, self.config.name)
         try:
@@ -315,7 +314,7 @@ class EnvironmentPool:
             return events
         self._assign_episodes()
 
-        # Wait for messages until the next deadline at most.
+        # Wait for messages, at most until the next deadline.
         now = time.monotonic()
         remaining_seconds = [seconds]
         for host in self._hosts:
@@ -355,7 +354,11 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _list_deadlines(self, host: _Host) -> list[float]:
-        """Return the deadlines (monotonic) of a process: of its reply to a ping, else of its turns."""
+        """Return the deadlines of a process, as times of the monotonic clock.
+
+        They are the deadline of the response to a ping, or without a ping, the deadlines of turns and of
+        cancelled episodes.
+        """
         if host.ping_time is not None:
             return [host.ping_time + GRACE_SECONDS]
         deadlines = list(host.closing_deadlines.values())
@@ -379,8 +382,8 @@ class EnvironmentPool:
             if kind == ALIVE and host.ping_time is not None:
                 self._fail_late_episodes(host, events)
                 continue
-            # Drop a message that the episode sent before it was cancelled. The environment may have
-            # written the frame itself, so its number can be any JSON value, such as an unhashable list.
+            # Ignore a message that the episode sent before it was cancelled. The number can be any JSON
+            # value, such as an unhashable list, since the environment may have written the frame itself.
             if isinstance(number, int) and number in host.closing_deadlines:
                 continue
 
@@ -727,11 +730,11 @@ def _load_environment_class(class_path: str) -> type[Environment]:
 
     for name in ("own_files", "own_processes"):
         count = getattr(loaded_class, name)
-        if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
+        if not (isinstance(count, int) and 0 <= count <= MAX_OWN_PER_EPISODE):
             raise UserError(
                 f"{class_path}.{name} is not a valid count",
                 where=f"{CONFIG_KEY}.name",
-                expected=f"{name}: ClassVar[int], 0 to {LARGEST_OWN}",
+                expected=f"{name}: ClassVar[int], 0 to {MAX_OWN_PER_EPISODE}",
                 got=f"{count!r:.80}",
                 fix="correct the class",
             )
@@ -739,9 +742,9 @@ def _load_environment_class(class_path: str) -> type[Environment]:
 
 
 class _EventLoops:
-    """Factory of the episodes' event loops, which adjusts the process's limits to the number of open loops.
+    """Factory of the episodes' event loops. It adapts the limits of the process to the number of open loops.
 
-    ``files`` is the limit of open files without an open loop. Each open loop adds ``own_files`` to the limit
+    ``files`` is the limit of open files while no loop is open. Each open loop adds ``own_files`` to the limit
     of open files, and ``own_processes`` to the limit of processes.
     """
 
@@ -804,7 +807,7 @@ class _RunningEpisode:
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def deliver_turn(self, turn: Message | Truncated) -> None:
-        """Deliver the requested turn to the environment, or raise Truncated in it."""
+        """Deliver the requested turn to the environment; if ``turn`` is Truncated, raise it there."""
 
         def set_turn() -> None:
             awaited_turn = self._awaited_turn

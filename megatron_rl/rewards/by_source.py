@@ -49,15 +49,15 @@ class SourceRewards:
             self.close()
             raise
 
-        # All functions have the same limits, so `missing` is equal for all of them.
-        self.missing: tuple[str, ...] = ()
-        self.takes: frozenset[str] = frozenset({SOURCE})
+        # All functions have the same limits, so `unenforced_limits` is equal for all of them.
+        self.unenforced_limits: tuple[str, ...] = ()
+        self.optional_fields: frozenset[str] = frozenset({SOURCE})
         for function in self._functions.values():
-            self.missing = function.missing
-            self.takes |= function.takes
+            self.unenforced_limits = function.unenforced_limits
+            self.optional_fields |= function.optional_fields
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
+        """Compute the rewards of B samples, in the order of ``samples``."""
         return RewardResult(self.compute_answers(samples))
 
     def function_name(self, sample: Sample) -> str | None:
@@ -65,7 +65,7 @@ class SourceRewards:
         return self._function_names.get(sample[SOURCE], self._default_name)
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Call the function of each sample's source; return the answers in the order of ``samples``."""
+        """Call the function of each sample's source; return one `Answer` per sample, in their order."""
         # Failure of a sample for which no function is configured; `check` rejects such a configuration.
         no_function = Answer(NO_FUNCTION, "neither the sample's source nor reward.function names a function")
         answers = [no_function] * len(samples)
@@ -85,7 +85,7 @@ class SourceRewards:
                 function_samples = [_without_unread_fields(samples[row], function) for row in rows]
                 futures[name] = pool.submit(function.compute_answers, function_samples)
 
-        # Append the configuration key to failures, at the end: long messages lose their beginning.
+        # Add the configuration key at the end of failure messages: long messages are cut at their beginning.
         for name, rows in rows_by_name.items():
             for row, answer in zip(rows, futures[name].result(), strict=True):
                 if answer.reason is not None:
@@ -101,5 +101,5 @@ class SourceRewards:
 
 def _without_unread_fields(sample: Sample, function: FunctionReward) -> dict[str, Any]:
     """Return a sample without the optional fields that ``function`` does not read."""
-    unread_fields = {SOURCE, TURNS, TOKENS, GROUP} - function.takes
+    unread_fields = {SOURCE, TURNS, TOKENS, GROUP} - function.optional_fields
     return {name: value for name, value in sample.items() if name not in unread_fields}

@@ -49,10 +49,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
-_LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
+_INLINE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
 """Pattern of an opening fence after other text on its line, which Markdown does not allow."""
 _INDENT = 3
-"""Columns that a closing fence may be indented further than its opening fence, as in CommonMark."""
+"""Maximum number of columns by which a closing fence is indented further than its opening fence, as in
+CommonMark."""
 
 _STANDARD_MODULES = (
     "bisect",
@@ -91,8 +92,8 @@ _SOLUTION = "Solution"
 
 _PASSED = "passed"
 _FAILED = "failed"
-_UNREADABLE = "unreadable"
-"""Verdict on a test that leaves a comparison to the program."""
+_INVALID = "invalid"
+"""Verdict on a test in which the program itself would make a comparison, so that it could always pass."""
 
 
 class Test(NamedTuple):
@@ -137,12 +138,12 @@ def run_tests(
 ) -> dict[str, float]:
     """Run the tests of the ground truth on the program in a response, and return the reward.
 
-    The component ``passed`` is the share of passed tests. With ``scoring`` ``share`` it is also the reward;
-    with ``all`` the reward is 1 if all tests pass, else 0. ``test_timeout`` and ``timeout`` are the time
-    limits of a test and of all tests in seconds.
+    The component ``passed`` is the share of passed tests. If ``scoring`` is ``share``, it is also the reward.
+    If ``scoring`` is ``all``, the reward is 1 if all tests pass, else 0. ``test_timeout`` and ``timeout`` are
+    the time limits of a test and of all tests in seconds.
 
-    Raises ValueError for a ground truth that is not a list of tests, and for a test that leaves a comparison
-    to the program.
+    Raises ValueError for a ground truth that is not a list of tests, and for a test in which the program
+    itself would make a comparison.
     """
     tests = read_tests(ground_truth)
     deadline = time.monotonic() + timeout
@@ -205,13 +206,13 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
         # Outside a block: an opening fence, a fence after other text on its line, or a line of text.
         if not fence:
-            late_fence = _LATE_FENCE.fullmatch(line)
+            inline_fence = _INLINE_FENCE.fullmatch(line)
             if match is not None and "`" not in match[3]:
                 indent, fence, info = match.groups()
                 lines = []
-            elif late_fence is not None:
+            elif inline_fence is not None:
                 indent = ""
-                fence, info = late_fence.groups()
+                fence, info = inline_fence.groups()
                 lines = []
             continue
 
@@ -510,7 +511,7 @@ def _program_names(statements: list[ast.stmt]) -> set[str]:
 def passes_test(source: str, test: Test, time_limit: float) -> bool:
     """Return whether the program ``source`` passes a test within ``time_limit`` seconds.
 
-    Raises ValueError if the test leaves a comparison to the program.
+    Raises ValueError for a test in which the program itself would make a comparison.
     """
     if time_limit <= 0:
         return False
@@ -523,7 +524,7 @@ def passes_test(source: str, test: Test, time_limit: float) -> bool:
             return _prints_expected(path, test, time_limit)
         verdict, reason = _run_call_test(path, test, time_limit)
 
-    if verdict == _UNREADABLE:
+    if verdict == _INVALID:
         raise ValueError(f"a test has no outcome: {reason}: {test.source!r:.200}")
     return verdict == _PASSED
 
@@ -560,13 +561,13 @@ def _run_call_test(
 ) -> tuple[str, str]:
     """Run the program and a test that calls it in two processes, for at most ``time_limit`` seconds.
 
-    ``program`` is the path of the program's source. Returns the verdict of the test and its reason. Only the
-    verdict `_UNREADABLE` has a reason; for other verdicts it is "".
+    ``program`` is the path of the program's source. Returns the verdict of the test, and a reason, which is
+    empty unless the verdict is `_INVALID`.
     """
     deadline = time.monotonic() + time_limit
     with contextlib.ExitStack() as cleanup:
-        # Close this process's copies of the pipe ends after the start, so that program and test each get an
-        # end of file when the other exits.
+        # After the start, close this process's copies of the pipe ends. Otherwise neither the program nor the
+        # test would get an end of file when the other process exits.
         with contextlib.ExitStack() as inherited_ends:
             requests_read, requests_write = _open_pipe(inherited_ends)
             replies_read, replies_write = _open_pipe(inherited_ends)
@@ -582,7 +583,7 @@ def _run_call_test(
             )
             cleanup.callback(_end_process, process)
 
-            # Fork the test from this process: the fork starts fast, and programs cannot inspect it either.
+            # The test runs in a fork of this process. A fork starts fast, and programs cannot inspect it.
             if os.fork() == 0:
                 os.close(requests_read)
                 os.close(replies_write)
@@ -648,7 +649,7 @@ def _run_test(
                 verdict = _PASSED
         finally:
             if peer.reason is not None:
-                verdict = _UNREADABLE
+                verdict = _INVALID
                 reason = peer.reason
     except BaseException:  # an assertion failed, or the program raised, exited or sent a malformed reply
         pass

@@ -17,7 +17,7 @@ from megatron_rl.rewards.function import NO_METRICS, FunctionReward, Sample
 from megatron_rl.rewards.worker import GROUP, WRONG_TYPE, Answer
 
 FILTERS = "filters"
-"""Key of the filters' answers in rewards that are computed during generation; the other keys are scorers."""
+"""Key of the filters' answers in `SequenceGroup.early_rewards`; the other keys are names of scorers."""
 FILTERED = "filtered"
 """Reason in the answer for a removed response; the message is the name of the filter."""
 
@@ -77,22 +77,26 @@ NOTHING_FILTERED = FilteredRows()
 class ResponseFilters:
     """Response filters of a run: the built-in filters, then the user's function.
 
-    ``takes`` are the optional fields of `Sample` that the function reads. ``missing`` describes the limits of
-    the function that the kernel does not enforce.
+    ``optional_fields`` are the optional fields of `Sample` that the function reads. ``unenforced_limits``
+    describes the limits of the function that the kernel does not enforce.
     """
 
     def __init__(self, config: FiltersConfig, reward: RewardConfig) -> None:
         self.config = config
         self._function: FunctionReward | None = None
-        self.takes: frozenset[str] = frozenset()
-        self.missing: tuple[str, ...] = ()
+        self.optional_fields: frozenset[str] = frozenset()
+        self.unenforced_limits: tuple[str, ...] = ()
         if config.function is not None:
             self._function = FunctionReward(reward.with_function(config.function), key=FILTER_KEY)
-            self.takes = self._function.takes - {GROUP}
-            self.missing = self._function.missing
+            self.optional_fields = self._function.optional_fields - {GROUP}
+            self.unenforced_limits = self._function.unenforced_limits
 
     def compute_answers(self, samples: Sequence[Sample], tokens: Sequence[Sequence[int]]) -> list[Answer]:
-        """Return the answer of the filters for each sample; ``tokens`` are the token ids of each response."""
+        """Apply the filters to each sample; return one `Answer` per sample.
+
+        The answer is `_KEPT`, or has the reason `FILTERED`, or is the failure of the user's function.
+        ``tokens`` are the token ids of each response.
+        """
         answers: list[Answer] = []
         for sample, ids in zip(samples, tokens, strict=True):
             answers.append(self._apply_built_in_filters(sample, ids))

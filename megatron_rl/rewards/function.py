@@ -31,8 +31,8 @@ LIMIT = "limit"
 """Failure reason of a sample: the worker exceeded one of its limits."""
 PROTOCOL_ERROR = "disorder"
 """Failure reason of a sample: the worker sent a malformed reply."""
-CHUNK = 64
-"""Largest number of calls in one message to a plain function; several calls hide the pipe's latency."""
+MAX_CALLS_PER_MESSAGE = 64
+"""Maximum number of calls in one message to a plain function; several calls hide the pipe's latency."""
 Sample = Mapping[str, Any]
 """Sample to reward: ``prompt``, ``response``, ``ground_truth``, ``metadata``, and the optional fields that
 the function reads. ``group`` is the number of the sample's group."""
@@ -146,9 +146,9 @@ class FunctionReward:
     ``config.timeout`` seconds, exceeds one of ``config.limits`` or ends its process. The constructor loads
     the function in every worker, raises UserError if that fails, and sets two attributes:
 
-    - ``missing``: descriptions of the limits that this machine's kernel does not enforce
-    - ``takes``: optional fields that samples must have: `TURNS`, `TOKENS`, and `GROUP` for a function that is
-      called once per group
+    - ``unenforced_limits``: descriptions of the limits that this machine's kernel does not enforce
+    - ``optional_fields``: the optional fields of a sample that the function reads: `TURNS`, `TOKENS` and
+      `GROUP`; a function that reads `GROUP` is called once per group
 
     ``section`` and ``name`` are the configuration section and the name of the function's key. ``key`` is the
     complete key, if it is not in the section of the function's limits. A function with ``returns_text``
@@ -200,19 +200,19 @@ class FunctionReward:
             self.close()
             raise
 
-        self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
-        self.takes = self._workers[0].signature.takes & {TURNS, TOKENS, GROUP}
+        self.unenforced_limits: tuple[str, ...] = tuple(unenforced_limits[0])
+        self.optional_fields = self._workers[0].signature.takes & {TURNS, TOKENS, GROUP}
 
     def _make_worker(self) -> Worker:
         """Start a worker process, without waiting until its function is loaded."""
         return Worker(self.config, self._key, self._returns_text, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
+        """Compute the rewards of B samples, in the order of ``samples``."""
         return RewardResult(self.compute_answers(samples))
 
     def compute_answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Call the function for B samples and return its answers, in the order of ``samples``."""
+        """Call the function for B samples; return one `Answer`, a reward or a failure, per sample."""
         if not self._finalizer.alive:
             raise RuntimeError(_CLOSED)
 
@@ -231,7 +231,7 @@ class FunctionReward:
 
     def _make_calls(self, samples: Sequence[Sample]) -> list[Call]:
         """Return the calls for the samples: one per sample, or one per group."""
-        if GROUP in self.takes:
+        if GROUP in self.optional_fields:
             group_calls: list[Call] = []
             for rows in rows_by_group(samples):
                 group_samples = [samples[row] for row in rows]
@@ -253,17 +253,17 @@ class FunctionReward:
 
         ``outcomes`` has one item per sample: the sample's answer, or None before the end of its call.
         """
-        # A message has at most half of a worker's calls, so that few calls wait behind a slow call.
-        # Without a worker, the loop below fails the queue.
+        # A message has at most half of a worker's share of the calls, so that few calls wait behind a slow
+        # call.
         num_workers = max(1, len(self._workers))
         half_share = -(-len(queue) // (2 * num_workers))  # rounded up
-        max_calls = max(1, min(CHUNK, half_share))
+        max_calls = max(1, min(MAX_CALLS_PER_MESSAGE, half_share))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
 
             while True:
-                # Without a busy worker, all calls have ended, or no worker could be started.
+                # If no worker is busy, all calls have ended, or no worker could be started.
                 for worker in self._workers:
                     worker.send_calls(queue, max_calls)
                 busy_workers = [worker for worker in self._workers if worker.calls]
@@ -331,8 +331,8 @@ class FunctionReward:
         """
         start_time = time.monotonic()
         for delay in (*worker_process.RESTART_DELAYS, None):
-            # Append before the wait, so that `close` from another thread ends this process, too. An earlier
-            # `close` has missed it: end it here.
+            # Append the worker before the wait, so that a `close` in another thread also ends its process. If
+            # `close` was called earlier, end the process here.
             worker = self._make_worker()
             self._workers.append(worker)
             if not self._finalizer.alive:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
-SECONDS = 3
+MAX_SECONDS = 3
 """Time limit in seconds for parsing an answer, and again for comparing two answers."""
 _MARK = re.compile(r"#{4,}[ \t]*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
@@ -179,8 +179,8 @@ def _parse_number(text: str) -> Fraction | None:
 def are_equal(answer: str, expected: str) -> bool:
     """Return whether two mathematical expressions are equal, such as ``0.5`` and ``\\frac{1}{2}``.
 
-    If math-verify needs more than `SECONDS` for the comparison, the expressions count as unequal. Call this
-    function in the main thread: math-verify limits its time with a signal.
+    If math-verify needs more than `MAX_SECONDS` for the comparison, the expressions count as unequal. Call
+    this function in the main thread, since math-verify limits its time with a signal.
     """
     from math_verify import parse, verify
 
@@ -192,9 +192,9 @@ def are_equal(answer: str, expected: str) -> bool:
     if number is not None and number == _parse_number(expected):
         return True
 
-    expected_expressions = parse(f"\\boxed{{{expected}}}", parsing_timeout=SECONDS)
-    expressions = parse(f"\\boxed{{{answer}}}", parsing_timeout=SECONDS)
-    return verify(expected_expressions, expressions, timeout_seconds=SECONDS)
+    expected_expressions = parse(f"\\boxed{{{expected}}}", parsing_timeout=MAX_SECONDS)
+    expressions = parse(f"\\boxed{{{answer}}}", parsing_timeout=MAX_SECONDS)
+    return verify(expected_expressions, expressions, timeout_seconds=MAX_SECONDS)
 
 
 def marked_number(

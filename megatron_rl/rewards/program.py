@@ -5,10 +5,10 @@ names of the program, calls functions and receives values. Plain values are seri
 never by ``repr`` or pickle. So the program determines the values, but not how they are compared. An object
 that is not a plain value stays in the program's process, and the test gets a proxy for it (`Remote`).
 
-Each process has a `Peer`, connected by two pipes. A message is a length and JSON. The reply to ``["request",
-operation, operands]`` is ``["value", value, arguments after the call]`` or ``["error", type, message]``. A
-peer may receive requests while it waits for a reply, for example if the test passes a function to the
-program.
+Each process has a `Peer`, connected by two pipes. A message is a length, followed by JSON. A request is
+``["request", operation, operands]``. Its reply is ``["value", value, arguments after the call]`` or
+``["error", type, message]``. A peer may receive requests while it waits for a reply, for example if the test
+passes a function to the program.
 
 This file is also the main module of the program's process: ``python program.py SOURCE READ_END WRITE_END``
 with file descriptors of the pipes. It needs only the standard library.
@@ -38,10 +38,10 @@ LARGEST_VALUE = 2**20
 _HEADER = struct.Struct("<Q")
 """Format of a message's header: the length of the message in bytes."""
 _EXACT_INTEGER = 2**53
-"""Larger integers are written in hexadecimal, since Python limits the digits of decimal ones."""
+"""Integers from this value on are written in hexadecimal, since Python limits the length of decimal texts."""
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
-"""Type of a dictionary's view -> tag."""
-_BY_TEXT = {
+"""Type of a dictionary's view -> tag of its encoded values."""
+_TEXT_PARSERS = {
     "Decimal": decimal.Decimal,
     "Fraction": fractions.Fraction,
     "datetime": datetime.datetime.fromisoformat,
@@ -49,18 +49,19 @@ _BY_TEXT = {
     "time": datetime.time.fromisoformat,
 }
 """Tag -> function that parses a value from its text."""
-_LOOKUPS = ("getitem", "setitem", "neg", "pos", "abs")
-"""Operators on a program's object in which no expected value of the test takes part."""
-_COMPARISONS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-"""Operators by which a program's object could fake an expected value, as in ``abs(f(2) - 4) < 1e-6``."""
+_SAFE_OPERATORS = ("getitem", "setitem", "neg", "pos", "abs")
+"""Operators that never have an expected value of the test as operand."""
+_UNSAFE_OPERATORS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+"""Operators that may have an expected value as operand, such as 4 in ``abs(f(2) - 4) < 1e-6``. The class of
+``f(2)`` could define ``-`` so that the comparison is always true."""
 
 
 class CannotCompare(Exception):
-    """Error of a test that leaves a comparison to the program."""
+    """Error of a test in which the program itself would make a comparison."""
 
 
 class ProgramEnded(Exception):
-    """Error for a connection whose other process has ended or sent a malformed message."""
+    """Error of a connection: the other process has ended or sent a malformed message."""
 
 
 class Remote:
@@ -102,8 +103,8 @@ class Remote:
     def __eq__(self, value: object) -> bool:
         if value is self:
             return True
-        # Without its own `==` an object equals only itself. An object of a class of the program never equals
-        # a plain value: the program's `==` cannot be trusted.
+        # An object whose class does not define `==` equals only itself. An object of a class of the program
+        # never equals a plain value, since the program's `==` cannot be trusted.
         if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
         raise self._peer.cannot_compare(
@@ -142,17 +143,17 @@ def _make_operator(name: str) -> Callable[..., Any]:
     """Return the method of `Remote` that applies an operator, such as ``add``, in the other process."""
 
     def operate(self: Remote, *operands: Any) -> Any:
-        if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
+        if name in _UNSAFE_OPERATORS and not all(isinstance(operand, Remote) for operand in operands):
             raise self._peer.cannot_compare(
-                f"a test applies `{name}` to a {self._class_name} of the program, "
-                "which could imitate any value"
+                f"a test applies `{name}` to an object of the program's class {self._class_name}, "
+                "which could define any result"
             )
         return self._peer.request("operator", name, self, *operands)
 
     return operate
 
 
-for _name in (*_LOOKUPS, *_COMPARISONS):
+for _name in (*_SAFE_OPERATORS, *_UNSAFE_OPERATORS):
     setattr(Remote, f"__{_name}__", _make_operator(_name))
 
 
@@ -181,12 +182,12 @@ class Peer:
         self._remotes: dict[int, Remote] = {}
         """Number of an object in the other process -> its proxy."""
         self.reason: str | None = None
-        """Reason why the test has no outcome, or None."""
+        """Reason why the test is invalid, see `cannot_compare`; None for a valid test."""
 
     def cannot_compare(self, reason: str) -> CannotCompare:
-        """Return the error for a test that leaves a comparison to the program, and record the reason.
+        """Return the error for a test in which the program itself would make a comparison.
 
-        The reason remains recorded even if the test catches the error.
+        The reason is stored in ``reason``, since the test may catch the error.
         """
         if self.reason is None:
             self.reason = reason
@@ -373,8 +374,8 @@ class Peer:
             return datetime.timedelta(*content)
         if tag in ("bytes", "bytearray"):
             return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(content[0])
-        if tag in _BY_TEXT:
-            return _BY_TEXT[tag](content[0])
+        if tag in _TEXT_PARSERS:
+            return _TEXT_PARSERS[tag](content[0])
 
         # Containers, whose items are encoded values.
         if tag == "ndarray":
@@ -471,7 +472,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iterator": lambda _, value: iter(value),
     "next": lambda _, value: next(value),
 }
-"""Operation of a test on the program's names and objects -> function, except for calls and operators."""
+"""Operation in a request -> function of the program's names and the operands. Calls and operators are handled
+separately."""
 
 
 def _encode_scalar(value: Any) -> list[Any] | None:

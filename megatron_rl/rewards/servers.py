@@ -50,11 +50,12 @@ from megatron_rl.rewards.worker import (
 )
 
 UNREACHABLE = "unreachable"
-"""Failure reason of a request: no connection, or a broken one."""
+"""Failure reason of a request: the connection could not be made, or was lost."""
 STATUS = "status"
 """Failure reason of a request: an HTTP status other than success and 429."""
 RATE_LIMITED = "rate_limited"
-"""Failure reason of a request: HTTP status 429 to the last attempt. Also the counter of all statuses 429."""
+"""Failure reason of a request: the last attempt got HTTP status 429. Also the counter of all responses with
+this status."""
 NONSENSE = "nonsense"
 """Failure reason of a request: a malformed reply."""
 CIRCUIT_OPEN = "circuit_open"
@@ -73,9 +74,9 @@ CACHE_HITS = "cache_hits"
 LARGEST_REPLY = 2**22
 """Largest valid reply in bytes: thousands of rewards, or a long verdict, are far smaller."""
 SHORTEST_SECRET = 6
-"""Length in characters from which a word of a header value is removed from messages.
+"""Minimum length in characters of a secret that is removed from messages, such as the key after ``Bearer``.
 
-Such a word is for example the key after ``Bearer``. Shorter words also occur in ordinary text.
+Shorter words also occur in ordinary text.
 """
 EXCERPT = 200
 """Maximum number of characters of a reply that a message quotes."""
@@ -105,7 +106,8 @@ class _Attempt(NamedTuple):
 
     reply: Reply
     retryable: bool = False
-    """Whether another attempt may succeed; if all fail, the server counts as unavailable."""
+    """Whether another attempt may succeed. If this is true for the last attempt, the server counts as
+    unavailable."""
     pause: float = 0.0
     """Seconds to wait before the next request, as the server requested."""
 
@@ -117,8 +119,8 @@ class Server:
     persist from round to round.
 
     ``secrets`` maps the names of secret headers to their values. A reply of more than ``largest_reply`` bytes
-    is malformed. ``counts`` are the counters of the last round: requests, retries, statuses 429, and requests
-    that were not sent.
+    is malformed. ``counts`` are the counters of the last round: requests, retries, responses with status 429,
+    and requests that were not sent.
     """
 
     def __init__(
@@ -215,8 +217,8 @@ class Server:
             await self._wait_for_turn()
             self.counts[REQUESTS] += 1
             attempt = await self._send(session, body)
-            # Count a failure as progress, too: this client's own limits, and not the hang detector, end the
-            # attempts to reach a server that does not respond.
+            # A failed attempt also counts as progress for the hang detector. If a server does not respond,
+            # the limits of this client end the attempts.
             count_progress("requests to reward servers")
             if attempt.pause:
                 self._next_request_time = max(self._next_request_time, time.monotonic() + attempt.pause)
@@ -383,15 +385,15 @@ def _request_metrics(section: str, counts: Counter[str], num_samples: int) -> Me
 class HttpReward:
     """Reward from the user's own server; `HttpRewardConfig` describes requests and replies."""
 
-    missing: tuple[str, ...] = ()
+    unenforced_limits: tuple[str, ...] = ()
 
     def __init__(self, config: HttpRewardConfig) -> None:
         self.config = config
-        self.takes = frozenset({TURNS, TOKENS, GROUP}.intersection(config.sends))
+        self.optional_fields = frozenset({TURNS, TOKENS, GROUP}.intersection(config.sends))
         self.server = Server(config, config.url, secret_headers(config))
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
+        """Compute the rewards of B samples, in the order of ``samples``."""
         # A request contains the configured fields of several samples, or of one group.
         rows_of_requests = self._split_into_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
@@ -408,7 +410,7 @@ class HttpReward:
 
     def _split_into_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
         """Return the rows of each request: the rows of one group, or ``samples_per_request`` rows."""
-        if GROUP in self.takes:
+        if GROUP in self.optional_fields:
             return [*rows_by_group(samples)]
         rows = range(len(samples))
         size = self.config.samples_per_request
@@ -448,15 +450,16 @@ def _parse_sample_reward(value: Any) -> Answer:
 # A language model as a judge
 
 _Request = tuple[str, int]
-"""Request as JSON text, with a number that is 0 or, without a cache, the row, so that all requests differ."""
+"""Request to the judge: JSON text, and a number. The number is 0 if replies are cached. Without a cache it is
+the sample's row, so that all requests differ."""
 
 
 class JudgeReward:
     """Reward from the verdicts of a language model (the judge); see `JudgeConfig`.
 
     The parser and a template function run in confined worker processes. A reply that contains a verdict is
-    cached by its request, so that equal samples are sent to the judge once. The cache evicts the least
-    recently used replies.
+    cached, with its request as key, so that equal samples are sent to the judge once. The cache evicts the
+    least recently used replies.
     """
 
     def __init__(self, config: JudgeConfig) -> None:
@@ -484,8 +487,10 @@ class JudgeReward:
             raise
 
         # Samples must have the optional arguments of both functions.
-        self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
-        self.missing = self._parser.missing
+        self.optional_fields: frozenset[str] = frozenset()
+        for function in self._functions:
+            self.optional_fields |= function.optional_fields
+        self.unenforced_limits = self._parser.unenforced_limits
 
         self._verdict_hint = ""
         if config.parser == JudgeConfig.parser:
@@ -514,7 +519,7 @@ class JudgeReward:
         )
         self._functions.append(function)
 
-        if GROUP in function.takes:
+        if GROUP in function.optional_fields:
             raise UserError(
                 f"the {name} of the judge has a parameter `{GROUP}`: a judge gets single responses",
                 where=f"reward.judge.{name}",
@@ -525,7 +530,7 @@ class JudgeReward:
         return function
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return rewards, validity, components and failures of B samples, in the order of ``samples``."""
+        """Compute the rewards of B samples, in the order of ``samples``."""
         answers: dict[int, Answer] = {}
 
         # Make the prompts for the judge. The user's template may fail for some samples.
@@ -594,14 +599,14 @@ class JudgeReward:
     def _fetch_replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
         """Return the reply with the judge's text for each request, and the counters of the round.
 
-        Cached replies are used first.
+        A request with a cached reply is not sent.
         """
-        # Send each distinct request once: samples of a group often have equal responses.
         cached_replies: dict[_Request, Reply] = {}
         for request in requests:
             if request in self._cache:
                 cached_replies[request] = Reply(None, value=self._cache[request])
 
+        # Send each distinct request once: samples of a group often have equal responses.
         new_requests = [request for request in dict.fromkeys(requests) if request not in cached_replies]
         bodies = [json.loads(body_text) for body_text, _ in new_requests]
         new_replies = [_extract_completion(reply) for reply in self.server.post(bodies)]

@@ -1,7 +1,8 @@
 """Worker process of a reward function, and the class `Worker` that controls it from the trainer.
 
-The main function of the process is `serve`. User code can only produce frames of JSON, which the trainer
-validates with `read_answer`. If a frame is malformed, the trainer kills the process.
+The main function of the process is `serve`. It sends *frames* to the trainer: a frame is a JSON object with
+the result of one call, or of one sample of a call. User code may write malformed frames. So the trainer
+validates every frame (`read_answers`), and kills the process if a frame is malformed.
 
 Calls are numbered. A call ends in one of three ways: the process answers it, the call fails because the
 process ended, or the call is sent again to another process. The module can be imported without torch, so that
@@ -56,16 +57,16 @@ NOT_FINITE = "not_finite"
 WRONG_TYPE = "wrong_type"
 """Failure reason of a sample: the function returned something other than a reward."""
 TIMEOUT = "timeout"
-"""Failure reason of a sample: the call ran too long, as the worker (coroutines) or the trainer detected."""
+"""Failure reason of a sample: the call exceeded its time limit."""
 CRASHED = "crashed"
 """Failure reason of a sample: the process ended."""
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 """Largest finite number in float32."""
 LARGEST_NAME = 100
-"""Longest name of a component in characters; it becomes part of a metric's name."""
+"""Maximum length of a component's name in characters; it becomes part of a metric's name."""
 MAX_COMPONENTS = 64
-"""Largest number of components of a reward; each becomes a metric."""
+"""Maximum number of components of a reward; each becomes a metric."""
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
 """Arguments of every call; in a call for a group, `GROUP` replaces the response."""
 TURNS = "turns"
@@ -78,23 +79,23 @@ GROUP = "group"
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
 RESTART_SECONDS = 60.0
-"""Seconds after the first attempt to start a process again, after which no further attempt begins."""
+"""Maximum time in seconds from the first to the last attempt to start a process again."""
 GRACE_SECONDS = 2.0
 """Seconds that a coroutine has to end after it was cancelled at its limit, before its process is replaced."""
 
-_SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
-_NAMES_OF_OTHERS = {
+_RESPONSE_OR_GROUP = "`response`, one text, or `group`, the texts of all responses to a prompt"
+_EQUIVALENT_PARAMETERS = {
     # verl's custom_reward_function, for one sample and for a batch.
     "data_source": '`metadata["data_source"]`',
     "solution_str": "`response`",
     "extra_info": '`metadata["extra_info"]`',
     "data_sources": '`metadata["data_source"]`',
-    "solution_strs": _SINGLE,
+    "solution_strs": _RESPONSE_OR_GROUP,
     "ground_truths": "`ground_truth`, of one prompt",
     "extra_infos": '`metadata["extra_info"]`',
     # TRL's reward_funcs, which get the columns of the data set as further parameters.
     "prompts": "`prompt`",
-    "completions": _SINGLE,
+    "completions": _RESPONSE_OR_GROUP,
     "completion": "`response`",
     "completion_ids": "`tokens`",
     # OpenRLHF's reward_func.
@@ -105,7 +106,7 @@ _NAMES_OF_OTHERS = {
     "answer": "`ground_truth`",
     "solution": "`ground_truth`",
 }
-"""Parameter of other projects' reward functions -> parameter to use instead."""
+"""Parameter of a reward function in another project -> equivalent parameter here."""
 
 
 # Answers
@@ -158,7 +159,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
             return None
         return Answer(reason, escape_unprintable(str(frame.get("message", ""))))
 
-    # A frame with text that is not valid Unicode, as marked by the transport.
+    # The transport has marked a frame whose text is not valid Unicode.
     if INVALID_TEXT in frame:
         return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
@@ -178,7 +179,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
 
 
 def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
-    """Convert the reward and its components, by name, to an answer; return None for other types of values."""
+    """Convert the reward and its components, by name, to an answer; return None if one is not a number."""
     if not all(isinstance(number, int | float) for number in numbers.values()):
         return None
 
@@ -288,7 +289,8 @@ def parameter_hints(names: Iterable[str]) -> str:
         >>> parameter_hints(["solution_str", "style"])
         'replace them: `solution_str` is `response` here'
     """
-    hints = [f"`{name}` is {_NAMES_OF_OTHERS[name]} here" for name in names if name in _NAMES_OF_OTHERS]
+    foreign_names = [name for name in names if name in _EQUIVALENT_PARAMETERS]
+    hints = [f"`{name}` is {_EQUIVALENT_PARAMETERS[name]} here" for name in foreign_names]
     if not hints:
         return ""
     return f"replace them: {'; '.join(hints)}"
@@ -610,7 +612,7 @@ class Worker:
         return number
 
     def split_open_calls(self) -> tuple[list[Call], list[Call]]:
-        """Return the open calls that have failed, and the open calls to send again, after the process ended.
+        """After the process has ended, return the failed open calls, and the open calls to send again.
 
         The first open call of a plain function has failed, since it was running. A single open call of a
         coroutine function has failed, too. If several calls were running, any of them may be the cause, so
@@ -668,21 +670,21 @@ def serve(
 
     signature = CallSignature.from_function(function)
     function = accept_keywords(function)
-    make_frames = text_frames if returns_text else reward_frames
-    calls = _CallLoop(requests, limits, function, signature, arguments, make_frames, timeout)
+    convert_value = text_frames if returns_text else reward_frames
+    call_loop = _CallLoop(requests, limits, function, signature, arguments, convert_value, timeout)
     requests.reply({"kind": READY, "missing": unenforced_limits, **signature.to_frame()})
     if signature.concurrent:
-        asyncio.run(calls.serve_concurrently())
+        asyncio.run(call_loop.serve_concurrently())
     else:
-        calls.serve()
+        call_loop.serve()
 
 
 class _CallLoop:
     """Loop that calls one function for each request, one after another or concurrently.
 
-    ``arguments`` are the configured arguments of every call. ``make_frames`` gets the return value of a call
-    and the size of its group, or None without a group. It returns one frame per sample. ``timeout`` is the
-    time limit in seconds after which the call of a coroutine function is cancelled.
+    ``arguments`` are the configured arguments of every call. ``convert_value`` is `reward_frames`, or
+    `text_frames` for a function that returns text: it converts the return value of a call to one frame per
+    sample. ``timeout`` is the time in seconds after which a call of a coroutine function is cancelled.
     """
 
     def __init__(
@@ -692,7 +694,7 @@ class _CallLoop:
         function: Callable[..., Any],
         signature: CallSignature,
         arguments: Mapping[str, Any],
-        make_frames: Callable[[Any, int | None], list[dict[str, Any]]],
+        convert_value: Callable[[Any, int | None], list[dict[str, Any]]],
         timeout: float,
     ) -> None:
         self._requests = requests
@@ -700,7 +702,7 @@ class _CallLoop:
         self._function = function
         self._signature = signature
         self._arguments = arguments
-        self._make_frames = make_frames
+        self._convert_value = convert_value
         self._timeout = timeout
         self._process_id = os.getpid()
 
@@ -717,7 +719,7 @@ class _CallLoop:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
                     value = self._function(**self._select_arguments(call_values))
-                    frames = self._make_frames(value, _group_size(call_values))
+                    frames = self._convert_value(value, _group_size(call_values))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
                     frames = _failure_frames(call_values, EXCEPTION, format_error(error))
                 self._reply(number, frames)
@@ -725,12 +727,12 @@ class _CallLoop:
     async def serve_concurrently(self) -> None:
         """Start a call for each request as it arrives; the trainer limits the number of open calls."""
         loop = asyncio.get_running_loop()
-        arrivals = asyncio.Queue()
-        threading.Thread(target=self._read_calls, args=(loop, arrivals), daemon=True).start()
+        call_queue = asyncio.Queue()
+        threading.Thread(target=self._read_calls, args=(loop, call_queue), daemon=True).start()
 
         # Keep a reference to each task: the event loop has only weak references.
         open_calls: set[asyncio.Task] = set()
-        while (call := await arrivals.get()) is not None:
+        while (call := await call_queue.get()) is not None:
             task = asyncio.create_task(self._make_call(*call))
             open_calls.add(task)
             task.add_done_callback(open_calls.discard)
@@ -739,18 +741,18 @@ class _CallLoop:
     def _read_calls(
         self,
         loop: asyncio.AbstractEventLoop,
-        arrivals: asyncio.Queue,
+        call_queue: asyncio.Queue,
     ) -> None:
         """Put every call into the queue, and None at the end; runs in a thread, since reading blocks."""
         while True:
             try:
                 calls = self._requests.read()
             except EOFError:
-                loop.call_soon_threadsafe(arrivals.put_nowait, None)
+                loop.call_soon_threadsafe(call_queue.put_nowait, None)
                 return
 
             for call in calls:
-                loop.call_soon_threadsafe(arrivals.put_nowait, call)
+                loop.call_soon_threadsafe(call_queue.put_nowait, call)
 
     async def _make_call(self, number: int, call_values: Mapping[str, Any]) -> None:
         """Call the coroutine function with a time limit and send the answer.
@@ -770,7 +772,7 @@ class _CallLoop:
         """Call the coroutine function, and return the frames for its return value or its exception."""
         try:
             value = await self._function(**self._select_arguments(call_values))
-            return self._make_frames(value, _group_size(call_values))
+            return self._convert_value(value, _group_size(call_values))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the event loop and all other calls
@@ -779,9 +781,8 @@ class _CallLoop:
     def _select_arguments(self, call_values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call for which the function has parameters.
 
-        The arguments come from the trainer and from the configuration.
-
-        A configured argument replaces an argument of the trainer with the same name.
+        ``call_values`` are the arguments from the trainer. A configured argument of the same name replaces
+        such an argument.
         """
         return self._signature.accepted_arguments({**call_values, **self._arguments})
 

@@ -71,12 +71,13 @@ FunctionScorer = FunctionReward | SourceRewards
 class Scorer(Protocol):
     """Source of rewards outside the training process: a function in worker processes, or a server.
 
-    ``takes``: optional fields of `Sample` that the scorer needs, such as `TURNS` or `SOURCE`.
-    ``missing``: descriptions of the limits of the scorer's processes that this machine cannot enforce.
+    ``optional_fields``: optional fields of `Sample` that the scorer needs, such as `TURNS` or `SOURCE`.
+    ``unenforced_limits``: descriptions of the limits of the scorer's processes that this machine cannot
+        enforce.
     """
 
-    takes: frozenset[str]
-    missing: tuple[str, ...]
+    optional_fields: frozenset[str]
+    unenforced_limits: tuple[str, ...]
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return the rewards of the samples, in the order of ``samples``."""
@@ -90,8 +91,8 @@ class Scorer(Protocol):
 class NullScorer:
     """Scorer that returns the same answer for every sample, for a run in which no scorer is configured."""
 
-    takes: frozenset[str] = frozenset()
-    missing: tuple[str, ...] = ()
+    optional_fields: frozenset[str] = frozenset()
+    unenforced_limits: tuple[str, ...] = ()
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -216,9 +217,9 @@ class RewardRole:
         """Describe the limits of the scorers' processes that this machine cannot enforce."""
         descriptions: list[str] = []
         for _, scorer in self._scorers.values():
-            descriptions += scorer.missing
+            descriptions += scorer.unenforced_limits
         if self._filters is not None:
-            descriptions += self._filters.missing
+            descriptions += self._filters.unenforced_limits
         # Drop repeated descriptions.
         return tuple(dict.fromkeys(descriptions))
 
@@ -240,12 +241,12 @@ class RewardRole:
         round_rows = [group_index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
-            samples = self._make_samples(prompts, rollouts, rows, self._filters.takes)
+            samples = self._make_samples(prompts, rollouts, rows, self._filters.optional_fields)
             response_ids = self._response_ids(rollouts.rows(rows))
             verdicts = self._submit(FILTERS, _filter_rows, self._filters, round_rows, samples, response_ids)
 
         for name, scorer in self._functions.items():
-            samples = self._make_samples(prompts, rollouts, rows, scorer.takes)
+            samples = self._make_samples(prompts, rollouts, rows, scorer.optional_fields)
             thread_name = name
             if isinstance(scorer, SourceRewards):
                 # All rows of a group are of one source.
@@ -308,7 +309,7 @@ class RewardRole:
         failed_rows = _failed_rows(rollouts)
         rank_rows = _rows_of_rank(rollouts, replica_group, filters)
         rows = [row for row in rank_rows if row not in available_answers and row not in failed_rows]
-        samples = self._make_samples(prompts, rollouts, rows, filters.takes)
+        samples = self._make_samples(prompts, rollouts, rows, filters.optional_fields)
         verdicts = filters.compute_answers(samples, self._response_ids(rollouts.rows(rows)))
 
         answers = dict(available_answers)
@@ -371,7 +372,8 @@ class RewardRole:
             available_answers = {
                 row: answer for row, answer in all_answers.items() if row not in skipped_rows
             }
-            make_samples = partial(self._make_samples, prompts, rollouts, optional_fields=scorer.takes)
+            fields = scorer.optional_fields
+            make_samples = partial(self._make_samples, prompts, rollouts, optional_fields=fields)
             result = _run_scorer(
                 name,
                 weight,
@@ -647,7 +649,7 @@ def _rows_of_rank(
         if rank_in_group == 0:
             return list(range(len(rollouts)))
         return []
-    if GROUP not in scorer.takes:
+    if GROUP not in scorer.optional_fields:
         return list(range(rank_in_group, len(rollouts), rank_count))
     groups = rollouts.group.tolist()
     return [row for row, group in enumerate(groups) if group % rank_count == rank_in_group]

@@ -221,7 +221,7 @@ class RolloutRole:
         """Describe the limits of the environments' processes that this machine cannot enforce."""
         if self._environment_pool is None:
             return ()
-        return self._environment_pool.missing
+        return self._environment_pool.unenforced_limits
 
     def close(self) -> None:
         """Release the engine and the environments' processes."""

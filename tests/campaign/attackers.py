@@ -121,7 +121,7 @@ def attack(names: list[str], work: Path) -> dict[str, Any]:
 
                 if not failures and result.rewards[0] > 0:
                     succeeded.append(name)
-            notices = list(reward.missing)
+            notices = list(reward.unenforced_limits)
 
     return {
         "through": succeeded,

@@ -182,7 +182,7 @@ def _score_around(act: str, vehicle: str, mark: str) -> Result:
         }
         result = reward.score([valid, hostile, valid])
         repeated = reward.score([valid])
-        notices = reward.missing
+        notices = reward.unenforced_limits
 
     # Processes that were just killed need a moment to end.
     time.sleep(0.1)

@@ -194,4 +194,4 @@ def test_code_runs_where_no_root_can_be_built_and_that_is_said(code: str) -> Non
     with FunctionReward(RewardConfig(code, limits=everything)) as reward:
         result = reward.score([{"prompt": "p", "response": "neighbour", "ground_truth": "", "metadata": {}}])
         assert result.rewards.tolist() == [1.0]
-        assert any(NO_ROOT in words or CHILDREN_SEARCHED in words for words in reward.missing)
+        assert any(NO_ROOT in words or CHILDREN_SEARCHED in words for words in reward.unenforced_limits)

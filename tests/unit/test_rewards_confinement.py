@@ -192,7 +192,7 @@ def test_the_kernel_holds_what_a_busy_supervisor_would_see_too_late(file: str) -
     with FunctionReward(RewardConfig(file, limits=SMALL)) as reward:
         components = judge(reward, "bounds").components
     assert components["oom"].item() == 1000
-    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14) and not reward.missing:
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 14) and not reward.unenforced_limits:
         assert components["tasks"].item() == OTHER_TASKS + SMALL.processes
 
 
@@ -210,8 +210,8 @@ def test_network_and_files_are_out_of_reach_or_it_is_said(file: str, tmp_path: P
         server.listen()
         port, path = server.getsockname()[1], str(target)
         result = judge(reward, "connect", "write", "scratch", "remount", "write", port=port, file=path)
-        if reward.missing:  # the attacks' own tests say what is left
-            assert all("namespaces" in words or "(" in words for words in reward.missing)
+        if reward.unenforced_limits:  # the attacks' own tests say what is left
+            assert all("namespaces" in words or "(" in words for words in reward.unenforced_limits)
             return
     assert result.valid.tolist() == [False, False, True, True, False]
     assert result.rewards[3] == -1, "the file system was made writable again"

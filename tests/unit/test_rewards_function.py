@@ -342,7 +342,7 @@ def test_a_function_sees_what_it_names(file: str) -> None:
     turns = [{"role": "policy", "content": "4"}, {"role": "environment", "content": "no"}]
     tokens = {"prompt": [1], "response": [2, 3], "mask": [True, False], "log_probs": [-0.5, 0.0]}
     with make(file, "all_it_sees") as reward:
-        assert reward.takes == {"turns", "tokens"}
+        assert reward.optional_fields == {"turns", "tokens"}
         result = reward.score([{**sample, "turns": turns, "tokens": tokens} for sample in samples(["4"])])
     assert {name: values.tolist() for name, values in result.components.items()} == {
         "turns": [2.0],
@@ -350,7 +350,7 @@ def test_a_function_sees_what_it_names(file: str) -> None:
         "others": [3.0],
     }
     with make(file) as reward:
-        assert not reward.takes
+        assert not reward.optional_fields
 
 
 def test_a_group_is_judged_in_one_call_and_each_response_gets_its_reward_or_reason(file: str) -> None:

@@ -259,7 +259,7 @@ def test_samples_travel_together_and_by_group(server: Scorer) -> None:
     assert [len(body["samples"]) for body in server.seen] in ([4, 2], [2, 4])
     server.seen.clear()
     reward = HttpReward(config(server, sends=("response", "turns", "group")))
-    assert reward.takes == {"turns", "group"} and reward.score(rows[:4]).valid.all()
+    assert reward.optional_fields == {"turns", "group"} and reward.score(rows[:4]).valid.all()
     groups = [[{"response": row["response"], "turns": []} for row in part] for part in (rows[:2], rows[2:4])]
     assert sorted(map(str, groups)) == sorted(str(body["samples"]) for body in server.seen)
 

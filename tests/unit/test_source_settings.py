@@ -142,7 +142,7 @@ def test_each_sample_is_rewarded_by_the_function_of_its_source(functions: Callab
     ]
     scorer = SourceRewards(config, sources)
     try:
-        assert scorer.takes == {SOURCE, TURNS, GROUP}
+        assert scorer.optional_fields == {SOURCE, TURNS, GROUP}
         assert len(scorer._functions) == 3, "two sources share the processes of one function"
         result = scorer.score(samples)
         assert result.rewards.nan_to_num(-1).tolist() == [1, 3, 1, 0, 5, -1, 1]
