@@ -10,6 +10,7 @@ A round has one of two orders (`rollout.order`), which determine when it ends:
   each unfinished sequence. Then the replicas gather which sequences are finished. Token rounds are repeated
   until enough groups are finished. The result depends only on the lengths of responses, not on time, so a
   run is repeatable.
+
 * open: the round ends between two engine steps, when ``stop_when`` returns true: the learners (ranks without
   an engine) wait for the end of the round, and enough groups are finished. The result depends on time.
 
