@@ -43,8 +43,8 @@ from megatron_rl.shapes.memory import (
     LayerImplementation,
     OptimizerChoice,
     TrainingMemory,
+    forward_only_memory,
     rollout_parameters,
-    scoring_memory,
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
@@ -505,7 +505,7 @@ def _trained_role_items(
     memory = training_memory(
         shape, layout, stages, stage, optimizer, layers, tokens, learner.microbatches, adapters
     )
-    scoring = scoring_memory(shape, layout, stages, stage, layers, tokens)
+    scoring = forward_only_memory(shape, layout, stages, stage, layers, tokens)
 
     # Offloaded gradients and optimizer state are only resident while the role trains.
     training_phases = PHASES
@@ -661,7 +661,7 @@ def _frozen_role_items(
     stages = layers_by_stage(config, layout, shape)
     stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
-    memory = scoring_memory(shape, layout, stages, stage, layers, tokens)
+    memory = forward_only_memory(shape, layout, stages, stage, layers, tokens)
 
     phases = PHASES
     turn = None

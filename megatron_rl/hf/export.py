@@ -40,7 +40,7 @@ from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import describe_model
 from megatron_rl.shapes.fused_experts import FusedExperts, stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
+from megatron_rl.shapes.pretrained import SINGLE_FILE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import remove_quantization
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import (
@@ -148,9 +148,9 @@ def export_model(
     if multimodal_source is not None:
         names_to_copy += multimodal_source.names_outside_language_model()
         stored_names = {name: multimodal_source.export_name(name) for name in shapes}
-    if names_to_copy and SINGLE in files:
+    if names_to_copy and SINGLE_FILE in files:
         # If `model.safetensors` exists, readers ignore the index, and therefore the file of copied tensors.
-        files = {"model-00001-of-00001.safetensors": files[SINGLE]}
+        files = {"model-00001-of-00001.safetensors": files[SINGLE_FILE]}
 
     content = _CheckpointContent(
         files,

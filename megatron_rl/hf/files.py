@@ -22,7 +22,7 @@ from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, FusedExperts, Tenso
 from megatron_rl.shapes.multimodal import language_config, language_model_names, multimodal_of
 from megatron_rl.shapes.pretrained import (
     INDEX,
-    SINGLE,
+    SINGLE_FILE,
     read_config,
     read_index,
     read_pretrained,
@@ -161,7 +161,7 @@ class CheckpointFiles:
             raise UserError(
                 "The checkpoint has no safetensors.",
                 where=str(self.path),
-                expected=f"{SINGLE} or {INDEX}",
+                expected=f"{SINGLE_FILE} or {INDEX}",
                 got=got,
                 fix="give the path of a directory that `save_pretrained` wrote",
             )
@@ -501,7 +501,7 @@ def divide_into_files(
         group_bytes += size
 
     if len(name_groups) == 1:
-        return {SINGLE: name_groups[0]}
+        return {SINGLE_FILE: name_groups[0]}
 
     # Use the same file names as transformers' save_pretrained.
     files: dict[str, list[str]] = {}

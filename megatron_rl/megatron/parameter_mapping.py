@@ -74,10 +74,10 @@ class _SourceRows:
     @property
     def contiguous_rows(self) -> Tensor:
         """Return a view of all rows that the source selects, which must be contiguous in the tensor."""
-        assert self.source.runs == 1, self.source
+        assert self.source.num_ranges == 1, self.source
         if len(self.tensor) == self.row_count:
             return self.tensor
-        return self.tensor.narrow(0, self.source.first, self.row_count)
+        return self.tensor.narrow(0, self.source.first_row, self.row_count)
 
     def copy_to(self, target: Tensor, first_row: int) -> None:
         """Fill ``target`` with consecutive rows of the source, from the source's row ``first_row`` on."""

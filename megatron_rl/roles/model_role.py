@@ -86,7 +86,7 @@ class ModelRole:
         self.squared_probs = False
         self.routing_shape = routing_shape
         self.shares_model_with = shares_model_with
-        self.is_output_rank = device.rank() in layout.outputs()
+        self.is_output_rank = device.rank() in layout.output_ranks()
         self.metric_prefix = metric_prefix or name
         self.guard: PassGuard | None = None
         if model is not None:

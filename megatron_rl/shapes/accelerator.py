@@ -1,8 +1,8 @@
-"""Settings of Megatron, its DDP and the environment whose defaults differ between accelerators and hosts.
+"""Defaults that differ between accelerators and hosts: Megatron's settings, DDP's, and environment variables.
 
-One table, `DEFAULTS`: the key, its value, the condition and the reason. Settings of the user take precedence,
-and no row applies on a host. Models, DDP and jobs are built with `accelerator_defaults`; `check` prints the
-same rows.
+The table `DEFAULTS` has one row per default: key, value, condition and reason. Settings of the user take
+precedence, and no row applies on a host. Models, DDP and jobs are built with `accelerator_defaults`; `check`
+prints the same rows.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "H800": 90, "H20-": 90, "B2
 _LARGEST_FUSED_HEAD = {90: 256, 100: 128}
 """Lowest compute capability x 10 -> largest head size for which cuDNN has a fused kernel over packed rows.
 
-As Transformer Engine 2.20.2 reports with cuDNN 9.20 (launch/fused_attention). Heads of latent attention, 192
-for queries and 128 for values, are also fused from 90 to 103.
+Source: Transformer Engine 2.20.2 with cuDNN 9.20 (launch/fused_attention). From 90 to 103, latent attention
+with heads of size 192 for queries and 128 for values also has a fused kernel.
 """
 _LATENT_HEADS = (192, 128)
 """DeepSeek's head sizes: (queries and keys, values)."""

@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "initializer_range": 0.02}
 """Defaults of most families for keys that config.json leaves out."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary scaling that do not depend on the sequence length."""
-LARGEST = 1 << 40
+LARGEST_SIZE = 1 << 40
 """Largest accepted size in a config.json: far beyond any real model."""
 
 
@@ -52,7 +52,7 @@ class ConfigReader:
         """Return the positive integer at a key; record an error and return 1 for any other value."""
         # JSON's true and false are integers in Python.
         value = self.get(key, default)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE:
             return value
 
         # A size of 1 lets the reading continue, so that one pass reports every error.
@@ -177,7 +177,7 @@ class Family:
     def shape(self, reader: ConfigReader) -> ModelShape:
         """Return the shape of the model that a normalised config.json describes.
 
-        Errors are collected in ``reader.errors``, and the shape is then not meaningful.
+        Errors are added to ``reader.errors``. The returned shape is valid only if there are none.
         """
         config = reader.config
         sizes = common_sizes(reader)
@@ -197,14 +197,14 @@ class Family:
                 ", ".join(supported_ropes),
             )
 
-        # Later entries take precedence: a family's own structure overrides the common reading.
+        # Later entries take precedence: the family's own structure overrides the common fields.
         architectures = reader.get("architectures") or [self.architecture]
         has_scalar_head = architectures[0] == self.scalar_architecture
         common_fields = {
             "name": architectures[0],
             **sizes,
             "mlp_width": reader.size("intermediate_size"),
-            "max_positions": reader.size("max_position_embeddings", LARGEST),
+            "max_positions": reader.size("max_position_embeddings", LARGEST_SIZE),
             "tied": reader.flag("tie_word_embeddings") and not has_scalar_head,
             "scalar_head": has_scalar_head,
         }
@@ -274,12 +274,12 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
 
 
 def rotary_fraction(config: Mapping[str, Any], layer_type: str = "full_attention") -> float:
-    """Return the fraction of a head's dimensions, from the first one on, to which rotary angles apply.
+    """Return the fraction of a head's dimensions that are rotated; these are the head's first dimensions.
 
     ``layer_type`` selects the rotary parameters, if layer types have separate ones.
     """
     parameters = rope_parameters(config, layer_type)
-    # Complete heads rotate: the angles of the remaining dimensions are zero.
+    # With this type complete heads are rotated, and the angles of some dimensions are zero.
     if parameters.get("rope_type") == "proportional":
         return 1.0
 
@@ -303,7 +303,8 @@ def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     if not window or reader.config.get("use_sliding_window") is False:
         return {}
 
-    # Three spellings: a type per layer, full attention in every n-th layer, or windows from a layer on.
+    # config.json has a type for each layer, the distance between layers with full attention, or the number of
+    # the first layer with a window.
     layer_types = reader.config.get("layer_types")
     if layer_types is not None:
         sliding_layers = [layer for layer, name in enumerate(layer_types) if name == "sliding_attention"]
@@ -395,7 +396,7 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
     if reader.flag("full_attention_interval"):
         interval = reader.size("full_attention_interval")
 
-    # The types take precedence.
+    # ``layer_types`` takes precedence over the distance.
     if layer_types is not None:
         linear_layers = tuple(layer for layer, name in enumerate(layer_types) if name == "linear_attention")
     elif interval:
@@ -456,9 +457,10 @@ def shared_expert_fields(reader: ConfigReader) -> Fields:
 
 
 def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
-    """Return the number of dense layers before the first layer with experts, by ``mlp_layer_types``.
+    """Return the number of dense layers before the first layer with experts.
 
-    Without that key the number is ``first_k_dense_replace``, or ``default`` without either key.
+    The number is read from ``mlp_layer_types``, or from ``first_k_dense_replace`` if that key is absent.
+    Without either key it is ``default``.
     """
     layer_types = config.get("mlp_layer_types")
     if layer_types is None:
@@ -502,7 +504,7 @@ def with_sparse_attention(
 
     def structure(reader: ConfigReader) -> Fields:
         """Read the dense family's structure, and limit the length of rows to ``index_topk`` tokens."""
-        max_positions = reader.size("max_position_embeddings", LARGEST)
+        max_positions = reader.size("max_position_embeddings", LARGEST_SIZE)
         longest_dense_row = min(max_positions, reader.size("index_topk"))
         return {
             **dense_family.structure(with_dense_layer_count(reader, dense_layers)),
@@ -514,7 +516,8 @@ def with_sparse_attention(
         dense_count = count_dense_layers(config, dense_layers)
         return {**dense_family.engine_keys(config), "first_k_dense_replace": dense_count}
 
-    # Exports copy the indexer's tensors; engines build the dense DeepSeek V3, which computes the same.
+    # Exports copy the indexer's tensors; engines build the dense DeepSeek V3, whose outputs
+    # are the same.
     return replace(
         dense_family,
         structure=structure,
@@ -539,7 +542,10 @@ def biased_router_settings() -> Fields:
 
 
 def gemma_structure(reader: ConfigReader) -> Fields:
-    """Read the structure that Gemma 2 and 3 share: biases, post-norms, and norm weights around 1."""
+    """Read the structure that Gemma 2 and 3 share: biases, post-norms, and centred norms.
+
+    A centred norm stores its weights as their difference from 1.
+    """
     reader.allow("use_bidirectional_attention", None, False)
     return {**attention_bias_fields(reader), "post_norms": True, "centered_norms": True}
 
@@ -568,7 +574,8 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
     """Read the structure of DeepSeek V2 and V3: latent attention and a mixture of experts."""
     reader.allow("attention_bias", False, None)
 
-    # transformers multiplies cos and sin by the quotient of both scales, which is 1 if they are equal.
+    # transformers multiplies cos and sin by a quotient of mscale and mscale_all_dim. It is 1 if they are
+    # equal.
     rope = rope_parameters(reader.config)
     equal_scales = rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")
     if rope.get("rope_type") == "yarn" and not equal_scales:
@@ -582,7 +589,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
 
 def deepseek_megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
-    # Megatron's latent attention computes rotary angles separately, with or without YaRN.
+    # In Megatron, latent attention has separate settings for rotary angles, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0

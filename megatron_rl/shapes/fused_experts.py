@@ -1,8 +1,9 @@
 """Checkpoints that store all experts of a layer in one tensor, read and written as one tensor per expert.
 
 Trainer and engine have one name per expert, such as ``experts.3.gate_proj.weight``. A `TensorLocation`
-locates the expert's tensor in a stored tensor, whose format a `FusedExperts` describes. Boxes refer to the
-experts' tensors: in a stored tensor with alternating rows, each row would be a separate box.
+locates the expert's tensor in a stored tensor, whose format a `FusedExperts` describes. Reshard plans refer
+to the experts' tensors: in a stored tensor with alternating rows of gate and up, each row would be a separate
+box.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 
-_STORED = re.compile(
+_STORED_NAME = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)$"
 )
 """Pattern of the names of fused tensors: a matrix or bias of all routed experts of a layer, or the blocks or
@@ -25,7 +26,7 @@ SCALES = "_scales"
 """End of the name of the scales of a matrix in mxfp4."""
 _DIMENSIONS = {"": 3, "_bias": 2, BLOCKS: 4}
 """End of the name of a stored tensor -> its number of dimensions."""
-_EXPERT = re.compile(
+_EXPERT_NAME = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$"
 )
 """Pattern of the name of a tensor of one routed expert."""
@@ -101,7 +102,7 @@ def expert_location(name: str, shape: Shape, expert_format: FusedExperts) -> Ten
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
 transposed=False, blocks=False)
     """
-    match = _EXPERT.match(name)
+    match = _EXPERT_NAME.match(name)
     if match is None:
         return TensorLocation(name)
 
@@ -166,7 +167,7 @@ def expert_tensors(stored_name: str, shape: Shape, expert_format: FusedExperts) 
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 64, 32), FusedExperts()))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
     """
-    match = _STORED.match(stored_name)
+    match = _STORED_NAME.match(stored_name)
     if match is not None and match["kind"] == SCALES:
         return {}
     if match is None or len(shape) != _DIMENSIONS[match["kind"]]:
@@ -205,9 +206,9 @@ def locate_tensors(
 ) -> dict[str, TensorLocation]:
     """Return the location of each tensor of a model in its checkpoint.
 
-    ``stored_names`` maps names without the prefix of a multimodal checkpoint to stored names, and
-    ``shape_of`` returns the shape of a stored tensor. Without ``expert_format``, the family's storage format
-    of experts, the format is detected from the shapes of fused tensors and from ``hidden``, the width of the
+    ``stored_names`` maps names without the prefix of a multimodal checkpoint to stored names. ``shape_of``
+    returns the shape of a stored tensor. ``expert_format`` is the family's storage format of experts. If it
+    is None, the format is detected from the shapes of fused tensors and from ``hidden``, the width of the
     model.
 
     >>> names = {"model.norm.weight": "model.language_model.norm.weight"}
@@ -218,7 +219,7 @@ def locate_tensors(
     locations: dict[str, TensorLocation] = {}
     fused_names: list[str] = []
     for name, stored_name in stored_names.items():
-        if _STORED.match(name):
+        if _STORED_NAME.match(name):
             fused_names.append(name)
         else:
             locations[name] = TensorLocation(stored_name)

@@ -22,7 +22,7 @@ SCALAR = "score.weight"
 """Checkpoint name of the scalar head, which returns one number per token instead of a distribution."""
 
 BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
-"""Last components of the names, in Megatron and transformers, of weights that are buffers of their modules.
+"""Names of weights that are buffers of their modules, in Megatron or transformers, without the module's path.
 
 No optimizer updates them. They are loaded, synced, saved and exported like parameters."""
 
@@ -55,19 +55,20 @@ class Source:
     """
 
     name: str
-    """Name below ``model.layers.N``; a routed expert's contains ``{expert}``."""
+    """Name relative to ``model.layers.N``. The name of a routed expert's tensor contains ``{expert}``."""
     shape: tuple[int, ...]
     """Complete shape, before any sharding."""
     engine: EngineCut = "whole"
     """How vLLM shards the tensor."""
     float32: bool = False
     """Whether the values are float32 in a model of any dtype."""
-    first: int = 0
+    first_row: int = 0
     """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
-    runs: int = 1
-    """Number of equal runs of rows that make up the source, in a tensor that interleaves sources by head."""
-    pitch: int = 0
-    """Rows from the start of one run to the start of the next."""
+    num_ranges: int = 1
+    """Number of contiguous, equally long ranges of rows that form the source. It is above 1 in a tensor that
+    interleaves sources by head."""
+    range_stride: int = 0
+    """Number of rows from the start of one range to the start of the next range."""
     heads: int = 0
     """Key-value heads of the layer, for a projection to queries, keys or values; 0 for any other tensor."""
     engine_copies: int = 1
@@ -79,30 +80,30 @@ class Source:
         return math.prod(self.shape)
 
     @property
-    def run_rows(self) -> int:
-        """Return the number of rows of one run, a contiguous range of rows in the checkpoint tensor."""
-        return self.shape[0] // self.runs
+    def rows_per_range(self) -> int:
+        """Return the number of rows in each contiguous range of the source."""
+        return self.shape[0] // self.num_ranges
 
     @property
     def end(self) -> int:
-        """Return the index of the source's last row in the checkpoint tensor, plus 1."""
-        return self.first + (self.runs - 1) * self.pitch + self.run_rows
+        """Return the index in the checkpoint tensor of the row after the source's last row."""
+        return self.first_row + (self.num_ranges - 1) * self.range_stride + self.rows_per_range
 
     def row_ranges(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the checkpoint tensor with ``count`` rows of the source from row ``begin``.
+        """Locate the source's rows ``begin`` to ``begin + count`` in the checkpoint tensor.
 
-        Each item is a contiguous range: its first row and its number of rows.
+        Yields (first row, number of rows) of each contiguous range in the checkpoint tensor.
 
-        >>> gate = Source("self_attn.q_proj.weight", (8, 64), first=2, runs=4, pitch=4)
+        >>> gate = Source("self_attn.q_proj.weight", (8, 64), first_row=2, num_ranges=4, range_stride=4)
         >>> list(gate.row_ranges(1, 3)), gate.end
         ([(3, 1), (6, 2)], 16)
         """
-        # Only the first and the last range may be a part of a run.
+        # The requested rows may begin or end inside a range of the source.
         end = begin + count
         while begin < end:
-            run, row = divmod(begin, self.run_rows)
-            row_count = min(self.run_rows - row, end - begin)
-            yield self.first + run * self.pitch + row, row_count
+            range_index, row_in_range = divmod(begin, self.rows_per_range)
+            row_count = min(self.rows_per_range - row_in_range, end - begin)
+            yield self.first_row + range_index * self.range_stride + row_in_range, row_count
             begin += row_count
 
 
@@ -116,7 +117,8 @@ class Weight:
     """
 
     name: str
-    """Name below ``decoder.layers.N`` in Megatron's own layers; a routed expert's contains ``{expert}``."""
+    """Name relative to ``decoder.layers.N`` in Megatron's own layers. The name of a routed expert's parameter
+    contains ``{expert}``."""
     cut: Cut
     """How Megatron shards the parameter."""
     sources: tuple[Source, ...]
@@ -179,10 +181,10 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     """Return the parameters outside the layers: of the first pipeline stage, of the last one, or of both.
 
     ``first``, ``last``: whether to include the parameters of the first and of the last stage. Names are
-    complete, not relative to a layer. A tied output layer has a parameter only on a last stage that is not
-    the first: a copy of the embedding.
+    complete, not relative to a layer. A tied output layer has a parameter only if the last stage is
+    not also the first stage: a copy of the embedding.
     """
-    # A tied output layer reads the same tensor.
+    # This source fills the embedding, and also a tied output layer.
     vocabulary_shape = (shape.vocab, shape.hidden)
     embedding = Source(EMBEDDING, vocabulary_shape, "vocabulary")
     weights: list[Weight] = []

@@ -165,29 +165,30 @@ class ParallelLayout:
         groups = {name: self.groups(*dimensions) for name, dimensions in _PROCESS_GROUPS.items()}
         groups["all"] = [self.ranks]
 
-        # The first and the last stage of a pipeline share tied embeddings; a single stage is one rank.
+        # Tied embeddings are on the first and on the last stage of a pipeline. With a single stage the group
+        # has one rank.
         groups["embedding"] = [
             (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in groups["pipeline"]
         ]
         return groups
 
-    def outputs(self) -> tuple[int, ...]:
+    def output_ranks(self) -> tuple[int, ...]:
         """Return the output rank of each data-parallel replica: the first rank of its last pipeline stage."""
         last_stage = self.pipeline - 1
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
-    def text(self, copies: str = "data") -> str:
+    def text(self, data_noun: str = "data") -> str:
         """Format the layout as ``tensor 2 x pipeline 2 x data 4``.
 
-        ``copies`` is the noun for the data-parallel size, such as "replicas" for a rollout engine.
+        ``data_noun`` is the noun for the data-parallel size, such as "replicas" for a rollout engine.
         """
         sizes = [
             ("tensor", self.tensor),
             ("context", self.context),
             ("pipeline", self.pipeline),
-            (copies, self.data),
+            (data_noun, self.data),
         ]
-        return _format_product(sizes, always=("tensor", copies))
+        return _format_product(sizes, always=("tensor", data_noun))
 
     def short_text(self) -> str:
         """Format the layout as ``TP2 PP2 DP4``.
@@ -236,17 +237,18 @@ def problems(
     if errors:
         return errors
 
-    # Report a wrong number of ranks once: indivisible experts only if the model's replicas fit.
+    # Report a wrong number of ranks once: check the copies of the experts only if the copies of the model
+    # fit.
     path = layout.path
     errors = _replica_problems(layout, smallest_world)
-    copy_ranks = layout.expert * layout.expert_tensor * layout.pipeline
-    if not errors and layout.size % copy_ranks:
+    copy_size = layout.expert * layout.expert_tensor * layout.pipeline
+    if not errors and layout.size % copy_size:
         errors.append(
             UserError(
                 f"expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
-                f"= {copy_ranks} does not divide {_format_rank_count(layout)}",
+                f"= {copy_size} does not divide {_format_rank_count(layout)}",
                 where=f"{path}.expert",
-                expected=f"a number of ranks divisible by {copy_ranks}, the ranks of one copy of the experts",
+                expected=f"a number of ranks divisible by {copy_size}, the ranks of one copy of the experts",
                 got=_format_rank_count(layout),
                 fix=f"lower {path}.expert or {path}.expert_tensor",
             )
@@ -435,7 +437,8 @@ def stage_chunks(
     embedding_layers = int(bool(settings.get(EMBEDDING)))
     loss_layers = int(bool(settings.get(LOSS)))
     stage_sizes = _stage_sizes(layers + embedding_layers + loss_layers, stages, first_size, last_size)
-    # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
+    # If both ends have explicit sizes and the schedule is interleaved, Megatron divides by the number of
+    # stages between the ends.
     divides_by_zero = stages == 2 and virtual > 1 and first_size is not None and last_size is not None
     if stage_sizes is None or divides_by_zero or any(size % virtual for size in stage_sizes):
         raise _uneven_error(layers, layout, settings)
@@ -468,7 +471,7 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     if middle_stages and middle_layers % middle_stages:
         return None
 
-    # Without middle stages both ends are explicit and replace the zeros.
+    # Without middle stages, the explicit sizes of both ends replace these zeros.
     middle_size = 0
     if middle_stages:
         middle_size = middle_layers // middle_stages
@@ -665,15 +668,15 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
     return errors
 
 
-def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
+def _head_problems(shape: ModelShape, layout: ParallelLayout, fix_suffix: str = "") -> list[UserError]:
     """Return the error for attention heads that tensor and context parallelism do not divide.
 
-    ``advice`` is appended to the fix that names a valid tensor-parallel size.
+    ``fix_suffix`` is appended to the fix, which names a valid tensor-parallel size.
     """
     tensor = layout.tensor
     context = layout.context
     tensor_key = f"{layout.path}.tensor"
-    tensor_fix = f"set {tensor_key} to {shape.largest_tensor_size(tensor)}{advice}"
+    tensor_fix = f"set {tensor_key} to {shape.largest_tensor_size(tensor)}{fix_suffix}"
 
     if shape.heads % tensor:
         return [_indivisible_error(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
@@ -691,11 +694,11 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
         ]
 
     for mixer in shape.mixers:
-        for noun, heads in mixer.further_heads(shape).items():
+        for noun, heads in mixer.other_sharded_heads(shape).items():
             if heads % tensor:
                 return [_indivisible_error(heads, noun, tensor, tensor_key, tensor_fix)]
 
-    # With fewer key-value heads than ranks, equally many ranks must share each head.
+    # If there are fewer key-value heads than ranks, each head must be shared by the same number of ranks.
     for mixer in shape.mixers:
         kv_heads = mixer.key_value_heads(shape)
         if kv_heads and kv_heads % tensor and tensor % kv_heads:

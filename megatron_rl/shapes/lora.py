@@ -163,13 +163,14 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         a_engine = "columns"
         b_cut = "whole"
 
-    # Sources that a family fuses into one tensor have one A: a dictionary keeps one per name.
+    # If a family fuses several sources into one tensor, the sources have the same name and share one A.
     a_sources: dict[str, Source] = {}
     for source in weight.sources:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
         a_sources[name] = Source(name, (rank, source.shape[1]), a_engine)
 
-    # B has the rows of the source, and is sharded by rows unless the layer is sharded by columns.
+    # Each B has the rows of its source and is sharded like the source, unless the layer is sharded by
+    # columns.
     b_sources = []
     for source in weight.sources:
         engine = source.engine
@@ -223,7 +224,10 @@ def _adapter_refusal(shape: ModelShape, target: str) -> str | None:
 
 
 def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list[UserError]:
-    """Return the errors of ``targets``, the value of the setting ``key``, for a model."""
+    """Return an error for each linear layer in ``targets`` that cannot have an adapter.
+
+    ``key``: configuration key of ``targets``.
+    """
     supported_targets = ", ".join(name for name in TARGETS if _adapter_refusal(shape, name) is None)
     reasons = [(target, _adapter_refusal(shape, target)) for target in targets]
 
@@ -243,9 +247,9 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
 def adapted_parameter_count(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], targets: Sequence[str]
 ) -> int:
-    """Count the base parameters, on one rank, of the linear layers ``targets`` that have adapters.
+    """Count the parameters of a rank's linear layers with adapters, without the adapters themselves.
 
-    ``layers``: layers of the rank's pipeline stage.
+    ``layers``: layers of the rank's pipeline stage. ``targets``: the linear layers with adapters.
     """
     adapted_weights: list[Weight] = []
     for layer in layers:

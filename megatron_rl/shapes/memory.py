@@ -72,7 +72,7 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
 
     ``expert`` is the number of ranks over which routed experts are distributed, if larger than ``tensor``.
     """
-    # With fewer key-value heads than ranks, each head is copied to equally many ranks.
+    # With fewer key-value heads than ranks, each head is copied to the same number of ranks.
     replicated_parameters = shape.replicated_parameters
     sharded_parameters = shape.nonexpert_layer_parameters - replicated_parameters
     for (heads, engine_copies), parameters in shape.key_value_parameters.items():
@@ -408,7 +408,7 @@ def training_memory(
     )
 
 
-def scoring_memory(
+def forward_only_memory(
     shape: ModelShape,
     layout: ParallelLayout,
     stages: Sequence[Sequence[int]],

@@ -141,7 +141,7 @@ class ModelShape:
 
     @property
     def plain_layers(self) -> bool:
-        """Return whether the model needs Megatron's own layers, as Transformer Engine has no post-norms."""
+        """Return whether the model needs Megatron's own layers: Transformer Engine's have no post-norms."""
         return self.post_norms
 
     @property
@@ -178,7 +178,7 @@ class ModelShape:
         """Return the largest tensor-parallel size up to ``limit`` that divides heads and the MLP width."""
         mixer_heads: list[int] = []
         for mixer in self.mixers:
-            mixer_heads += mixer.further_heads(self).values()
+            mixer_heads += mixer.other_sharded_heads(self).values()
             mixer_heads.append(mixer.key_value_heads(self))
         common_divisor = math.gcd(self.heads, self.mlp_width, *mixer_heads)
         sizes = range(1, min(limit, common_divisor) + 1)
@@ -205,7 +205,7 @@ class ModelShape:
         return self._weights[self._blocks[layer]]
 
     def count_blocks(self, layers: Iterable[int]) -> Counter[Block]:
-        """Count the blocks of some layers; the result is shared and must not be changed."""
+        """Count how many of ``layers`` have each block; the result is cached and must not be changed."""
         # The planner counts the same few stages in thousands of layouts.
         key = tuple(layers)
         if key not in self._counted_blocks:
@@ -343,9 +343,10 @@ class ModelShape:
 
     @cached_property
     def key_value_parameters(self) -> Counter[tuple[int, int]]:
-        """Count the parameters of projections to keys and values, which large engines replicate.
+        """Count the parameters of projections to keys and values.
 
-        Keys are (key-value heads of a layer, copies that vLLM stores (`Source.engine_copies`)).
+        They are counted separately because an engine with more ranks than key-value heads replicates them.
+        The result maps (number of key-value heads in a layer, `Source.engine_copies`) to the count.
         """
         parameters: Counter[tuple[int, int]] = Counter()
         for block, count in self._block_counts.items():
@@ -357,7 +358,7 @@ class ModelShape:
 
     @cached_property
     def query_width(self) -> float:
-        """Return the mean width of a layer's queries, of all heads together."""
+        """Return the width of the queries of all heads, averaged over the layers."""
         widths = sum(count * mixer.query_width(self) for mixer, count in self.mixers.items())
         return widths / self.layers
 

@@ -25,7 +25,7 @@ _OTHER_PREFIXES = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "vision_embedder.", "mtp.",
 )  # fmt: skip
-"""Prefixes, with or without ``model.``, of the names of tensors outside the language model.
+"""Prefixes of the names of tensors outside the language model; ``model.`` may precede them.
 
 They include Qwen3.5's layers for multi-token prediction (``mtp.``)."""
 

@@ -25,7 +25,7 @@ from megatron_rl.shapes.quantized import (
 
 LAYER = "model.layers.{layer}."
 """Prefix of the tensor names of a layer."""
-SINGLE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 """Weights file of a Hugging Face checkpoint with a single file."""
 INDEX = "model.safetensors.index.json"
 """File that maps tensors to files, in a Hugging Face checkpoint with several files."""
@@ -36,10 +36,10 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model", "tokenizer.model.v3", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-"""Files of a checkpoint's folder besides config.json and weights."""
+"""Files of a checkpoint's folder besides config.json and weights, mostly of the tokenizer."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
-"""Patterns of further such files: named chat templates, and the code of ``auto_map`` with its
-vocabularies."""
+"""Patterns of files that are copied like `TOKENIZER_FILES`: named chat templates, and the Python code that
+``auto_map`` in config.json names, with its vocabularies."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
@@ -112,15 +112,16 @@ class PretrainedModel:
     def _rename_sources(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield a parameter's sources under the names of this family's checkpoints.
 
-        If the family fuses several sources into one tensor, each source gets its first row in that tensor.
+        If the family stores several sources in one tensor, the function sets the `Source.first_row` of each.
         """
         next_row: dict[str, int] = {}
         for source in sources:
             name = self.family.tensor_name(source.name)
-            first = next_row.get(name, 0)
-            yield replace(source, name=name, first=first)
-            # The next source of an interleaved tensor begins after one run of this one.
-            next_row[name] = first + source.run_rows
+            first_row = next_row.get(name, 0)
+            yield replace(source, name=name, first_row=first_row)
+            # If the ranges of several sources alternate, the next source begins after one range of this
+            # source.
+            next_row[name] = first_row + source.rows_per_range
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         """Yield every tensor of the checkpoint in order; a fused tensor is yielded once per source.
@@ -170,13 +171,13 @@ class PretrainedModel:
         """Return the shape of every tensor of the checkpoint by name, in order."""
         shapes: dict[str, tuple[int, ...]] = {}
         for tensor in self.tensors():
-            # The last source of a fused tensor ends at its last row.
+            # A fused tensor gets its shape from its last source, whose end is the number of rows.
             shapes[tensor.name] = (tensor.source.end, *tensor.source.shape[1:])
         return shapes
 
     def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
-        # Qwen3-Next and Qwen3.5 have a separate prefix for these layers, and no key.
+        # Qwen3-Next and Qwen3.5 have a separate prefix for these layers, and no key in config.json.
         if name.startswith("mtp."):
             return True
         match = re.match(r"model\.layers\.(\d+)\.", name)
@@ -226,7 +227,7 @@ def weight_files(path: Path) -> list[Path] | None:
     shards that were merged into one file. The precedence is the same as in transformers: `model.safetensors`
     alone if it exists, otherwise the shards of the index.
     """
-    single_file = path / SINGLE
+    single_file = path / SINGLE_FILE
     # Select a dangling link as well: reading it reports the missing file.
     if os.path.lexists(single_file):
         return [single_file]

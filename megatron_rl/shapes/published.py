@@ -31,10 +31,10 @@ from megatron_rl.shapes.multimodal import language_config
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
 # Properties of model types that their config.json does not contain.
-_TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
-"""Models whose MLP is not gated."""
-_QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
-"""Models whose ``attention_bias`` does not include the output projection."""
+_UNGATED_MODEL_TYPES = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", "bloom")
+"""``model_type`` of models whose MLP is not gated."""
+_WITHOUT_OUTPUT_BIAS = ("qwen2_moe", "glm4")
+"""``model_type`` of models whose ``attention_bias`` does not apply to the output projection."""
 _UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
@@ -42,7 +42,7 @@ _UNTRAINABLE_FEATURES = (
 )
 """Values of `ModelShape` that no layer of this package implements: (field, value or None for any true value,
 noun for errors)."""
-_KEYS_READ_ELSEWHERE = frozenset(
+_UNREPORTED_KEYS = frozenset(
     (
         "_name_or_path", "architectures", "auto_map", "attention_dropout", "bos_token_id", "dtype",
         "embd_pdrop", "eos_token_id", "hidden_dropout", "id2label", "initializer_range", "label2id",
@@ -52,7 +52,8 @@ _KEYS_READ_ELSEWHERE = frozenset(
         "transformers_version", "use_cache", "use_sliding_window",
     )
 )  # fmt: skip
-"""Keys of config.json that do not affect the sizes of a model, or that are read together with another key."""
+"""Keys of config.json that are not reported as unread: they do not affect the sizes of a model, or are read
+together with another key."""
 _PRESET_SOURCE = re.compile(r"Hugging Face config\.json of ([\w.-]+/[\w-]+(?:\.[\w-]+)*)")
 """Beginning of a preset's `source` that names its repository on the Hub."""
 _LISTED_KEYS = 12
@@ -177,7 +178,8 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
         return read_pretrained(path)
     except UserError as error:
         description = _describe_untrainable(path)
-        errors += [replace(single, got=f"{single.got}{description}") for single in single_errors(error)]
+        for single_error in single_errors(error):
+            errors.append(replace(single_error, got=f"{single_error.got}{description}"))
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         # Values of an unexpected type may raise any error, anywhere in the code of a family.
         errors.append(
@@ -225,7 +227,7 @@ def _describe_keys(config: Mapping[str, Any]) -> str:
     recorder = _KeyRecorder(config)
     _read_common_shape(ConfigReader(recorder), "model")
 
-    unread_keys = sorted(config.keys() - recorder.read_keys - _KEYS_READ_ELSEWHERE)
+    unread_keys = sorted(config.keys() - recorder.read_keys - _UNREPORTED_KEYS)
     read_count = len(config) - len(unread_keys)
     if not unread_keys:
         return f"all {read_count} keys of its config.json are read"
@@ -255,7 +257,7 @@ def list_untrainable_features(shape: ModelShape) -> list[str]:
     for field, untrainable_value, noun in _UNTRAINABLE_FEATURES:
         value = getattr(shape, field)
         has_feature = value == untrainable_value
-        # None stands for any true value.
+        # None matches any true value.
         if untrainable_value is None:
             has_feature = bool(value)
         if has_feature:
@@ -278,7 +280,7 @@ def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
     # Structure that follows from the model type unless config.json has a key for it.
     is_gemma = model_type.startswith("gemma")
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
-    is_gated = is_gemma or not (activation.startswith(("gelu", "relu")) or model_type in _TWO_MATRIX)
+    is_gated = is_gemma or not (activation.startswith(("gelu", "relu")) or model_type in _UNGATED_MODEL_TYPES)
     has_bias = bool(config.get("attention_bias", model_type == "qwen2_moe"))
     learned_positions = 0
     if config.get("position_embedding_type") == "learned":
@@ -293,7 +295,7 @@ def _read_common_shape(reader: ConfigReader, name: str) -> ModelShape:
         "gated": is_gated,
         "layer_norm": config.get("norm") == "layernorm" or (not is_gated and config.get("norm") is None),
         "qkv_bias": has_bias,
-        "output_bias": has_bias and model_type not in _QKV_BIAS_ONLY,
+        "output_bias": has_bias and model_type not in _WITHOUT_OUTPUT_BIAS,
         "mlp_bias": reader.flag("mlp_bias"),
         "qk_norm": bool(config.get("qk_norm", reader.flag("use_qk_norm"))),
         "learned_positions": learned_positions,

@@ -30,15 +30,17 @@ MODELOPT_FILE = "hf_quant_config.json"
 """File beside config.json in which ModelOpt describes a quantisation; since 0.31 config.json has it too."""
 
 _KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json that describe a quantisation; ``compression_config`` is of older compressed-tensors."""
+"""Keys of config.json that describe a quantisation; old versions of
+compressed-tensors write ``compression_config``."""
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Suffixes of a weight's name in the name of its scales, which multiply the weight."""
+"""Suffixes that are added to the name of a weight in the name of its scales."""
 _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 """Suffixes of the names of activation scales, which a model in bfloat16 does not need."""
 _TENSOR_SCALE_SUFFIX = "_scale_2"
-"""Suffix of a weight's name in the name of its second NVFP4 scale, one number for the complete tensor."""
+"""Suffix that is added to the name of an NVFP4 weight in the name of its second scale: one number for the
+complete tensor."""
 _MODELOPT_ALGORITHMS = {
     "FP8": "modelopt",
     "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
@@ -80,7 +82,7 @@ class Quantization:
         return self.method == "nvfp4"
 
     def has_dtypes(self, weight: str, scales: str) -> bool:
-        """Return whether ``weight`` and ``scales`` are valid dtypes of a weight and its scales."""
+        """Return whether a weight of dtype ``weight`` may have scales of dtype ``scales``."""
         if self.has_tensor_scales:
             return (weight, scales) == (BYTES, FP8)
         return weight == FP8 and scales in _SCALE_DTYPES
@@ -104,10 +106,10 @@ class Quantization:
         return description
 
     def scale_block(self, weight: Shape, scales: Shape) -> Shape | None:
-        """Return the size of the block that shares a scale, in each dimension of a weight.
+        """Return the size, in each dimension of a weight, of the block of entries that share a scale.
 
-        ``weight`` and ``scales`` are shapes; scales may omit the last dimensions. Returns None if the shapes
-        do not match.
+        ``weight`` and ``scales`` are shapes. Scales may have fewer dimensions than the weight; the absent
+        last dimensions then have size 1. Returns None if the shapes do not match.
         """
         if len(scales) > len(weight):
             return None

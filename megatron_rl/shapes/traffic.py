@@ -3,9 +3,9 @@
 A rank receives the elements that it needs and does not have. Layers with the same parameters are computed
 once, so that a model of any size on any number of ranks takes milliseconds.
 
-The weights that a rank needs depend only on its rank in the engine replica. The order of engine ranks with
-the fewest received bytes (`best_rank_order`) is therefore an assignment problem: assign global ranks to ranks
-in a replica; the cost of a pair is the number of bytes that the rank would receive.
+The weights that a rank needs depend only on its rank in the engine replica. `best_rank_order`, which orders
+the engine's ranks so that they receive the fewest bytes, therefore solves an assignment problem: it assigns
+global ranks to ranks in a replica. The cost of a pair is the number of bytes that the rank would receive.
 """
 
 from __future__ import annotations
@@ -246,11 +246,12 @@ def max_peers_on_node(
 ) -> int:
     """Return an upper bound of the number of peers that a rank has on its node in a weight sync.
 
-    ``ranks`` are the engine's ranks, whose replicas are consecutive. A rank of the receiver's node counts as
-    a sender in two cases: it has layers of another pipeline stage, or its shard differs from the receiver's
-    shard and contains needed bytes that not every rank of the stage has.
+    ``ranks`` are the engine's ranks, whose replicas are consecutive. Any rank of the receiver's node that has
+    needed bytes counts as a sender, if it is in another pipeline stage than the receiver. In the same stage
+    it counts as a sender if its shard differs from the receiver's shard, and if it has needed bytes that not
+    every rank of the stage has.
     """
-    # Bytes for each rank of a replica that all ranks of a stage have, such as norms, by stage.
+    # Stage -> needed bytes that every rank of the stage has, such as norms, [ranks of a replica].
     common_bytes: dict[int, list[int]] = {}
     stage_by_rank: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
@@ -332,9 +333,9 @@ def shared_bytes(
     """Count the weight bytes that each engine rank needs, and how many of them each actor rank has.
 
     ``replica_size`` is the number of ranks in a replica, ``itemsize`` the bytes of an element in the engine.
-    ``settings`` are Megatron's settings for uneven stages. ``whole_experts`` selects vLLM's expert
-    parallelism. With ``lora`` only adapters are sent. Gate and up, for example, count as two tensors with a
-    separate A each, even if the family's checkpoints fuse them.
+    ``settings`` are Megatron's settings for uneven stages. With ``whole_experts`` each rank of a replica has
+    complete experts (vLLM's expert parallelism). With ``lora`` only adapters are sent. Gate and up, for
+    example, count as two tensors with a separate A each, even if the family's checkpoints fuse them.
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
@@ -457,8 +458,8 @@ class _Engine:
     ) -> dict[Shard, list[int]]:
         """Return the needed bytes of each shard of a pipeline stage: one number per rank of a replica.
 
-        ``layer_counts``: numbers of layers in the stage, by the parameters of the layer. ``layer_bytes``:
-        bytes of one layer, by the parameters of the layer.
+        ``layer_counts``: parameters of a layer -> number of such layers in the stage. ``layer_bytes``:
+        parameters of a layer -> bytes of one such layer.
         """
         sizes_by_shard: dict[Shard, list[list[int]]] = defaultdict(list)
         for weights, count in layer_counts.items():
@@ -618,7 +619,7 @@ def received_by_other_projects(
 
 
 Costs = tuple[tuple[int, ...], ...]
-"""Bytes to receive, [ranks][ranks of an engine replica]."""
+"""Bytes that each rank would receive as each rank of an engine replica, [ranks][ranks of a replica]."""
 LARGEST_ISLAND = 64
 """Largest number of ranks whose order is optimised together, since the assignment is O(n^3).
 

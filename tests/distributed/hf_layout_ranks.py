@@ -176,7 +176,7 @@ def check_scores(model: Any, family: str) -> None:
     rows = make_rows()
     expected = reference_log_probs(make_model(family), rows)
     scores = forward_only(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
-    if device.rank() in model.groups.layout.outputs():
+    if device.rank() in model.groups.layout.output_ranks():
         assert any(micro_batch.rows for micro_batch in scores)
 
     for micro_batch in scores:

@@ -89,7 +89,7 @@ class Decay(Mixer):
     def state_bytes(self, shape: ModelShape, dtype_bytes: float) -> float:
         return 4.0 * self.width
 
-    def further_heads(self, shape: ModelShape) -> dict[str, int]:
+    def other_sharded_heads(self, shape: ModelShape) -> dict[str, int]:
         return {"channels of decaying sums": self.width}
 
     def problems(

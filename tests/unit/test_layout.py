@@ -37,7 +37,7 @@ def test_order_is_tensor_context_data_pipeline():
     assert layout.groups("context")[0] == (0, 2)
     assert layout.groups("data")[0] == (0, 4)
     assert layout.groups("pipeline")[0] == (0, 8)
-    assert layout.outputs() == (8, 12)
+    assert layout.output_ranks() == (8, 12)
 
 
 def test_expert_dimensions_cut_the_ranks_of_one_stage():

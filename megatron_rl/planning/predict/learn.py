@@ -33,8 +33,8 @@ from megatron_rl.shapes.memory import (
     OptimizerChoice,
     TrainingMemory,
     find_representative_stages,
+    forward_only_memory,
     max_stage_parameters,
-    scoring_memory,
     training_memory,
 )
 from megatron_rl.shapes.model import ModelShape
@@ -808,7 +808,7 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
 
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
-        scoring_memory(model, layout, stages, stage, choice.layers, tokens)
+        forward_only_memory(model, layout, stages, stage, choice.layers, tokens)
         for stage in find_representative_stages(model, stages)
     ]
     return _role_memory(memories)

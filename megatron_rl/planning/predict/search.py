@@ -91,7 +91,7 @@ def divisors(number: int) -> list[int]:
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes up to ``limit`` that divide the GPUs and the model's heads."""
     # Every mixer's heads must be divisible. Mixers without heads have 0, which every size divides.
-    heads = gcd(*(mixer.tensor_heads(model) for mixer in model.mixers))
+    heads = gcd(*(mixer.tensor_parallel_heads(model) for mixer in model.mixers))
 
     sizes = [size for size in _POWERS if size <= limit]
     return [size for size in sizes if gpus % size == 0 and heads % size == 0]

@@ -55,7 +55,8 @@ class Attention(Mixer):
 
     def weights(self, shape: ModelShape) -> Iterator[Weight]:
         """Yield the parameters of projections, biases, sinks, and norms of queries and keys."""
-        # Shapes of rows, which matrices and biases have in common. Matrices get their columns below.
+        # These sources have only a number of rows, which is the same for the matrix and the bias of a
+        # projection. The number of columns is added to the matrices below.
         head_dim = self.key_size(shape)
         kv_heads = self.key_value_heads(shape)
         query_rows = shape.heads * head_dim
@@ -69,10 +70,11 @@ class Attention(Mixer):
             # No projection to values: vLLM stores the projection to keys a second time instead.
             projections[1:] = [replace(projections[1], engine_copies=2)]
         if shape.output_gate:
-            # One checkpoint tensor has queries and gates: for each head the rows of its query, then the rows
-            # of its gate. So each source has one run of rows per head, and the distance between the starts of
-            # two runs is 2 * head_dim rows. `PretrainedModel.weights` sets the first row of each source.
-            queries = replace(projections[0], runs=shape.heads, pitch=2 * head_dim)
+            # One checkpoint tensor contains queries and gates: the query rows of the first head, the gate
+            # rows of the first head, then the same for the next head. So both sources have one range of rows
+            # per head, and the ranges of a source begin 2 * head_dim rows apart. The two sources differ only
+            # in `Source.first_row`, which `PretrainedModel.weights` sets.
+            queries = replace(projections[0], num_ranges=shape.heads, range_stride=2 * head_dim)
             gates = queries
             projections[:1] = [queries, gates]
 
@@ -95,8 +97,8 @@ class Attention(Mixer):
             sinks = Source("self_attn.sinks", (shape.heads,), "rows")
             yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-        # Replicated over tensor-parallel ranks: per-head norms share one weight between heads, and in a norm
-        # over all heads each rank uses the slice of its heads.
+        # These norms are replicated over tensor-parallel ranks. A norm per head has one weight for all heads;
+        # if a norm is over all heads, each rank uses the slice for its heads.
         if shape.qk_norm:
             for letter, rows in (("q", query_rows), ("k", key_rows)):
                 if not shape.whole_qk_norm:
@@ -143,7 +145,7 @@ class Attention(Mixer):
         """
         return min(tensor, self.key_value_heads(shape))
 
-    def tensor_heads(self, shape: ModelShape) -> int:
+    def tensor_parallel_heads(self, shape: ModelShape) -> int:
         """Return the number of key-value heads, which a trainer's tensor-parallel size must divide."""
         return self.key_value_heads(shape)
 
@@ -179,7 +181,8 @@ class Attention(Mixer):
         if not shape.output_gate or layout.tensor <= self.key_value_heads(shape):
             return
 
-        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
+        # If several ranks share a key-value head, each rank computes some of the queries that use this head.
+        # Megatron (0.16.1) selects these queries on each rank, but it does not select their gates.
         yield UserError(
             "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
             where=f"{layout.path}.tensor",
@@ -228,36 +231,38 @@ class Attention(Mixer):
             projected_heads = heads + kv_heads
         projection_elements = head_dim * projected_heads
 
-        # The core saves queries, keys, values and output of every query head, since keys and values are
-        # repeated, and the float32 log-sum-exp of each head's softmax.
+        # The core repeats keys and values for every query head. For each query head it saves the query, the
+        # key, the value, the output, and the float32 log-sum-exp of the softmax.
         core_elements = 4 * heads * head_dim + heads * layer.float32_elements
         if shape.sinks:
-            # One more dimension of queries, keys, values and output.
+            # Queries, keys, values and output have one more dimension for the sink.
             core_elements += 4 * heads
 
         norm_elements = 0.0
         if shape.qk_norm:
             norm_elements = layer.plain_norm_elements((heads + kv_heads) * head_dim, output=False)
         if self.value_norm:
-            # The input in float32, and one number per head.
+            # The norm of values saves its input in float32, and one number per head.
             norm_elements += kv_heads * (head_dim + 1) * layer.float32_elements
         if shape.whole_qk_norm:
-            # Inputs and normalised values in float32.
+            # Norms over all heads save their inputs and the normalised values in float32.
             norm_elements = 2 * (heads + kv_heads) * head_dim * layer.float32_elements
 
-        # In float32, keys are saved as a view of the complete projection, and so are queries if there are
-        # several key-value heads: queries are contiguous then.
-        saves_views = shape.qk_norm and layer.dtype_bytes == 4
-        if saves_views:
-            viewed_heads = kv_heads
+        # In float32 the norms save their inputs without a copy. The keys are a view of the projection, so the
+        # values in the projection stay in memory as well. With several key-value heads, the queries are a
+        # contiguous copy, which exists in addition to the projection.
+        saves_projection = shape.qk_norm and layer.dtype_bytes == 4
+        if saves_projection:
+            additional_heads = kv_heads
             if kv_heads > 1:
-                viewed_heads += heads
-            norm_elements += head_dim * viewed_heads
+                additional_heads += heads
+            norm_elements += head_dim * additional_heads
 
-        # Selective recomputation saves the core's inputs: the norms' outputs, or the projections.
+        # With selective recomputation the core saves only its inputs: queries and keys, and the projection,
+        # which contains the values, unless the norms save the projection already.
         if layer.recompute == "selective":
             core_elements = head_dim * (heads + kv_heads)
-            if not saves_views:
+            if not saves_projection:
                 core_elements += projection_elements
         output_elements = heads * head_dim
         # cos and sin of the rotary angles, for queries and for keys.

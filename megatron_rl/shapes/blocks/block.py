@@ -150,11 +150,11 @@ class Mixer(ABC):
         """Return the bytes of a layer's fixed-size state per sequence, in addition to the cache per token."""
         return 0.0
 
-    def tensor_heads(self, shape: ModelShape) -> int:
+    def tensor_parallel_heads(self, shape: ModelShape) -> int:
         """Return the number of heads that a trainer's tensor-parallel size must divide; 0 without a limit."""
-        return math.gcd(*self.further_heads(shape).values())
+        return math.gcd(*self.other_sharded_heads(shape).values())
 
-    def further_heads(self, shape: ModelShape) -> dict[str, int]:
+    def other_sharded_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the numbers of heads that tensor parallelism shards, besides query and key-value heads.
 
         Keys are plural nouns for errors, such as "key heads of gated delta nets".

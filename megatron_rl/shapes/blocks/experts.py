@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_rl.shapes.model import ModelShape
 
 ROUTED_COPIES = 5
-"""Copies of routed tokens that exist at once in plain layers: before, in and after the experts."""
+"""Number of copies of each routed token that exist at once in plain layers, see `Experts.live_elements`."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Experts(FeedForward):
             gate = Source("mlp.shared_expert_gate.weight", (1, shape.hidden))
             yield Weight("mlp.shared_experts.gate_weight", "whole", (gate,))
 
-        # Megatron's own layers have a module per expert, Transformer Engine's one module with numbered
-        # weights.
+        # Megatron's own layers have one module per expert. Transformer Engine's layers have one module for
+        # all experts, and the names of its weights end with the number of the expert.
         name_prefix = "mlp.experts.local_experts.{expert}."
         source_prefix = "mlp.experts.{expert}."
         fused_name = "mlp.experts.{linear}.weight{expert}"
@@ -67,7 +67,7 @@ class Experts(FeedForward):
     def saved_elements(self, layer: LocalLayer) -> float:
         """Count the saved elements per token of all experts, of routed experts' inputs, and of the router."""
         shape = layer.shape
-        # A rank routes its shard of the tokens: all tokens without sequence parallelism.
+        # With sequence parallelism a rank routes only its shard of the tokens.
         experts_per_token = shape.experts_per_token / layer.token_shards
         shared_elements = count_mlp_elements(layer, shape.shared_width / layer.tensor)
         routed_elements = _count_expert_elements(layer) * experts_per_token
@@ -95,15 +95,15 @@ class Experts(FeedForward):
         """Count the elements per token of temporary tensors, which exist only while the layer is computed.
 
         Each tensor is as large as the copies of a token for its routed experts. A plain layer has one tensor
-        per state of the copies (see `live_elements`), except the saved state. A fused layer has two
-        gradients.
+        for each of the five states in `live_elements`, except for the state that `saved_elements` counts. A
+        fused layer has two gradients.
         """
         shape = layer.shape
-        copies = ROUTED_COPIES - 1
+        num_tensors = ROUTED_COPIES - 1
         if layer.fused:
-            copies = 2
+            num_tensors = 2
 
-        return copies * shape.experts_per_token * shape.hidden / layer.token_shards
+        return num_tensors * shape.experts_per_token * shape.hidden / layer.token_shards
 
     def tensor_widths(self, shape: ModelShape) -> list[tuple[str, int, str]]:
         """Return the total width of the shared experts, and the width of one routed expert."""
@@ -170,7 +170,7 @@ def _count_router_elements(layer: LocalLayer) -> float:
 
     # Logits of all experts in the model's dtype, and a mask of the selected experts, a byte each.
     all_expert_elements = shape.experts * (1 + 1 / layer.dtype_bytes)
-    # Probabilities and indices of the selected experts: five numbers of 4 bytes for each of them.
+    # Probabilities and indices of the selected experts: five numbers of 4 bytes per expert.
     selected_expert_elements = 5 * shape.experts_per_token * 4 / layer.dtype_bytes
     return all_expert_elements + selected_expert_elements
 

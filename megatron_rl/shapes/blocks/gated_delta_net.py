@@ -45,8 +45,8 @@ class GatedDeltaNet(Mixer):
         value_rows = shape.linear_v
         value_heads = shape.linear_v_heads
 
-        # (suffix of the checkpoint's name, rows) of queries, keys, values and output gate, and of the
-        # learning rate and the decay of each value head.
+        # (suffix of the tensor's name in the checkpoint, number of rows) of each projection: queries, keys,
+        # values, output gate, step size of each value head, and decay of each value head.
         projections = [
             ("qkv", key_rows),
             ("qkv", key_rows),
@@ -56,7 +56,7 @@ class GatedDeltaNet(Mixer):
             ("a", value_heads),
         ]
         if shape.linear_interleaved:
-            # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
+            # Qwen3-Next stores the projections in two tensors, Qwen3.5 stores them in four.
             fused_names = {"qkv": "qkvz", "z": "qkvz", "b": "ba", "a": "ba"}
             projections = [(fused_names[name], rows) for name, rows in projections]
 
@@ -66,9 +66,12 @@ class GatedDeltaNet(Mixer):
         if shape.linear_interleaved:
             # Each tensor has the rows of all its projections for the first key head, then for the next head.
             key_heads = shape.linear_k_heads
-            pitches = {"qkvz": 2 * (key_rows + value_rows) // key_heads, "ba": 2 * value_heads // key_heads}
+            rows_per_key_head = {
+                "qkvz": 2 * (key_rows + value_rows) // key_heads,
+                "ba": 2 * value_heads // key_heads,
+            }
             sources = [
-                replace(source, runs=key_heads, pitch=pitches[name])
+                replace(source, num_ranges=key_heads, range_stride=rows_per_key_head[name])
                 for source, (name, _) in zip(sources, projections, strict=True)
             ]
         yield _make_weight("in_proj.weight", "sections", *sources)
@@ -121,7 +124,7 @@ class GatedDeltaNet(Mixer):
         conv_input_bytes = (shape.linear_conv - 1) * (2 * shape.linear_qk + shape.linear_v) * dtype_bytes
         return matrix_bytes + conv_input_bytes
 
-    def further_heads(self, shape: ModelShape) -> dict[str, int]:
+    def other_sharded_heads(self, shape: ModelShape) -> dict[str, int]:
         """Return the number of key heads, which the tensor-parallel size must divide."""
         return {"key heads of gated delta nets": shape.linear_k_heads}
 
@@ -154,7 +157,10 @@ class GatedDeltaNet(Mixer):
 
 
 def _make_weight(name: str, cut: Cut, *sources: Source) -> Weight:
-    """Create a `Weight` of a delta net; ``sources`` are named below ``linear_attn`` in checkpoints."""
+    """Create a `Weight` of a delta net.
+
+    The names of ``sources`` are relative to the module ``linear_attn`` of a checkpoint.
+    """
     named_sources = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
     return Weight(f"self_attention.{name}", cut, named_sources)
 

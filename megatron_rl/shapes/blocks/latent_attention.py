@@ -116,7 +116,7 @@ class LatentAttention(Mixer):
         """Return the size of a token's cache, since all heads attend to the same latent."""
         return self.cache_elements(shape)
 
-    def tensor_heads(self, shape: ModelShape) -> int:
+    def tensor_parallel_heads(self, shape: ModelShape) -> int:
         """Return the number of attention heads, which the tensor-parallel size must divide."""
         return shape.heads
 
@@ -175,8 +175,9 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
 def _make_weight(name: str, cut: Cut, source: Source, fused_suffix: str = "") -> Weight:
     """Create a `Weight` of latent attention.
 
-    ``source`` is named below ``self_attn`` in checkpoints. ``fused_suffix`` is the end of the name in layers
-    in which Transformer Engine fuses modules. It is empty if the name is the same in all layers.
+    The name of ``source`` is relative to the module ``self_attn`` of a checkpoint. ``fused_suffix`` is the
+    end of the name in layers in which Transformer Engine fuses modules. It is empty if the name is the same
+    in all layers.
     """
     prefix = "self_attention."
     fused_name = ""

@@ -1,4 +1,4 @@
-"""Dense MLPs: three matrices with a gate, or two matrices without."""
+"""Dense MLPs: three matrices with a gate, or two matrices without a gate."""
 
 from __future__ import annotations
 
@@ -70,10 +70,12 @@ def mlp_matrices(
     """Yield the two Megatron parameters of an MLP; in a gated MLP the first contains gate and up projections.
 
     ``width`` is the intermediate size. ``name_prefix`` and ``source_prefix`` are the prefixes of Megatron's
-    names and of the checkpoint's names. ``fused_name`` is Transformer Engine's name, with ``{linear}`` for
-    the layer. ``expert``: whether the parameters exist once per routed expert.
+    names and of the checkpoint's names. ``fused_name`` is Transformer Engine's name, with the placeholder
+    ``{linear}`` for linear_fc1 or linear_fc2. ``expert``: whether the parameters exist once per routed
+    expert.
     """
-    # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
+    # The inner matrix is sharded by rows and the outer matrix by columns, so that one all-reduce per MLP is
+    # enough.
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(
         Source(f"{source_prefix}{projection}.weight", (width, shape.hidden), "rows")
@@ -102,7 +104,7 @@ def mlp_biases(
     fused_inner = fused_name.format(linear="linear_fc1", expert="{expert}")
     yield Weight(f"{name_prefix}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
 
-    # Added after the sum over tensor-parallel ranks, so it is replicated.
+    # The outer bias is added after the all-reduce over tensor-parallel ranks, so it is replicated.
     outer = (Source(f"{source_prefix}down_proj.bias", (shape.hidden,)),)
     fused_outer = fused_name.format(linear="linear_fc2", expert="{expert}")
     yield Weight(f"{name_prefix}linear_fc2.bias", "whole", outer, fused_outer, expert)

@@ -18,8 +18,8 @@ def _read_structure(reader: ConfigReader) -> Fields:
     reader.allow("topk_method", "noaux_tc", None)
     reader.allow("norm_topk_prob", True)
 
-    # A group's score is the sum of its best experts' scores: topk / group_topk experts in Megatron, 2 in the
-    # model.
+    # The score of a group is the sum of the highest scores of its experts. The model sums the highest two
+    # scores; Megatron sums num_experts_per_tok / topk_group scores.
     experts_per_token = reader.size("num_experts_per_tok")
     if reader.get("n_group", 1) > 1 and experts_per_token // reader.size("topk_group") != 2:
         reader.refuse(

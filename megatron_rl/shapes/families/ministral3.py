@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, December 2025): YaRN, and queries that are scaled with their position."""
+"""Ministral 3 (Mistral AI, December 2025): YaRN, and queries with a position-dependent scale."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron_rl.shapes.family import ConfigReader, Family, Fields, rope_parameters
 
 _QUERY_SCALE_KEYS = ("llama_4_scaling_beta", "original_max_position_embeddings")
-"""Rotary parameters that determine the factor of the queries."""
+"""Keys of ``rope_parameters`` that determine the position-dependent scale of the queries."""
 
 
 def _read_structure(reader: ConfigReader) -> Fields:

@@ -116,7 +116,7 @@ def gather(value: Any) -> list[Any]:
 
 def is_output_rank(model: ParallelModel) -> bool:
     """Return whether this rank returns the results of its shard. Other ranks have copies or none."""
-    return dist.get_rank() in model.groups.layout.outputs()
+    return dist.get_rank() in model.groups.layout.output_ranks()
 
 
 def compute_log_probs(
