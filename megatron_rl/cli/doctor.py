@@ -157,10 +157,10 @@ def _test_machines(folder: Path, world_size: int, *, print_progress: bool) -> li
     printed after each test.
     """
     # Import here, since the module imports torch, which may not be installed.
-    from megatron_rl.planning.proof import prove_machine
+    from megatron_rl.planning.proof import validate_machine
 
     findings = []
-    for finding in prove_machine(folder, world_size):
+    for finding in validate_machine(folder, world_size):
         findings.append(finding)
         if print_progress:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)

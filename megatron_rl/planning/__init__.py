@@ -1,1 +1,4 @@
-"""Predictions of a run without machines, and tests of machines; no code of a run imports this package."""
+"""Predictions of runs on GPUs that need not exist yet, and tests of machines.
+
+A training run does not import this package.
+"""

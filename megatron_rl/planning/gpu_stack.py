@@ -16,7 +16,7 @@ from megatron_rl.versions import distribution_name, release_series
 TORCH_OF_VLLM = {"0.32": "2.13.0", "0.33": "2.14.0"}
 """Supported series of vLLM -> the torch version for which the series is built.
 
-A rank replaces parts of vLLM, and the replacements are tested only with these series. ``launch/setup.sh
+This package replaces parts of vLLM, and the replacements are tested only with these series. ``launch/setup.sh
 --gpu --vllm SERIES`` has a lock file per series."""
 
 TRANSFORMER_ENGINE = "2.20.2"
@@ -31,7 +31,8 @@ COMPILED_HERE = "transformer-engine-torch"
 """Package that is distributed as source, and compiled after the others against the installed torch."""
 
 FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
-"""Packages whose wheels on the package index are for CUDA 13."""
+"""Packages that are installed from another index for CUDA 12: their wheels on the package index are for
+CUDA 13."""
 
 SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
 """Prefixes of NVIDIA's packages that are not part of CUDA and not a dependency of torch."""
@@ -79,7 +80,7 @@ def check_package_compatibility(versions: Mapping[str, str], pinned: Mapping[str
         if name in versions and name not in ("torch", "triton"):
             extensions.append(name)
 
-    # A rank replaces parts of vLLM, which may have moved or changed in other series.
+    # This package replaces parts of vLLM, which may have moved or changed in other series.
     if vllm is not None and _version_series(vllm) not in supported_series:
         findings.append(
             Finding(

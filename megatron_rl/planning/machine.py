@@ -111,10 +111,11 @@ def _check_package(name: str, tested_version: str) -> Finding:
     return Finding("note", label, f"{version}; tests run with {tested_version}")
 
 
-def _versions_built_together(in_environment: bool) -> dict[str, str]:
-    """Return the versions of the packages of `BUILT_TOGETHER` inside or outside of this virtual environment.
+def _built_together_versions(in_environment: bool) -> dict[str, str]:
+    """Return the installed versions of the packages in `BUILT_TOGETHER`: name -> version.
 
-    ``in_environment``: whether to return the packages inside. The result maps names to versions.
+    ``in_environment``: whether to return the packages inside this virtual environment, or those outside of
+    it.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
@@ -127,13 +128,13 @@ def _versions_built_together(in_environment: bool) -> dict[str, str]:
 
 
 def system_package_versions() -> dict[str, str]:
-    """Return the versions of the machine's or container's own packages of `BUILT_TOGETHER`, by name."""
-    return _versions_built_together(in_environment=False)
+    """Return the versions of the packages in `BUILT_TOGETHER` that the machine or container has, by name."""
+    return _built_together_versions(in_environment=False)
 
 
 def _find_shadowed_packages() -> list[Finding]:
     """Return an error for each package of this environment that hides a different version on the machine."""
-    environment_versions = _versions_built_together(in_environment=True)
+    environment_versions = _built_together_versions(in_environment=True)
     system_versions = system_package_versions()
 
     findings = []

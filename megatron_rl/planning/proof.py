@@ -1,6 +1,6 @@
 """Test machines: rates of devices and links, accuracy of the log-prob kernel, and small training jobs.
 
-`doctor --gpu` runs `prove_machine` on every rank. It first measures devices and links over its own process
+`doctor --gpu` runs `validate_machine` on every rank. It first measures devices and links over its own process
 group (`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then trains a small model. These jobs
 run in separate processes, so that a job that hangs or crashes becomes a finding and does not end the test.
 """
@@ -122,7 +122,7 @@ def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
 
     ``hosts`` are machine names by rank. A pair within a machine consists of neighbouring ranks. A pair across
     machines consists of the ranks with the same index on two machines. A rank without a partner is in no
-    pair, and a kind without pairs is absent.
+    pair. The result maps `WITHIN` and `ACROSS` to their pairs, without a key that has no pairs.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -310,7 +310,7 @@ class SmallJob:
 
 
 def list_small_jobs(folder: Path, world: int) -> list[SmallJob]:
-    """Return the small training jobs that `prove_machine` runs, in their order.
+    """Return the small training jobs that `validate_machine` runs, in their order.
 
     ``folder`` contains their data and runs, and ``world`` is the number of ranks. With a single rank, the job
     that compares all ranks with one rank is omitted.
@@ -391,7 +391,7 @@ def _training_dtype(on_host: bool) -> str:
     return "bfloat16"
 
 
-def prove_machine(folder: Path, world: int) -> Iterator[Finding]:
+def validate_machine(folder: Path, world: int) -> Iterator[Finding]:
     """Test a machine with measurements and small training jobs; yield a finding for each.
 
     The data, configuration and runs of the jobs are written to ``folder``, and ``world`` is the number of
@@ -625,7 +625,7 @@ def run_findings(folder: Path) -> Iterator[Finding]:
     # Read the last step, whose times include no compilation or other warm-up.
     step_metrics = read_metrics(RunFolder(folder / "train").metrics)
     last_step = step_metrics[-1]
-    # The first step of a process lacks this metric: it is the time of the checkpoint before the step.
+    # The metric of a step is the time of the checkpoint before the step, so the first step has none.
     checkpoint_seconds = next(
         metrics["time/checkpoint"] for metrics in step_metrics if "time/checkpoint" in metrics
     )

@@ -167,7 +167,7 @@ def plan_offline(
         message = "Megatron refuses this layout of the model"
         raise UserError(message, where="--from", got=str(error)) from error
 
-    # Order the ranks of the replicas like a run: by the bytes that they share with the actor.
+    # Like a run, order the ranks of the replicas by the bytes that they share with the actor.
     bytes_shared_with_actor = shared_bytes(
         model.shape,
         actor,

@@ -15,9 +15,9 @@ from megatron_rl.planning.predict.generate import (
 )
 from megatron_rl.planning.predict.learn import TrainChoice, peak_training_memory
 from megatron_rl.planning.predict.placement import (
+    MIN_GAIN,
     ROLES,
-    SIMPLER,
-    SPLITS,
+    SAMPLING_SCHEDULES,
     PlacementProblem,
     compositions,
     search_placements,
@@ -152,7 +152,7 @@ def test_of_nearly_equal_plans_the_simplest_is_taken(model: str, gpus: int, algo
     assert [plan.step.total for plan in simple] == sorted(plan.step.total for plan in simple)
 
     for plan in simple:
-        assert plan.step.total <= (1.0 + SIMPLER) * fastest[plan.name].step.total
+        assert plan.step.total <= (1.0 + MIN_GAIN) * fastest[plan.name].step.total
         assert plan.largest_pipeline <= fastest[plan.name].largest_pipeline or plan.reasons
         # Deep pipelines and groups that share nodes give their reasons, and nothing else does.
         reasons = " ".join(plan.reasons)
@@ -186,7 +186,7 @@ def test_every_placement_is_searched() -> None:
     } <= names
     ahead, always = (
         next(plan for plan in search_placements(problem("llama-3.1-8b", 32), way).plans if plan.name == way)
-        for way in SPLITS[1:]
+        for way in SAMPLING_SCHEDULES[1:]
     )
     assert ahead.step.total < sum(ahead.step.seconds.values())
     assert always.step.total < ahead.step.total, "nobody waits for the longest response"

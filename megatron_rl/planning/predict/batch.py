@@ -60,7 +60,8 @@ def response_lengths(mean: float, limit: float, kind: str) -> ResponseLengths:
         length = min(mean, limit)
         return ResponseLengths(length, length, None)
 
-    # No truncated exponential has a mean this close to the limit: assume that every response reaches it.
+    # No truncated exponential has a mean this close to the limit: assume that every response reaches the
+    # limit.
     if mean >= _FIXED_ABOVE * limit:
         return ResponseLengths(min(mean, limit), limit, None)
 
@@ -79,7 +80,7 @@ def response_lengths(mean: float, limit: float, kind: str) -> ResponseLengths:
 def attended_context(prompt_length: float, lengths: ResponseLengths) -> float:
     """Return the mean number of keys that a token of a complete sequence attends to.
 
-    A token attends to all tokens before it, so with the length l of a sequence this is E[l^2] / (2 E[l]).
+    A token attends to all tokens before it. For sequences of random length l the mean is E[l^2] / (2 E[l]).
     """
     mean_square = prompt_length**2 + 2.0 * prompt_length * lengths.mean + lengths.mean_square()
     return mean_square / (2.0 * (prompt_length + lengths.mean))

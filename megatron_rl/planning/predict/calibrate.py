@@ -37,9 +37,9 @@ _REST = "rest"
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the disjoint seconds per phase of one line of metrics.jsonl.
+    """Return the seconds of each phase from one line of metrics.jsonl.
 
-    time/generate in the file includes the weight sync, which is a separate phase here.
+    In the file time/generate includes the weight sync. Here the weight sync is a separate phase.
     """
     seconds: dict[str, float] = {}
     for phase in PHASES:
@@ -139,15 +139,15 @@ def _fit_train_factor(
     predicted: RunStep,
     measured_seconds: float,
 ) -> float:
-    """Return the value of rl_train with which the predicted learn phase takes ``measured_seconds``.
+    """Return the efficiency ``rl_train`` for which the predicted phase learn takes ``measured_seconds``.
 
-    Only computation scales with rl_train. A second prediction with twice the factor separates computation
-    from the gradient exchange.
+    Only computation scales with this efficiency. A second prediction with twice the factor separates
+    computation from the gradient exchange.
     """
     factor = constants.efficiency.rl_train
     learn_seconds = predicted.seconds["learn"]
 
-    # learn = compute + exchange, and with twice the factor compute / 2 + exchange.
+    # The phase takes compute + exchange seconds. With twice the factor it takes compute / 2 + exchange.
     faster_constants = _with_efficiency(constants, rl_train=2.0 * factor)
     faster_learn_seconds = predict_with(faster_constants).seconds["learn"]
     compute_seconds = 2.0 * (learn_seconds - faster_learn_seconds)
@@ -255,7 +255,7 @@ def calibrate_constants(
         efficiency["rl_train"] = _fit_train_factor(
             predict_with, constants, predicted_step, measured_seconds["learn"]
         )
-    # Score and reward have a common efficiency, since both are forward passes.
+    # The phases score and reward have a common efficiency, since both are forward passes.
     slowdown = _slowdown(seconds_by_phase, "score", "reward")
     if slowdown is not None:
         efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs / slowdown
@@ -264,7 +264,7 @@ def calibrate_constants(
     if efficiency:
         override["efficiency"] = efficiency
 
-    # Generation has one factor, which also scales its fixed time.
+    # The phase generate has one factor, which also scales its fixed seconds.
     slowdown = _slowdown(seconds_by_phase, "generate")
     if slowdown is not None:
         override["decode"] = {
@@ -272,7 +272,7 @@ def calibrate_constants(
             "rl_fixed_seconds": constants.decode.rl_fixed_seconds * slowdown,
         }
 
-    # A weight sync has one factor for all links.
+    # The phase reshard (the weight sync) has one factor for all links.
     slowdown = _slowdown(seconds_by_phase, "reshard")
     if slowdown is not None:
         weight_sync = constants.weight_sync

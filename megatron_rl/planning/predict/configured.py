@@ -1,8 +1,8 @@
 """Predict the layout of a user's configuration, and compare it with the layouts that the search finds.
 
 Each layout of the search is a list of overrides of the configuration. `check` predicts the overridden
-configuration in the same way as the user's configuration. All settings outside the layout stay the user's:
-lengths, mini-batches, optimizer, engine.
+configuration in the same way as the user's configuration. All settings outside the layout keep the user's
+values: lengths, mini-batches, optimizer, engine.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ def plan_configuration(
 
 
 def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
-    """Check a configuration for other machines, whose files may be missing here."""
+    """Check a configuration that will run on other machines, whose files may be missing on this machine."""
     return check_file(path, overrides, world_size, without_files=True, elsewhere=True)
 
 
 def _sampling_schedule(config: RunConfig) -> str:
-    """Return the sampling schedule of a configuration, one of `SPLITS`."""
+    """Return the sampling schedule of a configuration, one of `SAMPLING_SCHEDULES`."""
     if config.rollout.order == OPEN:
         return OPEN_ORDER
     if config.asynchrony.steps_ahead:

@@ -285,15 +285,15 @@ def replica_seconds(
     sequence_limit = rollout.max_sequences or engine.max_sequences
     cost = decode_cost(model, rollout, machine)
     # With prefix caching the samples of a prompt share its prefill and its cache.
-    prefix_copies = 1
+    rows_per_prefix = 1
     if engine.prefix_caching:
-        prefix_copies = samples_per_prompt
-    prefill_tokens = rows * prompt_length / prefix_copies
+        rows_per_prefix = samples_per_prompt
+    prefill_tokens = rows * prompt_length / rows_per_prefix
     total_seconds = prefill_seconds(model, rollout, machine, prefill_tokens, prompt_length)
 
     # Integrate over the response length: as rows end, steps get faster and more of the cache is free.
     interval = lengths.limit / POINTS
-    cached_prompt_tokens = prompt_length / prefix_copies
+    cached_prompt_tokens = prompt_length / rows_per_prefix
     for point in range(POINTS):
         length = (point + 0.5) * interval
         unfinished_rows = max(1.0, rows * lengths.fraction_longer(length))
@@ -340,10 +340,10 @@ def open_order_seconds(
 
     # Prefill new rows, with one prefill for all samples of a prompt if the engine caches prefixes. Recompute
     # running rows after the weight update.
-    prefix_copies = 1
+    rows_per_prefix = 1
     if engine.prefix_caching:
-        prefix_copies = batch.samples
-    prefill_tokens = rows * prompt_length / prefix_copies
+        rows_per_prefix = batch.samples
+    prefill_tokens = rows * prompt_length / rows_per_prefix
     seconds_to_prefill = prefill_seconds(model, rollout, machine, prefill_tokens, prompt_length)
     seconds_to_recompute = prefill_seconds(model, rollout, machine, running_rows * context, context)
 

@@ -201,7 +201,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     return 24.0 * model.hidden / token_shards + sharded_bytes / tensor
 
 
-def _exposed_communication(
+def _exposed_communication_seconds(
     model: ModelShape,
     layout: ParallelLayout,
     machine: Machine,
@@ -209,13 +209,13 @@ def _exposed_communication(
     fused: bool,
     exchanges_heads: bool,
 ) -> float:
-    """Return the forward seconds of a layer's communication without overlap, for ``tokens`` tokens of a rank.
+    """Return the seconds of a layer's communication that do not overlap with computation, in a forward pass.
 
-    Tensor, expert and context parallelism are included.
+    The communication of tensor, expert and context parallelism is included.
 
-    ``fused``: whether the layer is Transformer Engine's. ``exchanges_heads``: whether context-parallel ranks
-    exchange heads for complete rows before and after attention (all-to-all), as this package does; otherwise
-    they gather keys and values, overlapped with attention.
+    ``tokens``: number of tokens of a rank. ``fused``: whether the layer is Transformer Engine's.
+    ``exchanges_heads``: whether context-parallel ranks exchange heads before and after attention
+    (all-to-all), as this package does. Otherwise they gather keys and values, which overlaps with attention.
     """
     efficiency = machine.constants.efficiency
     moe_fraction = model.moe_layers / model.layers
@@ -228,7 +228,7 @@ def _exposed_communication(
     exposed_fraction = efficiency.tensor_exposed
     if layout.sequence_parallel and fused:
         exposed_fraction = efficiency.tensor_exposed_overlapped
-    # Two all-gathers and two reduce-scatters per layer; a routed feed-forward saves one of each.
+    # A layer has two all-gathers and two reduce-scatters. With routed experts it has one of each.
     num_collectives = 4.0
     if layout.expert_tensor == 1 and model.experts:
         num_collectives = 4.0 - 2.0 * moe_fraction
@@ -276,7 +276,7 @@ def layer_seconds(
     ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
     that a token attends to. ``fused`` selects Transformer Engine's layers, otherwise plain layers, which save
     more activations for the backward pass and move more bytes. ``frozen`` weights have no gradients; the
-    FLOPs of their adapters are not counted. ``exchanges_heads``: see `_exposed_communication`.
+    FLOPs of their adapters are not counted. ``exchanges_heads``: see `_exposed_communication_seconds`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
@@ -306,7 +306,8 @@ def layer_seconds(
     attention_flops = rank_tokens * model.attention_flops(context)
     attention_seconds = attention_flops / model.layers / layout.tensor / attention_rate
 
-    # Memory-bound kernels. Plain layers are assumed to move more bytes in the ratio of saved activations.
+    # Memory-bound kernels. Plain layers save more activations than fused layers, and are assumed to move more
+    # bytes in the same ratio.
     hbm_rate = gpu.hbm * efficiency.hbm
     bytes_per_token = elementwise_bytes(model, layout.tensor, layout.token_shards)
     memory_bound_seconds = rank_tokens * bytes_per_token / hbm_rate
@@ -320,7 +321,9 @@ def layer_seconds(
         fused_bytes = LayerImplementation(fused=True).saved_bytes(model, layout, block, "none")
         memory_bound_seconds *= plain_bytes / fused_bytes
 
-    exposed_seconds = _exposed_communication(model, layout, machine, rank_tokens, fused, exchanges_heads)
+    exposed_seconds = _exposed_communication_seconds(
+        model, layout, machine, rank_tokens, fused, exchanges_heads
+    )
     launch_seconds = efficiency.launch_seconds_layer
     # Without padding, the host must read the token count of each expert before it can launch the products.
     routing_wait_seconds = efficiency.routing_seconds_layer * model.moe_layers / model.layers

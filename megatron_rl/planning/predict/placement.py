@@ -49,11 +49,12 @@ ONE_STEP_OFF = "split, one step off"
 """Separate GPUs generate the rows of the next step while the other GPUs train."""
 OPEN_ORDER = "split, open order"
 """Separate GPUs generate without interruption while the other GPUs train."""
-SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
-"""Names of the placements with separate GPUs for generation: their sampling schedules."""
+SAMPLING_SCHEDULES = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
+"""Sampling schedules of separate GPUs that only generate. A schedule is also the name of its placement."""
 OVERSAMPLE = 0.25
-"""Extra groups in flight in a planned open order (responses are trained on as they finish), as a fraction
-of the groups of a step."""
+"""Extra groups in flight in plans with the open order, as a fraction of the groups of a step.
+
+In the open order the trainer uses each response as soon as it is complete."""
 
 _ACTOR = ACTOR.name
 _CRITIC = CRITIC.name
@@ -80,7 +81,7 @@ _MIN_ENGINE_FRACTION = 0.05
 """Smallest fraction of a GPU's memory with which an engine starts."""
 _MAX_ENGINE_FRACTION = 0.9
 """Largest fraction of a GPU's memory for the engine, unless the problem sets another."""
-_SLOWDOWN = 1.5
+_MAX_SLOWDOWN = 1.5
 """Slowdown, relative to the fastest step, at which the search for jobs with fewer GPUs ends."""
 
 SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
@@ -173,7 +174,7 @@ class GroupPlan:
         return total_seconds
 
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
-        """Return the seconds of each role in a step; ``rank`` is the only rank in the result."""
+        """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
         all_seconds = []
         for index, (role, plan) in enumerate(self.plans.items()):
             # The swap happens once per step, so add it to the first role.
@@ -284,13 +285,14 @@ class Planner:
         roles: Sequence[str],
         gpus: int,
         generates: bool,
-        is_alone: bool = True,
+        is_only_group: bool = True,
     ) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs, or None if the group does not fit.
 
         Each role may use the memory that the states of the other roles leave free. If that is too little and
         the problem allows it, idle roles are moved to host memory, and every step includes these transfers.
-        ``generates``: whether the group also generates. ``is_alone``: whether no other group has models.
+        ``generates``: whether the group also generates. ``is_only_group``: whether the placement has no other
+        group of roles.
         """
         # Trained roles come first, the actor before the critic: the lead's memory limits the other roles.
         ordered_roles = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
@@ -298,7 +300,7 @@ class Planner:
         if len(ordered_roles) == 1:
             state_factors = _STATE_FACTORS[:1]
         # Several groups cannot share a split into uneven stages, so try only even splits for them.
-        needs_even_stages = self.problem.shared_stage_split and not is_alone
+        needs_even_stages = self.problem.shared_stage_split and not is_only_group
 
         fastest_group: GroupPlan | None = None
         shortest_seconds = inf
@@ -324,8 +326,8 @@ class Planner:
         """Return the plan of a group whose first role, the lead, has a given plan.
 
         Each other role gets its fastest layout whose states are at most ``max_state_factor`` times its
-        smallest states, so that the set of combinations does not depend on the memory limit. Returns None if
-        the group does not fit, or if it takes at least ``max_seconds`` seconds without generation.
+        smallest states. Returns None if the group does not fit, or if it takes at least ``max_seconds``
+        seconds without generation.
         """
         problem = self.problem
         plans = {ordered_roles[0]: lead}
@@ -365,7 +367,8 @@ class Planner:
 
         It is the fastest plan whose states are at most ``max_state_factor`` times the role's smallest states.
         """
-        # Roles with the lead's split into uneven stages, or with its weights as base, need the lead's layout.
+        # A role needs the lead's layout in two cases: the configuration has one split into uneven stages for
+        # all roles, or the role is the base of the lead's adapters.
         choice = lead.choice
         has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
         shares_split = self.problem.shared_stage_split and has_uneven_stages
@@ -548,12 +551,13 @@ def place_split(
     roles: Sequence[str],
     train_gpus: int,
     rollout_gpus: int,
-    split: str,
+    sampling_schedule: str,
 ) -> PlacementPlan | None:
     """Return the placement of training and generation on disjoint GPUs, or None if it does not fit.
 
-    ``rollout_planner`` plans the generation. Unless ``split`` (one of `SPLITS`) is `SYNCHRONOUS`, the next
-    step is generated during training, so the longer of these two phases determines the time.
+    ``rollout_planner`` plans the generation. Unless ``sampling_schedule`` (one of `SAMPLING_SCHEDULES`) is
+    `SYNCHRONOUS`, the next step is generated during training, so the longer of these two phases determines
+    the time.
     """
     group = planner.plan_group(roles, train_gpus, False)
     if group is None:
@@ -564,8 +568,8 @@ def place_split(
     if rollout is None:
         return None
 
-    samples_ahead = split != SYNCHRONOUS
-    return _build_placement(split, planner.problem, [group], rollout, rollout_gpus, samples_ahead)
+    samples_ahead = sampling_schedule != SYNCHRONOUS
+    return _build_placement(sampling_schedule, planner.problem, [group], rollout, rollout_gpus, samples_ahead)
 
 
 def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -574,8 +578,8 @@ def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
         yield (total,)
         return
     for first in range(1, total - count + 2):
-        for tail in compositions(total - first, count - 1):
-            yield (first, *tail)
+        for other_terms in compositions(total - first, count - 1):
+            yield (first, *other_terms)
 
 
 def plan_grouping(
@@ -623,8 +627,8 @@ def _plan_groups(
         key = (index, size)
         if key not in cached_plans:
             generates = _ACTOR in roles
-            is_alone = len(groups) == 1
-            cached_plans[key] = planner.plan_group(roles, size, generates, is_alone)
+            is_only_group = len(groups) == 1
+            cached_plans[key] = planner.plan_group(roles, size, generates, is_only_group)
         group = cached_plans[key]
         if group is None:
             return None
@@ -673,21 +677,21 @@ def _plan_colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | N
 
         # Stop at a much slower step: the remaining sizes are smaller and even slower.
         placement = place_groups("colocated", planner.problem, [group])
-        if fastest is not None and placement.step.total > _SLOWDOWN * fastest.step.total:
+        if fastest is not None and placement.step.total > _MAX_SLOWDOWN * fastest.step.total:
             break
         fastest = _faster_placement(fastest, placement)
     return fastest
 
 
-def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
+def _plan_split(planner: Planner, roles: Sequence[str], sampling_schedule: str) -> PlacementPlan | None:
     """Return the fastest placement with separate GPUs that only generate, or None if none fits.
 
-    ``split``, one of `SPLITS`, is the sampling schedule of these GPUs.
+    ``sampling_schedule``: schedule of these GPUs, one of `SAMPLING_SCHEDULES`.
     """
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
-    if split == OPEN_ORDER:
+    if sampling_schedule == OPEN_ORDER:
         batch = replace(problem.batch, oversample=OVERSAMPLE)
         rollout_planner = Planner(replace(problem, batch=batch))
 
@@ -697,7 +701,9 @@ def _plan_split(planner: Planner, roles: Sequence[str], split: str) -> Placement
     for rollout_gpus in range(gpus_per_unit, gpus, gpus_per_unit):
         if not _is_allowed_size(problem, rollout_gpus) or not _is_allowed_size(problem, gpus - rollout_gpus):
             continue
-        placement = place_split(planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, split)
+        placement = place_split(
+            planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, sampling_schedule
+        )
         fastest = _faster_placement(fastest, placement)
     return fastest
 
@@ -726,13 +732,15 @@ def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
     return f"mixed: {' and '.join(groups[-1])} on other GPUs"
 
 
-def _plan_placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
+def _plan_placements(
+    planner: Planner, roles: Sequence[str], sampling_schedule: str
+) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement; None for a placement that does not fit.
 
-    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
+    ``sampling_schedule``: schedule of GPUs that only generate, one of `SAMPLING_SCHEDULES`.
     """
     yield _plan_colocated(planner, roles)
-    yield _plan_split(planner, roles, split)
+    yield _plan_split(planner, roles, sampling_schedule)
     for grouping in GROUPINGS[planner.problem.algorithm]:
         groups = [[role for role in group if role in roles] for group in grouping]
         # A grouping with an empty group equals a grouping with fewer groups.
@@ -745,31 +753,31 @@ def _role_names(problem: PlacementProblem) -> tuple[str, ...]:
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
 
-def search_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
+def search_placements(problem: PlacementProblem, sampling_schedule: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of each placement (colocated, split, mixed); raises UserError if none fits.
 
-    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
+    ``sampling_schedule``: schedule of GPUs that only generate, one of `SAMPLING_SCHEDULES`.
     """
-    result = _search_fitting_placements(problem, split)
+    result = _search_fitting_placements(problem, sampling_schedule)
     if not result.plans:
         raise _does_not_fit_error(problem)
     return result
 
 
-def _search_fitting_placements(problem: PlacementProblem, split: str) -> SearchResult:
+def _search_fitting_placements(problem: PlacementProblem, sampling_schedule: str) -> SearchResult:
     """Return the best plan of every placement that fits; the result is empty if no placement fits."""
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(context_sizes(problem.batch.row_limit)) >= 4:
         problem = replace(problem, context_parallel=True)
 
     planner = Planner(problem)
-    placements = _plan_placements(planner, _role_names(problem), split)
+    placements = _plan_placements(planner, _role_names(problem), sampling_schedule)
     plans = [plan for plan in placements if plan is not None]
     plans.sort(key=lambda plan: plan.step.total)
     return SearchResult(tuple(plans), planner.counter.layouts, planner.counter.evaluated)
 
 
-SIMPLER = 0.05
+MIN_GAIN = 0.05
 """Smallest predicted gain, as a fraction of a step, that justifies more pipeline stages or shared nodes.
 
 Published measurements differ from predictions by 15 % and more, and the phase model omits one cause of slow
@@ -779,14 +787,16 @@ _RestrictedSearch = tuple[bool, int, Mapping[str, PlacementPlan]]
 """(Whether groups have whole nodes, largest pipeline size, best plan of each placement with both limits)."""
 
 
-def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONOUS) -> SearchResult:
+def search_simplest_placements(
+    problem: PlacementProblem, sampling_schedule: str = SYNCHRONOUS
+) -> SearchResult:
     """Return for every placement the simplest plan that is nearly as fast as the fastest plan.
 
     A plan whose groups have whole nodes is simpler than a plan whose groups share nodes. Otherwise a plan
     with fewer pipeline stages is simpler. The `reasons` of a plan contain the slowdown of simpler plans, or
     state that no simpler plan fits. Raises UserError if no plan fits.
     """
-    fastest_result = search_placements(problem, split)
+    fastest_result = search_placements(problem, sampling_schedule)
     num_layouts = fastest_result.layouts
     num_evaluated = fastest_result.evaluated
 
@@ -805,7 +815,7 @@ def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONO
     simplest_by_name: dict[str, PlacementPlan] = {}
     for whole_nodes, pipeline_limit in restrictions:
         restricted_problem = replace(problem, whole_nodes=whole_nodes, max_pipeline=pipeline_limit)
-        restricted_result = _search_fitting_placements(restricted_problem, split)
+        restricted_result = _search_fitting_placements(restricted_problem, sampling_schedule)
         plans_by_name = {plan.name: plan for plan in restricted_result.plans}
         searches.append((whole_nodes, pipeline_limit, plans_by_name))
         num_layouts += restricted_result.layouts
@@ -815,7 +825,7 @@ def search_simplest_placements(problem: PlacementProblem, split: str = SYNCHRONO
             simpler_plan = plans_by_name.get(plan.name)
             if simpler_plan is None or plan.name in simplest_by_name:
                 continue
-            if simpler_plan.step.total <= (1.0 + SIMPLER) * plan.step.total:
+            if simpler_plan.step.total <= (1.0 + MIN_GAIN) * plan.step.total:
                 simplest_by_name[plan.name] = _add_reasons(simpler_plan, whole_nodes, searches)
         if len(simplest_by_name) == len(fastest_result.plans):
             break
@@ -849,19 +859,19 @@ def _add_reasons(
             if has_whole_nodes == whole_nodes and pipeline_limit < plan.largest_pipeline and name in plans
         ]
         reasons.append(
-            f"{plan.largest_pipeline} pipeline stages: {_cost_text(plan, shallower_plans, 'fewer')}"
+            f"{plan.largest_pipeline} pipeline stages: {_slowdown_text(plan, shallower_plans, 'fewer')}"
         )
 
     # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(has_whole_nodes for has_whole_nodes, _, _ in searches):
-        aligned_plans = [
+        whole_node_plans = [
             plans[name] for has_whole_nodes, _, plans in searches if has_whole_nodes and name in plans
         ]
-        reasons.append(f"groups that share nodes: {_cost_text(plan, aligned_plans, 'whole nodes')}")
+        reasons.append(f"groups that share nodes: {_slowdown_text(plan, whole_node_plans, 'whole nodes')}")
     return replace(plan, reasons=tuple(reasons))
 
 
-def _cost_text(plan: PlacementPlan, simpler_plans: Sequence[PlacementPlan], subject: str) -> str:
+def _slowdown_text(plan: PlacementPlan, simpler_plans: Sequence[PlacementPlan], subject: str) -> str:
     """Describe the slowdown of the fastest of ``simpler_plans``, compared with ``plan``.
 
     ``subject``: property of the simpler plans, as the plural subject of the sentence, such as "whole nodes".

@@ -234,18 +234,19 @@ def training_front(
     forward pass. A plan is on the front if it has less peak memory, or smaller states between steps, than
     every faster plan. The list is empty if no plan fits.
 
-    ``trained``: whether the model trains, or only runs forward passes. ``recomputes``, ``micro_batches``:
-    settings to try. ``offload_allowed``, ``context_allowed``: whether plans may offload the optimizer, or
-    shard rows over context-parallel ranks. ``exchanges_heads``: see `TrainChoice`. ``even_stages``: whether
-    every pipeline stage must have the same number of layers. ``counter``: counts the layouts that are tried.
+    ``trained``: whether the model is trained; otherwise it only runs forward passes. ``recomputes``,
+    ``micro_batches``: settings to try. ``offload_allowed``: whether plans may offload the optimizer.
+    ``context_allowed``: whether plans may shard rows over context-parallel ranks. ``exchanges_heads``: see
+    `TrainChoice`. ``even_stages``: whether every pipeline stage must have the same number of layers.
+    ``counter``: counts the layouts that are tried.
     """
     counter = counter or SearchCount()
     memory_limit = machine.usable_memory
     gpus_per_node = machine.cluster.gpus_per_node
-    memory_of = score_memory
+    predict_memory = score_memory
     rows = batch.rows
     if trained:
-        memory_of = learn_memory
+        predict_memory = learn_memory
         rows = batch.rows // batch.optimizer_steps
 
     plans: list[TrainPlan] = []
@@ -282,7 +283,7 @@ def training_front(
 
         forward_seconds: dict[tuple[int, int], float] = {}
         for choice in choices:
-            memory = memory_of(choice, batch)
+            memory = predict_memory(choice, batch)
             if memory.total > memory_limit:
                 continue
             counter.evaluated += 1

@@ -189,7 +189,10 @@ class RunStats:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Prediction of one step of a run, with its FLOPs, to compute the utilization of a measured step."""
+    """Predicted seconds and FLOPs of one step of a run.
+
+    With the FLOPs, `utilization` evaluates measured seconds.
+    """
 
     step: StepSeconds
     """Predicted seconds of one step, by phase."""
@@ -329,7 +332,8 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     shapes = {"actor": actor, "rollout": actor}
     for section, model_path in explicit_model_paths(config).items():
         path = model_path or config.model.path
-        # A stage of the run trains this model from the actor's, so both have the same shape.
+        # An earlier stage of the run trains this model. It begins with the actor's model, so both have the
+        # same shape.
         if path.startswith(config.run_dir):
             shapes[role_of(section)] = actor
         else:

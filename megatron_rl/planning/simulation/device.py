@@ -42,7 +42,7 @@ _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 class Simulation(TorchDispatchMode):
     """Dispatch mode that counts a rank's bytes, kernels, device reads and messages by phase.
 
-    On a device with storage it counts the bytes of a real run, which tests compare with a simulation.
+    Tests also use this mode on a device with storage: they compare the bytes of a real run with a simulation.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Simulation(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _assumed_values(self, tensor: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return a host copy of a device tensor: its assigned values, or ones without assigned values."""
+        """Return a host copy of a device tensor: its assigned values, or a tensor of ones if it has none."""
         key = tensor.untyped_storage()._cdata
         assigned_values = self._values.get(key)
         if assigned_values is not None:
