@@ -116,7 +116,7 @@ def shipped_models() -> dict[str, ShippedModel]:
             if role == "rollout" or shape is None or report.batch is None:
                 continue
             # Attention with sinks comes from PyTorch, and plain layers have their own.
-            if shape.plain_layers or shape.sinks:
+            if shape.needs_plain_layers or shape.sinks:
                 continue
 
             attention = rank_attention(shape, layout, report.batch)

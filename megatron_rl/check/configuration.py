@@ -627,7 +627,7 @@ def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) ->
             optimizer = learner.optimizer
             ddp = learner.ddp
         shape = inputs.shapes.get(role, inputs.shape)
-        has_plain_layers = shape is not None and shape.plain_layers
+        has_plain_layers = shape is not None and shape.needs_plain_layers
         settings_key, settings = megatron_settings(config, layout)
         roles.append(
             TrialRole(

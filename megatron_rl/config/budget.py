@@ -347,7 +347,7 @@ def _layer_properties(config: RunConfig, shape: ModelShape, recompute: str) -> L
 
     ``recompute`` names the activations that the backward pass recomputes: none, selective or full.
     """
-    is_fused = config.model.attention == "transformer_engine" and not shape.plain_layers
+    is_fused = config.model.attention == "transformer_engine" and not shape.needs_plain_layers
     return LayerImplementation(DTYPE_BYTES[config.model.dtype], is_fused, recompute)
 
 

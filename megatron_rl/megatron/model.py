@@ -390,7 +390,7 @@ def build_model(
         hf_config = with_scalar_head(hf_config)
     shape = describe_model(hf_config).shape
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
-    fused = fused and not shape.plain_layers
+    fused = fused and not shape.needs_plain_layers
 
     # On an accelerator, fill in defaults. The user's overrides take precedence.
     role = AcceleratedRole(

@@ -154,7 +154,7 @@ def model_spec(
         raise error
 
     prepare_blocks(shape, layout)
-    settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
+    settings = transformer_settings(model, layout, dtype, fused and not shape.needs_plain_layers)
     settings.update(_check_overrides(overrides or {}))
     config_class: type[TransformerConfig] = getattr(config_classes, shape.config_class)
     with warnings.catch_warnings():

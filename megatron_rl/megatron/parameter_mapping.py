@@ -212,7 +212,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "vocabulary": _copy_vocabulary,
     "stacked": _copy_stacked,
 }
-"""Value of `Weight.cut` -> function that fills a parameter that is sharded in this way."""
+"""Value of `Weight.sharding` -> function that fills a parameter that is sharded in this way."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """Pattern of an expert's number in a parameter's name.
 
@@ -253,7 +253,7 @@ def import_parameters(
                 raise _unknown_parameter_error(name, outer_weights_by_name)
             weight = outer_weights_by_name[name]
             source_rows = [_SourceRows(sources[source.name], source) for source in weight.sources]
-            _COPY_RULES[weight.cut](target, source_rows, dense_shard)
+            _COPY_RULES[weight.sharding](target, source_rows, dense_shard)
             continue
 
         # Build the table of a layer's weights once for all parameters of the layer.
@@ -280,7 +280,7 @@ def import_parameters(
         parameter_shard = dense_shard
         if weight.expert:
             parameter_shard = expert_shard
-        _COPY_RULES[weight.cut](target, source_rows, parameter_shard)
+        _COPY_RULES[weight.sharding](target, source_rows, parameter_shard)
 
 
 def _unknown_parameter_error(parameter: str, available: Iterable[str]) -> UserError:
@@ -360,7 +360,7 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
     weights: list[Weight] = []
     for is_first_stage in (True, False):
         weights += outer_weights(shape, is_first_stage, True)
-    return {weight.name for weight in weights if weight.cut == "vocabulary"}
+    return {weight.name for weight in weights if weight.sharding == "vocabulary"}
 
 
 def weights_by_name(weights: Sequence[Weight]) -> dict[str, Weight]:

@@ -1,4 +1,4 @@
-"""Predictions of runs on GPUs that need not exist yet, and tests of machines.
+"""Predictions of training runs, which need no GPU, and tests of machines.
 
 A training run does not import this package.
 """

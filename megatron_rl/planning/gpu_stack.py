@@ -31,8 +31,7 @@ COMPILED_HERE = "transformer-engine-torch"
 """Package that is distributed as source, and compiled after the others against the installed torch."""
 
 FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
-"""Packages that are installed from another index for CUDA 12: their wheels on the package index are for
-CUDA 13."""
+"""Packages that come from other indexes for CUDA 12, since the package index has wheels only for CUDA 13."""
 
 SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
 """Prefixes of NVIDIA's packages that are not part of CUDA and not a dependency of torch."""
@@ -167,8 +166,8 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit_version
 
     ``lock`` is the text of the lock file, with lines ``name==version``. ``versions`` are the versions of the
     machine's own packages, and ``toolkit_version`` is the major version of CUDA to install for. NVIDIA's
-    wheels are omitted if torch comes with its own CUDA libraries: the machine's torch, or torch for another
-    CUDA version.
+    wheels are omitted if torch comes with its own CUDA libraries. This applies to the machine's own torch,
+    and to torch for another major version of CUDA than `TOOLKIT`.
     """
     system_names = {distribution_name(name) for name in versions}
     excluded_names = system_names | {COMPILED_HERE}

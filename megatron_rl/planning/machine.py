@@ -114,8 +114,8 @@ def _check_package(name: str, tested_version: str) -> Finding:
 def _built_together_versions(in_environment: bool) -> dict[str, str]:
     """Return the installed versions of the packages in `BUILT_TOGETHER`: name -> version.
 
-    ``in_environment``: whether to return the packages inside this virtual environment, or those outside of
-    it.
+    ``in_environment``: True for the packages inside this virtual environment, False for the packages outside
+    of it.
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():

@@ -122,7 +122,7 @@ def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
 
     ``hosts`` are machine names by rank. A pair within a machine consists of neighbouring ranks. A pair across
     machines consists of the ranks with the same index on two machines. A rank without a partner is in no
-    pair. The result maps `WITHIN` and `ACROSS` to their pairs, without a key that has no pairs.
+    pair. The result maps `WITHIN` and `ACROSS` to their pairs; a kind without pairs is omitted.
     """
     ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
@@ -625,7 +625,7 @@ def run_findings(folder: Path) -> Iterator[Finding]:
     # Read the last step, whose times include no compilation or other warm-up.
     step_metrics = read_metrics(RunFolder(folder / "train").metrics)
     last_step = step_metrics[-1]
-    # The metric of a step is the time of the checkpoint before the step, so the first step has none.
+    # This metric of a step is the time of the checkpoint before the step, so the first step lacks it.
     checkpoint_seconds = next(
         metrics["time/checkpoint"] for metrics in step_metrics if "time/checkpoint" in metrics
     )

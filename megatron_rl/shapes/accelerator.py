@@ -1,8 +1,9 @@
-"""Defaults that differ between accelerators and hosts: Megatron's settings, DDP's, and environment variables.
+"""Settings whose defaults differ between accelerators and hosts.
 
-The table `DEFAULTS` has one row per default: key, value, condition and reason. Settings of the user take
-precedence, and no row applies on a host. Models, DDP and jobs are built with `accelerator_defaults`; `check`
-prints the same rows.
+They are fields of Megatron's configurations, choices of layers, and environment variables. The table
+`DEFAULTS` has one row per default: key, value, condition and reason. Settings of the user take precedence,
+and no row applies on a host. Models, DDP and jobs are built with `accelerator_defaults`; `check` prints the
+same rows.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class AcceleratedRole:
 
         The setting applies to the whole process, so models with plain layers set it as well.
         """
-        return self.half_precision and (self.fused or self.shape.plain_layers)
+        return self.half_precision and (self.fused or self.shape.needs_plain_layers)
 
     @property
     def attention_kernel(self) -> str:
@@ -155,7 +156,7 @@ class AcceleratorDefault:
     condition: str
     """Condition under which the default applies, as text."""
     applies: Callable[[Any], bool]
-    """The condition, a function of an `AcceleratedRole`, or of an `AcceleratedJob` in `ENVIRONMENT`."""
+    """The condition as a function of an `AcceleratedRole`; in `ENVIRONMENT`, of an `AcceleratedJob`."""
     reason: str
     """Cost that the default saves, or problem that it avoids."""
 

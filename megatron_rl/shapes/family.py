@@ -516,8 +516,7 @@ def with_sparse_attention(
         dense_count = count_dense_layers(config, dense_layers)
         return {**dense_family.engine_keys(config), "first_k_dense_replace": dense_count}
 
-    # Exports copy the indexer's tensors; engines build the dense DeepSeek V3, whose outputs
-    # are the same.
+    # Exports copy the indexer's tensors. Engines build the dense DeepSeek V3, whose outputs are the same.
     return replace(
         dense_family,
         structure=structure,

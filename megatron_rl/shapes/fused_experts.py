@@ -51,8 +51,8 @@ class FusedExperts:
 class TensorLocation:
     """Location of a model's tensor in a checkpoint: a complete stored tensor, or rows of one expert.
 
-    Example: with experts of width 32 the up projection of expert 3 is
-    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with alternating rows of gate and up
+    Example: for experts of width 32, ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)`` is the up
+    projection of expert 3. If the rows of gate and up alternate, it is
     ``TensorLocation("...experts.gate_up_proj", 3, 1, 64, step=2, transposed=True)``.
     """
 
@@ -207,8 +207,8 @@ def locate_tensors(
     """Return the location of each tensor of a model in its checkpoint.
 
     ``stored_names`` maps names without the prefix of a multimodal checkpoint to stored names. ``shape_of``
-    returns the shape of a stored tensor. ``expert_format`` is the family's storage format of experts. If it
-    is None, the format is detected from the shapes of fused tensors and from ``hidden``, the width of the
+    returns the shape of a stored tensor. ``expert_format`` is the family's storage format of experts.
+    With None the format is detected from the shapes of fused tensors and from ``hidden``, the width of the
     model.
 
     >>> names = {"model.norm.weight": "model.language_model.norm.weight"}

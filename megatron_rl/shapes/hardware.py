@@ -1,7 +1,7 @@
 """Hardware and efficiency constants: the packaged constants.json, and an optional file that overrides it.
 
-The override file has the structure of constants.json and may omit any value; ``plan --calibrate`` writes one
-from a run.
+The override file has the structure of constants.json and may omit any value; ``plan --calibrate`` writes
+such a file from the measurements of a run.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ BUFFERS = frozenset(("expert_bias", "e_score_correction_bias", "layer_scalar"))
 
 No optimizer updates them. They are loaded, synced, saved and exported like parameters."""
 
-Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
+Sharding = Literal[
+    "whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"
+]
 """How Megatron shards a parameter over tensor-parallel ranks.
 
 - ``whole``: replicated.
@@ -38,11 +40,11 @@ Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent
 - ``vocabulary``: by rows, padded at the end.
 - ``stacked``: replicated, one source below the other.
 """
-EngineCut = Literal["whole", "rows", "columns", "heads", "vocabulary"]
+EngineSharding = Literal["whole", "rows", "columns", "heads", "vocabulary"]
 """How vLLM shards a checkpoint tensor over tensor-parallel ranks.
 
 ``heads`` are the rows of key-value heads, replicated if there are more ranks than heads; ``vocabulary`` is by
-rows, padded. The others are as in `Cut`.
+rows, padded. The others are as in `Sharding`.
 """
 
 
@@ -58,7 +60,7 @@ class Source:
     """Name relative to ``model.layers.N``. The name of a routed expert's tensor contains ``{expert}``."""
     shape: tuple[int, ...]
     """Complete shape, before any sharding."""
-    engine: EngineCut = "whole"
+    engine_sharding: EngineSharding = "whole"
     """How vLLM shards the tensor."""
     float32: bool = False
     """Whether the values are float32 in a model of any dtype."""
@@ -119,7 +121,7 @@ class Weight:
     name: str
     """Name relative to ``decoder.layers.N`` in Megatron's own layers. The name of a routed expert's parameter
     contains ``{expert}``."""
-    cut: Cut
+    sharding: Sharding
     """How Megatron shards the parameter."""
     sources: tuple[Source, ...]
     """Checkpoint tensors, concatenated along the rows."""
@@ -148,14 +150,14 @@ class Weight:
         rows = sum(source.shape[0] for source in self.sources)
         other_sizes = self.sources[0].shape[1:]
 
-        if self.cut in ("whole", "stacked"):
+        if self.sharding in ("whole", "stacked"):
             return (rows, *other_sizes)
         # The vocabulary is padded until all ranks have equally many rows.
-        if self.cut == "vocabulary":
+        if self.sharding == "vocabulary":
             return (-(-rows // shards), *other_sizes)
-        if self.cut == "columns":
+        if self.sharding == "columns":
             return (rows, other_sizes[0] // shards)
-        # All other cuts divide the rows.
+        # Every other sharding divides the rows.
         return (rows // shards, *other_sizes)
 
 

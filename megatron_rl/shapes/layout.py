@@ -47,7 +47,7 @@ _PROCESS_GROUPS = {
 }
 """Name of the process groups of a model -> dimensions that they span."""
 LISTED_RANKS = 8
-"""Maximum number of ranks that an error lists; further ones are abbreviated."""
+"""Maximum number of ranks that an error lists."""
 
 
 class Coordinates(NamedTuple):
@@ -137,11 +137,11 @@ class ParallelLayout:
         return self.ranks[index]
 
     def groups(self, *dimensions: str) -> list[tuple[int, ...]]:
-        """Return the rank groups that span the named dimensions; ranks of a group differ only in these.
+        """Return the rank groups that span the named dimensions.
 
-        Dimensions are ``tensor context data pipeline``, or the expert dimensions of the same ranks:
-        ``expert_tensor expert expert_data pipeline``. Names of the two lists cannot be combined. Ranks
-        inside a group keep the layout's order.
+        The ranks of a group differ only in their coordinates of these dimensions, and keep the layout's
+        order. Dimensions are ``tensor context data pipeline``, or the expert dimensions of the same ranks:
+        ``expert_tensor expert expert_data pipeline``. Names of the two lists cannot be combined.
         """
         dense_grid = [("tensor", self.tensor), ("context", self.context), ("data", self.data)]
         expert_grid = [

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which linear layers have one, and their tensors.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): their linear layers and their tensors.
 
 An adapter adds B A x to the output of a linear layer. A and B are described as `Weight`, like any other
 parameters, so that import, export, weight sync and counts need no special cases.
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layer_weights import Cut, EngineCut, Source, Weight
+from megatron_rl.shapes.layer_weights import EngineSharding, Sharding, Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -154,33 +154,33 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
     If the layer is sharded by columns, so is A. Otherwise B is sharded like the layer's rows.
     """
-    is_input_sharded = weight.cut == "columns"
-    a_cut: Cut = "stacked"
-    a_engine: EngineCut = "whole"
-    b_cut = weight.cut
+    is_input_sharded = weight.sharding == "columns"
+    a_sharding: Sharding = "stacked"
+    a_engine_sharding: EngineSharding = "whole"
+    b_sharding = weight.sharding
     if is_input_sharded:
-        a_cut = "columns"
-        a_engine = "columns"
-        b_cut = "whole"
+        a_sharding = "columns"
+        a_engine_sharding = "columns"
+        b_sharding = "whole"
 
     # If a family fuses several sources into one tensor, the sources have the same name and share one A.
     a_sources: dict[str, Source] = {}
     for source in weight.sources:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
-        a_sources[name] = Source(name, (rank, source.shape[1]), a_engine)
+        a_sources[name] = Source(name, (rank, source.shape[1]), a_engine_sharding)
 
     # Each B has the rows of its source and is sharded like the source, unless the layer is sharded by
     # columns.
     b_sources = []
     for source in weight.sources:
-        engine = source.engine
+        b_engine_sharding = source.engine_sharding
         if is_input_sharded:
-            engine = "whole"
+            b_engine_sharding = "whole"
         b_source = replace(
             source,
             name=source.name.removesuffix(".weight") + ".lora_B.weight",
             shape=(source.shape[0], rank),
-            engine=engine,
+            engine_sharding=b_engine_sharding,
         )
         b_sources.append(b_source)
 
@@ -192,8 +192,8 @@ def _make_factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
         fused_a = f"{fused_module}.A"
         fused_b = f"{fused_module}.B"
     return (
-        Weight(f"{module}.{ADAPTER}.A", a_cut, tuple(a_sources.values()), fused_a, weight.expert),
-        Weight(f"{module}.{ADAPTER}.B", b_cut, tuple(b_sources), fused_b, weight.expert),
+        Weight(f"{module}.{ADAPTER}.A", a_sharding, tuple(a_sources.values()), fused_a, weight.expert),
+        Weight(f"{module}.{ADAPTER}.B", b_sharding, tuple(b_sources), fused_b, weight.expert),
     )
 
 
@@ -303,7 +303,7 @@ def _local_elements(weights: Iterable[Weight], shards: _ShardCounts) -> tuple[in
         if weight.expert:
             shard_count = shards.expert_tensor
         # A replicated parameter is complete on every rank.
-        if weight.cut in ("whole", "stacked"):
+        if weight.sharding in ("whole", "stacked"):
             shard_count = 1
 
         elements = weight.elements // shard_count

@@ -18,7 +18,7 @@ from megatron_rl.shapes.blocks.experts import Experts
 from megatron_rl.shapes.blocks.gated_delta_net import GatedDeltaNet
 from megatron_rl.shapes.blocks.latent_attention import LatentAttention
 from megatron_rl.shapes.blocks.mlp import Mlp
-from megatron_rl.shapes.layer_weights import EngineCut, Weight, layer_weights
+from megatron_rl.shapes.layer_weights import EngineSharding, Weight, layer_weights
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 """dtype of a configuration -> bytes of an element."""
@@ -140,7 +140,7 @@ class ModelShape:
         return self.kv_lora > 0
 
     @property
-    def plain_layers(self) -> bool:
+    def needs_plain_layers(self) -> bool:
         """Return whether the model needs Megatron's own layers: Transformer Engine's have no post-norms."""
         return self.post_norms
 
@@ -208,9 +208,9 @@ class ModelShape:
         """Count how many of ``layers`` have each block; the result is cached and must not be changed."""
         # The planner counts the same few stages in thousands of layouts.
         key = tuple(layers)
-        if key not in self._counted_blocks:
-            self._counted_blocks[key] = Counter(self._blocks[layer] for layer in key)
-        return self._counted_blocks[key]
+        if key not in self._count_blocks_cache:
+            self._count_blocks_cache[key] = Counter(self._blocks[layer] for layer in key)
+        return self._count_blocks_cache[key]
 
     def block_parameters(self, block: Block) -> tuple[int, int, int]:
         """Return a layer's parameter counts: (tensor-sharded, replicated, in all its routed experts)."""
@@ -247,7 +247,7 @@ class ModelShape:
     # Layers with equal blocks are counted once: the planner evaluates many layouts of one model.
 
     @cached_property
-    def _counted_blocks(self) -> dict[tuple[int, ...], Counter[Block]]:
+    def _count_blocks_cache(self) -> dict[tuple[int, ...], Counter[Block]]:
         """Return the cache of `count_blocks`: its results by the tuple of layers."""
         return {}
 
@@ -272,18 +272,18 @@ class ModelShape:
 
             # Transformer Engine replicates latent attention's down projections.
             replicated_parameters = sum(
-                weight.elements for weight in dense_weights if weight.cut in ("whole", "latent")
+                weight.elements for weight in dense_weights if weight.sharding in ("whole", "latent")
             )
             sharded_parameters = sum(weight.elements for weight in dense_weights) - replicated_parameters
             return sharded_parameters, replicated_parameters, expert_parameters
 
         return {block: count_parameters(weights) for block, weights in self._weights.items()}
 
-    def _count_elements(self, expert: bool, *engine_cuts: EngineCut) -> int:
+    def _count_elements(self, expert: bool, *engine_shardings: EngineSharding) -> int:
         """Count the elements of the weights of all layers.
 
         If ``expert``, count one routed expert per layer, otherwise all weights outside of routed experts.
-        ``engine_cuts`` restricts the count to tensors that the engine shards in one of the given ways.
+        ``engine_shardings`` restricts the count to tensors that the engine shards in one of the given ways.
         """
         elements = 0
         for block, layer_count in self._block_counts.items():
@@ -291,7 +291,7 @@ class ModelShape:
                 if weight.expert != expert:
                     continue
                 for source in weight.sources:
-                    if not engine_cuts or source.engine in engine_cuts:
+                    if not engine_shardings or source.engine_sharding in engine_shardings:
                         elements += layer_count * source.elements
         return elements
 
@@ -352,7 +352,7 @@ class ModelShape:
         for block, count in self._block_counts.items():
             for weight in self._weights[block]:
                 for source in weight.sources:
-                    if source.engine == "heads":
+                    if source.engine_sharding == "heads":
                         parameters[source.heads, source.engine_copies] += count * source.elements
         return parameters
 

@@ -57,7 +57,7 @@ together with another key."""
 _PRESET_SOURCE = re.compile(r"Hugging Face config\.json of ([\w.-]+/[\w-]+(?:\.[\w-]+)*)")
 """Beginning of a preset's `source` that names its repository on the Hub."""
 _LISTED_KEYS = 12
-"""Maximum number of keys that an error lists; further ones are abbreviated."""
+"""Maximum number of keys that an error lists."""
 
 
 @lru_cache(maxsize=1)

@@ -27,20 +27,20 @@ BYTES = "U8"
 _SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
 """dtypes of scales of 8-bit weights, as safetensors spells them."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""File beside config.json in which ModelOpt describes a quantisation; since 0.31 config.json has it too."""
+"""File in which ModelOpt describes a quantisation; since 0.31 ModelOpt also describes it in config.json."""
 
 _KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json that describe a quantisation; old versions of
-compressed-tensors write ``compression_config``."""
+"""Keys of config.json that describe a quantisation; old versions of compressed-tensors write the second."""
 _SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Suffixes that are added to the name of a weight in the name of its scales."""
+"""Possible suffixes of scales: the name of the scales is the name of their weight plus a suffix."""
 _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 """Suffixes of the names of activation scales, which a model in bfloat16 does not need."""
 _TENSOR_SCALE_SUFFIX = "_scale_2"
-"""Suffix that is added to the name of an NVFP4 weight in the name of its second scale: one number for the
-complete tensor."""
+"""Suffix of the second scale in NVFP4, whose name is the name of its weight plus the suffix.
+
+The second scale is one number for the complete tensor."""
 _MODELOPT_ALGORITHMS = {
     "FP8": "modelopt",
     "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
@@ -50,7 +50,7 @@ _MODELOPT_ALGORITHMS = {
 """``quant_algo`` of ModelOpt -> `Quantization.method`. NVFP4 and W4A16_NVFP4 differ only in activations."""
 _NVFP4_BLOCK = 16
 """Entries of a row that share a scale in NVFP4, unless config.json has a ``group_size``."""
-_READABLE = (
+_SUPPORTED = (
     "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, mxfp4 "
     f"of gpt-oss, or modelopt with quant_algo {', '.join(_MODELOPT_ALGORITHMS)}"
 )
@@ -156,7 +156,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     settings = config[key]
     path = f"{file}: {key}"
     if not isinstance(settings, Mapping):
-        raise _unreadable_error(path, repr(settings))
+        raise _unsupported_error(path, repr(settings))
 
     method = settings.get("quant_method")
     if method == "fp8":
@@ -168,7 +168,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
         return Quantization("compressed-tensors", _compressed_block(settings, path))
     if str(method).startswith("modelopt"):
         return _modelopt_quantization(settings, path, file)
-    raise _unreadable_error(path, f"quant_method: {method}")
+    raise _unsupported_error(path, f"quant_method: {method}")
 
 
 def add_modelopt_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _modelopt_quantization(settings: Mapping[str, Any], path: str, file: str) ->
 
     algorithm = str(settings.get("quant_algo")).upper()
     if algorithm not in _MODELOPT_ALGORITHMS:
-        raise _unreadable_error(path, f"quant_algo: {settings.get('quant_algo')}")
+        raise _unsupported_error(path, f"quant_algo: {settings.get('quant_algo')}")
 
     block = None
     method = _MODELOPT_ALGORITHMS[algorithm]
@@ -308,7 +308,7 @@ def _fp8_block(settings: Mapping[str, Any], path: str) -> tuple[int, int] | None
     """Read the block size of ``quant_method: fp8``; None if each scale applies to a tensor or a row."""
     number_format = settings.get("fmt") or "e4m3"
     if number_format != "e4m3":
-        raise _unreadable_error(path, f"fmt: {number_format}")
+        raise _unsupported_error(path, f"fmt: {number_format}")
 
     block = settings.get("weight_block_size")
     if block is None:
@@ -321,14 +321,14 @@ def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int]
     # Refuse sparsity and transforms: such weights are not the product of stored numbers and scales.
     sparsity = settings.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise _unreadable_error(path, f"sparsity_config.format: {sparsity['format']}")
+        raise _unsupported_error(path, f"sparsity_config.format: {sparsity['format']}")
     if settings.get("transform_config"):
-        raise _unreadable_error(path, "transform_config")
+        raise _unsupported_error(path, "transform_config")
 
     # Each group of layers has a separate description; all groups must have the same block size.
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise _unreadable_error(path, "no config_groups")
+        raise _unsupported_error(path, "no config_groups")
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
         group_path = f"{path}.config_groups.{name}.weights"
@@ -336,22 +336,22 @@ def _compressed_block(settings: Mapping[str, Any], path: str) -> tuple[int, int]
         if isinstance(group, Mapping):
             weight_settings = group.get("weights")
         if not isinstance(weight_settings, Mapping):
-            raise _unreadable_error(group_path, repr(weight_settings))
+            raise _unsupported_error(group_path, repr(weight_settings))
 
         # Only symmetric scales of 8-bit floats are supported: symmetric scales have no zero point.
         scheme = {key: weight_settings.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         if (scheme["type"], scheme["num_bits"]) != ("float", 8) or scheme["symmetric"] is False:
-            raise _unreadable_error(group_path, str(scheme))
+            raise _unsupported_error(group_path, str(scheme))
         if scheme["strategy"] == "block":
             blocks.add(_parse_block(weight_settings.get("block_structure"), f"{group_path}.block_structure"))
         elif scheme["strategy"] in ("tensor", "channel"):
             blocks.add(None)
         else:
-            raise _unreadable_error(group_path, str(scheme))
+            raise _unsupported_error(group_path, str(scheme))
 
     if len(blocks) > 1:
         got = "groups with and without blocks, or with other blocks"
-        raise _unreadable_error(f"{path}.config_groups", got)
+        raise _unsupported_error(f"{path}.config_groups", got)
     return blocks.pop()
 
 
@@ -360,10 +360,10 @@ def _parse_block(value: Any, path: str) -> tuple[int, int]:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     if is_pair and all(type(size) is int and size > 0 for size in value):
         return value[0], value[1]
-    raise _unreadable_error(path, repr(value), "two counts: rows and columns that share a scale")
+    raise _unsupported_error(path, repr(value), "two counts: rows and columns that share a scale")
 
 
-def _unreadable_error(path: str, got: str, expected: str = _READABLE) -> UserError:
+def _unsupported_error(path: str, got: str, expected: str = _SUPPORTED) -> UserError:
     """Return the error for an unsupported quantisation; ``path`` is its key in config.json."""
     return UserError(
         "the model's weights are quantised in a way that cannot be read",

@@ -26,7 +26,7 @@ VOCABULARY_MULTIPLE = 64
 
 
 _REPLICATED = ("whole", "stacked")
-"""Cuts of Megatron parameters that are complete on every tensor-parallel rank."""
+"""Values of `Weight.sharding` for parameters that are complete on every tensor-parallel rank."""
 
 
 class Slice(NamedTuple):
@@ -45,20 +45,20 @@ def trainer_slices(weight: Weight, rank: int, rank_count: int) -> tuple[Slice, .
 
     ``latent`` parameters count as sharded, as in Megatron's plain layers.
     """
-    if weight.cut == "query_key_value":
+    if weight.sharding == "query_key_value":
         group_rows = [source.shape[0] // weight.groups for source in weight.sources]
         return _interleaved_slices(group_rows, weight.groups, rank, rank_count)
 
     # Replicated parameters are complete on every rank.
-    if weight.cut in _REPLICATED:
+    if weight.sharding in _REPLICATED:
         rank = 0
         rank_count = 1
 
     dim = 0
-    if weight.cut == "columns":
+    if weight.sharding == "columns":
         dim = 1
     compute_bounds = _shard_bounds
-    if weight.cut == "vocabulary":
+    if weight.sharding == "vocabulary":
         compute_bounds = _padded_shard_bounds
     return tuple(
         Slice(dim, *compute_bounds(source.shape[dim], rank, rank_count)) for source in weight.sources
@@ -100,14 +100,14 @@ def engine_slice(source: Source, rank: int, replica_size: int) -> Slice:
     size = source.shape[0]
 
     # Not sharded, or sharded by a dimension other than the rows.
-    if source.engine == "whole":
+    if source.engine_sharding == "whole":
         return Slice(0, 0, size)
-    if source.engine == "columns":
+    if source.engine_sharding == "columns":
         return Slice(1, *_shard_bounds(source.shape[1], rank, replica_size))
-    if source.engine == "vocabulary":
+    if source.engine_sharding == "vocabulary":
         return Slice(0, *_padded_shard_bounds(size, rank, replica_size, VOCABULARY_MULTIPLE))
 
-    if source.engine == "heads" and source.heads < replica_size:
+    if source.engine_sharding == "heads" and source.heads < replica_size:
         # Consecutive ranks have copies of one head.
         head = rank * source.heads // replica_size
         return Slice(0, *_shard_bounds(size, head, source.heads))
@@ -182,15 +182,15 @@ class SharedBytes:
     """
 
     needed: tuple[int, ...]
-    """Bytes, [ranks of a replica]."""
+    """Bytes that each rank needs, [ranks of a replica]."""
     resident: Mapping[int, Sequence[int]]
-    """Global rank of the actor -> bytes of each replica rank's weights that it has, [ranks of a replica]."""
+    """Global rank of the actor -> bytes that it has and each replica rank needs, [ranks of a replica]."""
     model_bytes: int
     """Bytes of one complete copy of the weights."""
     shards: Mapping[int, frozenset[Shard]]
     """Global rank of the actor -> the shards that it has."""
     shard_bytes: Mapping[Shard, Sequence[int]]
-    """Shard -> bytes of each replica rank's weights in it, [ranks of a replica]."""
+    """Shard -> bytes that it contains and each replica rank needs, [ranks of a replica]."""
 
     def missing_bytes(self, rank: int, rank_in_replica: int) -> int:
         """Return the bytes that a global rank receives in order to serve as rank ``rank_in_replica``."""
@@ -208,15 +208,19 @@ class SharedBytes:
         replica_size = len(self.needed)
         # Replicas are consecutive ranks.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
-        received_by_rank = {rank: self.missing_bytes(rank, index) for rank, index in ranks_in_replica.items()}
+        received_by_rank = {
+            rank: self.missing_bytes(rank, rank_in_replica)
+            for rank, rank_in_replica in ranks_in_replica.items()
+        }
 
         # Only bytes that no actor rank of the node has are sent from other nodes, see `choose_senders`.
         across_nodes = dict.fromkeys(received_by_rank, 0)
         if gpus_per_node is not None:
             bytes_by_node = self._bytes_on_nodes(gpus_per_node)
-            for rank, index in ranks_in_replica.items():
+            for rank, rank_in_replica in ranks_in_replica.items():
                 if received_by_rank[rank]:
-                    across_nodes[rank] = self.needed[index] - bytes_by_node[rank // gpus_per_node][index]
+                    node_bytes = bytes_by_node[rank // gpus_per_node]
+                    across_nodes[rank] = self.needed[rank_in_replica] - node_bytes[rank_in_replica]
 
         return WeightTraffic(
             model_bytes=self.model_bytes,
@@ -226,9 +230,9 @@ class SharedBytes:
         )
 
     def _bytes_on_nodes(self, gpus_per_node: int) -> Mapping[int, Sequence[int]]:
-        """Count the bytes that each replica rank needs and the actor ranks of a node have.
+        """Count the needed bytes of each replica rank that the actor ranks of a node have.
 
-        Returns a list [ranks of a replica] for each node.
+        The result maps a node to its bytes, [ranks of a replica].
         """
         shards_of_node: dict[int, set[Shard]] = defaultdict(set)
         for rank, shards in self.shards.items():
@@ -246,12 +250,12 @@ def max_peers_on_node(
 ) -> int:
     """Return an upper bound of the number of peers that a rank has on its node in a weight sync.
 
-    ``ranks`` are the engine's ranks, whose replicas are consecutive. Any rank of the receiver's node that has
-    needed bytes counts as a sender, if it is in another pipeline stage than the receiver. In the same stage
-    it counts as a sender if its shard differs from the receiver's shard, and if it has needed bytes that not
-    every rank of the stage has.
+    ``ranks`` are the engine's ranks, whose replicas are consecutive. A rank of the receiver's node that has
+    needed bytes counts as a sender if it is in another pipeline stage. A rank of the same stage counts only
+    if its shard differs from the receiver's shard, and if it has needed bytes that not every rank of the
+    stage has.
     """
-    # Stage -> needed bytes that every rank of the stage has, such as norms, [ranks of a replica].
+    # Stage -> bytes that every rank of the stage has and each replica rank needs, such as norms.
     common_bytes: dict[int, list[int]] = {}
     stage_by_rank: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
@@ -566,12 +570,12 @@ class _Engine:
 
 def _replicated_weights(weights: Iterable[Weight]) -> list[Weight]:
     """Return the parameters that are complete on every tensor-parallel rank of the trainer."""
-    return [weight for weight in weights if weight.cut in _REPLICATED]
+    return [weight for weight in weights if weight.sharding in _REPLICATED]
 
 
 def _sharded_weights(weights: Iterable[Weight]) -> list[Weight]:
     """Return the parameters that are sharded over the trainer's tensor-parallel ranks."""
-    return [weight for weight in weights if weight.cut not in _REPLICATED]
+    return [weight for weight in weights if weight.sharding not in _REPLICATED]
 
 
 def _multiply_lists(counts: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -598,9 +602,9 @@ def received_by_other_projects(
     """Return the bytes that each rollout rank receives with the methods of other projects, by method.
 
     ``tensor``: tensor-parallel size of the rollout. Colocated engines follow HybridFlow (arXiv 2409.19256,
-    table 2). HybridFlow's own method needs a ``tensor`` that divides the actor's model parallelism. Projects
-    that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Separate engines
-    receive a broadcast of the complete model.
+    table 2). HybridFlow's own method needs a ``tensor`` that divides the actor's model-parallel size.
+    Projects that gather (verl, mbridge, Megatron-Bridge, slime) receive as much as HybridFlow-V. Separate
+    engines receive a broadcast of the complete model.
     """
     gather_volume = gathered_bytes(model_bytes, actor, colocated)
     if not colocated:
@@ -619,7 +623,7 @@ def received_by_other_projects(
 
 
 Costs = tuple[tuple[int, ...], ...]
-"""Bytes that each rank would receive as each rank of an engine replica, [ranks][ranks of a replica]."""
+"""Cost matrix [ranks][ranks of a replica]: bytes that a rank would receive in each position of a replica."""
 LARGEST_ISLAND = 64
 """Largest number of ranks whose order is optimised together, since the assignment is O(n^3).
 

@@ -30,7 +30,9 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def fused_cases(seed: int, count: int) -> Iterator[Case]:
     """Yield the families and layouts that Transformer Engine's layers support."""
-    families = [name for name in FAMILIES if not describe_model(layouts.config_of(name)).shape.plain_layers]
+    families = [
+        name for name in FAMILIES if not describe_model(layouts.config_of(name)).shape.needs_plain_layers
+    ]
     yield from _cases({"seed": seed, "fused": True}, count, families)
 
 

@@ -96,7 +96,7 @@ def accelerated_roles(
         roles[role] = AcceleratedRole(
             shape,
             layout,
-            fused=attention == "transformer_engine" and not shape.plain_layers,
+            fused=attention == "transformer_engine" and not shape.needs_plain_layers,
             half_precision=config.model.dtype in ("bfloat16", "float16"),
             capability=capability_of(gpu),
             deterministic=config.deterministic,

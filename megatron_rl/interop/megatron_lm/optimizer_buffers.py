@@ -339,9 +339,9 @@ def _shard_parameter(
     shape = weight.local_shape(num_shards)
 
     # Megatron-LM pads the vocabulary to a different number of rows.
-    if weight.cut == "vocabulary":
+    if weight.sharding == "vocabulary":
         shape = (model.vocabulary_rows // num_shards, *complete_shape[1:])
-    elif weight.cut == "latent" and model.implementation.fused:
+    elif weight.sharding == "latent" and model.implementation.fused:
         # Transformer Engine's layers replicate the projections to latents.
         shape = complete_shape
 

@@ -110,8 +110,9 @@ class StepBatch:
     epochs: int = 1
     """Number of passes over the rows of a step."""
     oversample: float | None = None
-    """Extra rows in flight in the open order, in which rows are trained on as they finish, as a fraction of a
-    step's rows. None for the closed order, in which a step completes its sampling before training."""
+    """Extra rows in flight in the open order, as a fraction of a step's rows. In the open order each row is
+    trained on as soon as it is complete. None for the closed order, in which a step completes its sampling
+    before training."""
 
     @property
     def rows(self) -> int:

@@ -139,7 +139,7 @@ def _fit_train_factor(
     predicted: RunStep,
     measured_seconds: float,
 ) -> float:
-    """Return the efficiency ``rl_train`` for which the predicted phase learn takes ``measured_seconds``.
+    """Return the efficiency ``rl_train`` for which ``measured_seconds`` are predicted for the phase learn.
 
     Only computation scales with this efficiency. A second prediction with twice the factor separates
     computation from the gradient exchange.

@@ -110,7 +110,7 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
     distinct_nodes = num_nodes * (1.0 - (1.0 - 1.0 / num_nodes) ** copies)
     remote_nodes = distinct_nodes * (num_nodes - 1) / num_nodes
 
-    # The slower link determines the time: tokens are forwarded over NVLink while others arrive.
+    # The slower link determines the time: tokens are forwarded over NVLink while other tokens arrive.
     network_bytes = sent_bytes / max(1, copies) * remote_nodes
     network_seconds = network_bytes / (cluster.network * efficiency.network)
     return max(nvlink_seconds, network_seconds)
@@ -209,7 +209,7 @@ def _exposed_communication_seconds(
     fused: bool,
     exchanges_heads: bool,
 ) -> float:
-    """Return the seconds of a layer's communication that do not overlap with computation, in a forward pass.
+    """Return the seconds of communication in a layer's forward pass that do not overlap with computation.
 
     The communication of tensor, expert and context parallelism is included.
 
@@ -391,7 +391,7 @@ class TrainChoice:
     @property
     def layers(self) -> LayerImplementation:
         """Return the implementation of the model's layers (fused or plain), with the recompute setting."""
-        fused = self.transformer_engine and not self.model.plain_layers
+        fused = self.transformer_engine and not self.model.needs_plain_layers
         return LayerImplementation(fused=fused, recompute=self.recompute)
 
 

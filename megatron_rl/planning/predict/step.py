@@ -189,10 +189,7 @@ class RunStats:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Predicted seconds and FLOPs of one step of a run.
-
-    With the FLOPs, `utilization` evaluates measured seconds.
-    """
+    """Predicted seconds and FLOPs of one step of a run."""
 
     step: StepSeconds
     """Predicted seconds of one step, by phase."""

@@ -47,7 +47,7 @@ class Simulation(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.boundary: tuple[int, ...] = ()
+        self.boundary_shape: tuple[int, ...] = ()
         """Shape of the activations that pipeline stages send to each other."""
         self.true_share = 1.0
         """Assumed fraction of true elements in a mask, for operators whose output size depends on it."""
@@ -242,7 +242,7 @@ class Simulation(TorchDispatchMode):
             received = args[0][0]
             if received.dtype == torch.int64:
                 key = received.untyped_storage()._cdata
-                self._values[key] = torch.tensor(self.boundary)
+                self._values[key] = torch.tensor(self.boundary_shape)
 
         # PyTorch 2.13 has no coalesced collectives for meta tensors: call them on empty host tensors.
         if "_tensor_coalesced" in name:

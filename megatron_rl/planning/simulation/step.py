@@ -291,7 +291,7 @@ def _set_boundary_shape(simulation: Simulation, role: ModelRole, rows: TrainBatc
     # Activations are [tokens, 1, hidden]: the rows of a micro-batch are packed into one.
     num_shards = role.layout.context * role.layout.token_shards
     shard_tokens = (num_tokens + padding) // num_shards
-    simulation.boundary = (shard_tokens, 1, role.model.transformer_config.hidden_size)
+    simulation.boundary_shape = (shard_tokens, 1, role.model.transformer_config.hidden_size)
 
 
 def _groups_by_name(groups: ParallelGroups) -> dict[str, object]:

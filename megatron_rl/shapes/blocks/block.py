@@ -36,7 +36,7 @@ class LocalLayer:
     expert_tensor: int
     """Tensor-parallel size inside each routed expert."""
     token_shards: int
-    """Number of ranks that share a row's tokens between layers, see `ParallelLayout.token_shards`."""
+    """Number of ranks over which tokens are sharded between layers, see `ParallelLayout.token_shards`."""
     dtype_bytes: int
     """Bytes of an element of the model's dtype."""
     fused: bool
@@ -78,7 +78,7 @@ class Mixer(ABC):
     noun: ClassVar[str]
     """Plural noun for errors."""
     layer_types: ClassVar[tuple[str, ...]] = ()
-    """Values of ``layer_types`` in config.json that mean this mixer."""
+    """Values of ``layer_types`` in config.json that select this mixer."""
     size_keys: ClassVar[tuple[str, ...]] = ()
     """Keys of config.json that a model with such layer types must have."""
     first_projection: ClassVar[str] = "linear_qkv"

@@ -1,7 +1,7 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464), as in transformers' qwen3_next and qwen3_5.
 
-A delta net caches no keys and values per token. Each value head has a state of one matrix [key size, value
-size] for a row of any length, so the size of the cache depends on the number of rows instead of tokens.
+A delta net caches no keys and values per token. For each row, a value head has one state matrix [key size,
+value size]. So the size of the cache depends on the number of rows, and not on their lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
-from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+from megatron_rl.shapes.layer_weights import Sharding, Source, Weight
 
 if TYPE_CHECKING:
     from megatron_rl.shapes.layout import ParallelLayout
@@ -156,13 +156,13 @@ class GatedDeltaNet(Mixer):
         )
 
 
-def _make_weight(name: str, cut: Cut, *sources: Source) -> Weight:
+def _make_weight(name: str, sharding: Sharding, *sources: Source) -> Weight:
     """Create a `Weight` of a delta net.
 
     The names of ``sources`` are relative to the module ``linear_attn`` of a checkpoint.
     """
     named_sources = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
-    return Weight(f"self_attention.{name}", cut, named_sources)
+    return Weight(f"self_attention.{name}", sharding, named_sources)
 
 
 def _count_state_elements(shape: ModelShape) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.blocks.block import LocalLayer, Mixer
-from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+from megatron_rl.shapes.layer_weights import Sharding, Source, Weight
 
 if TYPE_CHECKING:
     from megatron_rl.shapes.layout import ParallelLayout
@@ -172,7 +172,7 @@ def latent_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _make_weight(name: str, cut: Cut, source: Source, fused_suffix: str = "") -> Weight:
+def _make_weight(name: str, sharding: Sharding, source: Source, fused_suffix: str = "") -> Weight:
     """Create a `Weight` of latent attention.
 
     The name of ``source`` is relative to the module ``self_attn`` of a checkpoint. ``fused_suffix`` is the
@@ -184,7 +184,7 @@ def _make_weight(name: str, cut: Cut, source: Source, fused_suffix: str = "") ->
     if fused_suffix:
         fused_name = prefix + fused_suffix
     named_source = replace(source, name=f"self_attn.{source.name}.weight")
-    return Weight(f"{prefix}{name}.weight", cut, (named_source,), fused_name)
+    return Weight(f"{prefix}{name}.weight", sharding, (named_source,), fused_name)
 
 
 KIND = LatentAttention

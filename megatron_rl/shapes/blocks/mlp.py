@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_rl.shapes.blocks.block import FeedForward, LocalLayer
-from megatron_rl.shapes.layer_weights import Cut, Source, Weight
+from megatron_rl.shapes.layer_weights import Sharding, Source, Weight
 
 if TYPE_CHECKING:
     from megatron_rl.shapes.model import ModelShape
@@ -76,7 +76,7 @@ def mlp_matrices(
     """
     # The inner matrix is sharded by rows and the outer matrix by columns, so that one all-reduce per MLP is
     # enough.
-    projections, inner_cut = _inner_projections(shape)
+    projections, inner_sharding = _inner_projections(shape)
     inner = tuple(
         Source(f"{source_prefix}{projection}.weight", (width, shape.hidden), "rows")
         for projection in projections
@@ -86,7 +86,7 @@ def mlp_matrices(
     # Fill in ``{linear}`` only: ``{expert}`` is filled in later, once per expert.
     fused_inner = fused_name.format(linear="linear_fc1", expert="{expert}")
     fused_outer = fused_name.format(linear="linear_fc2", expert="{expert}")
-    yield Weight(f"{name_prefix}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
+    yield Weight(f"{name_prefix}linear_fc1.weight", inner_sharding, inner, fused_inner, expert)
     yield Weight(f"{name_prefix}linear_fc2.weight", "columns", outer, fused_outer, expert)
 
 
@@ -99,10 +99,10 @@ def mlp_biases(
     expert: bool = False,
 ) -> Iterator[Weight]:
     """Yield the biases of the matrices that `mlp_matrices` yields for the same arguments."""
-    projections, inner_cut = _inner_projections(shape)
+    projections, inner_sharding = _inner_projections(shape)
     inner = tuple(Source(f"{source_prefix}{projection}.bias", (width,), "rows") for projection in projections)
     fused_inner = fused_name.format(linear="linear_fc1", expert="{expert}")
-    yield Weight(f"{name_prefix}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
+    yield Weight(f"{name_prefix}linear_fc1.bias", inner_sharding, inner, fused_inner, expert)
 
     # The outer bias is added after the all-reduce over tensor-parallel ranks, so it is replicated.
     outer = (Source(f"{source_prefix}down_proj.bias", (shape.hidden,)),)
@@ -110,7 +110,7 @@ def mlp_biases(
     yield Weight(f"{name_prefix}linear_fc2.bias", "whole", outer, fused_outer, expert)
 
 
-def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
+def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Sharding]:
     """Return the checkpoint's projections in Megatron's linear_fc1, and how Megatron shards them."""
     if shape.gated:
         return ("gate_proj", "up_proj"), "sections"

@@ -21,8 +21,8 @@ def _read_structure(reader: ConfigReader) -> Fields:
 
 def _megatron_settings(config: Mapping[str, Any]) -> Fields:
     """Return the fields of Megatron's TransformerConfig for DeepSeek V2 models."""
-    # Scores are a softmax over all experts and are not renormalised over the selected experts. By
-    # default, Megatron-Core 0.19 computes the softmax over only the selected experts.
+    # Scores are a softmax over all experts and are not renormalised over the selected experts. By default,
+    # Megatron-Core 0.19 computes the softmax over only the selected experts.
     return {**deepseek_megatron_settings(config), "moe_router_pre_softmax": True}
 
 

@@ -15,7 +15,7 @@ from megatron_rl.shapes.family import (
 
 def _read_structure(reader: ConfigReader) -> Fields:
     """Read the structure of MiniMax-M2 models: fields of `ModelShape`."""
-    # transformers ignores these switches of config.json: accept only the values that it implements.
+    # transformers ignores these switches of config.json: accept only the implemented values.
     reader.allow("use_qk_norm", True, None)
     reader.allow("qk_norm_type", "per_layer", None)
     reader.allow("use_routing_bias", True, None)
