@@ -24,7 +24,7 @@ from megatron_rl.errors import UserError, numbered_lines, raise_errors, single_e
 _CHECK_SECONDS = 1.0
 
 # Seconds that other ranks wait for rank 0 to print its errors before they print their own errors.
-PATIENCE = 8.0
+REPORT_SECONDS = 8.0
 
 # Seconds per local rank that a rank waits before it prints an error which rank 0 does not have.
 _TURN_SECONDS = 2.0
@@ -211,9 +211,9 @@ def report_errors(error: UserError) -> None:
     """Print a command's errors once, although every rank finds them.
 
     All ranks read the same input, so rank 0 prints the errors and exits, and the launcher terminates the
-    other ranks while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not
-    have, such as a file that is missing on its machine only, and prints it itself. No communication between
-    ranks is needed.
+    other ranks while they wait. A rank that is still alive after `REPORT_SECONDS` has an error that rank 0
+    does not have, such as a file that is missing on its machine only, and prints it itself. No communication
+    between ranks is needed.
 
     The first error is also written to the file from which torchrun prints its summary.
     """
@@ -221,7 +221,7 @@ def report_errors(error: UserError) -> None:
     if rank != 0:
         # SIGTERM means that another rank has failed and reported its errors: exit without a second report.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-        time.sleep(PATIENCE)
+        time.sleep(REPORT_SECONDS)
 
         # The lowest local rank with the error prints it and exits, and the launcher terminates the ranks of
         # the machine that still wait.

@@ -33,8 +33,8 @@ from megatron_rl.check.model.accelerator import (
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapter_errors
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
-    LONG_PATIENCE,
-    PATIENCE,
+    RUN_TRIAL_TIMEOUT,
+    TRIAL_TIMEOUT,
     Trial,
     TrialRole,
     check_model_settings,
@@ -97,13 +97,13 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
 
 _PROVIDER_KEYS = ("model.provider", "model.weights")
-"""Keys whose code no later rule imports, so that the rehearsal has to report its exceptions."""
+"""Keys whose code only `try_imports` imports, which therefore has to report the exceptions of the import."""
 
 _USER_CODE_KEY = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Pattern of the keys that may name the user's code that runs inside the training processes."""
 
 _KEY = re.compile(r"[a-z0-9_.]+")
-"""Pattern of a dotted configuration key, unlike the files and commands that an error may also be about."""
+"""Pattern of a dotted configuration key; `UserError.where` may also be a file or a command."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ class _Check:
         launched_processes: Number of processes that the launcher started, or None without a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of rules on the configuration.
-        untried: Warnings that Megatron has not validated its settings.
+        untried_warnings: Warnings that Megatron has not validated its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as the user wrote it.
         accelerator: Defaults that apply because the run uses accelerators.
-        elsewhere: Whether the run will be on other machines; packages that this machine lacks are then not
-            errors.
+        on_other_machines: Whether the run will be on other machines. If so, packages that this machine lacks
+            are not errors.
         derived: Key -> reason, for values that are derived before the rules are applied.
     """
 
@@ -186,11 +186,11 @@ class _Check:
     launched_processes: int | None
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
-    untried: list[UserError] = field(default_factory=list)
+    untried_warnings: list[UserError] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
     tree: Section = field(default_factory=Section)
     accelerator: tuple[AppliedDefault, ...] = ()
-    elsewhere: bool = False
+    on_other_machines: bool = False
     derived: dict[str, str] = field(default_factory=dict)
 
     def add_errors(self, errors: Iterable[UserError]) -> None:
@@ -242,16 +242,16 @@ def check_file(
     *,
     training: bool = False,
     without_files: bool = False,
-    elsewhere: bool = False,
+    on_other_machines: bool = False,
 ) -> CheckReport:
-    """Load and check a configuration file; see `check_config` for the arguments.
+    """Load and check a configuration file; raise UserErrors if the file cannot be read.
 
-    With ``training``, Megatron has `LONG_PATIENCE` seconds to validate its settings. Raises UserErrors if the
-    file cannot be read.
+    ``overrides`` have the form ``key=value``. ``on_other_machines`` is the argument ``elsewhere`` of
+    `check_config`, which describes the other arguments.
     """
     loaded = load(Path(path), overrides, with_weights=training)
 
-    # Models that ship with a configuration are in `models`, in its folder or one level up.
+    # Models that ship with a configuration file are in a folder `models` beside the file or one level up.
     model_folders: list[Path] = []
     for file in loaded.files:
         model_folders.append(file.parent / "models")
@@ -263,18 +263,18 @@ def check_file(
             break
 
     # Only rank 0 of a job starts the process that validates Megatron's settings.
-    patience = 0.0
+    trial_timeout = 0.0
     if process_rank() == 0:
-        patience = LONG_PATIENCE if training else PATIENCE
+        trial_timeout = RUN_TRIAL_TIMEOUT if training else TRIAL_TIMEOUT
 
     return check_config(
         loaded,
         world_size,
         training=training,
         without_files=without_files,
-        elsewhere=elsewhere,
+        elsewhere=on_other_machines,
         shipped_models=shipped_models,
-        patience=patience,
+        patience=trial_timeout,
     )
 
 
@@ -286,7 +286,7 @@ def check_config(
     without_files: bool = False,
     elsewhere: bool = False,
     shipped_models: Path | None = None,
-    patience: float = PATIENCE,
+    patience: float = TRIAL_TIMEOUT,
 ) -> CheckReport:
     """Check a configuration against a number of processes; report mistakes instead of raising them.
 
@@ -319,7 +319,7 @@ def check_config(
     origins |= megatron_origins
 
     # Single values first: no later rule is applied to an invalid value.
-    check = _Check(config, world_size, tree=loaded.tree, elsewhere=elsewhere)
+    check = _Check(config, world_size, tree=loaded.tree, on_other_machines=elsewhere)
     check.errors.extend(loaded.errors)
     check.invalid.update(loaded.broken)
     for key, errors in megatron_errors.items():
@@ -344,7 +344,7 @@ def check_config(
     if check.is_valid("rollout.vllm"):
         check.add_invalidating_errors(check_engine_arguments(config.rollout.vllm))
     check.add_invalidating_errors(check_path_lengths(config))
-    if not training:  # a run imports this code in any case
+    if not training:  # the run itself imports this code
         check.add_invalidating_errors(try_imports(_user_code_paths(check), reported_keys=_PROVIDER_KEYS))
 
     # At the start of a run every rank checks, so only the check before the run sends requests to servers.
@@ -369,10 +369,10 @@ def _user_code_paths(check: _Check) -> dict[str, str]:
     return object_paths
 
 
-def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
+def _check_megatron_settings(check: _Check, on_other_machines: bool) -> list[str]:
     """Check Megatron's settings of every role; return the keys that Megatron itself has to validate.
 
-    ``elsewhere`` is whether the run will be on other machines.
+    ``on_other_machines`` is whether the run will be on other machines.
     """
     config = check.config
 
@@ -380,13 +380,20 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.add_invalidating_errors(check_model_settings(settings, key, elsewhere=elsewhere))
+            check.add_invalidating_errors(
+                check_model_settings(settings, key, on_other_machines=on_other_machines)
+            )
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
             check.add_invalidating_errors(
-                check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
+                check_optimizer(
+                    section.optimizer,
+                    f"{key}.optimizer",
+                    section.ddp,
+                    on_other_machines=on_other_machines,
+                )
             )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
             sections[f"{key}.ddp"] = section.ddp
@@ -394,7 +401,7 @@ def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
             check.add_invalidating_errors(
-                check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere)
+                check_optimizer(plan.settings.optimizer, key, {}, on_other_machines=on_other_machines)
             )
 
     # With an error above, skip Megatron's own validation: it would report the same mistake again.
@@ -439,7 +446,7 @@ def _check_with_inputs(
 
     # A package that this machine lacks is an error at the start of a run, and before that a warning: the
     # check may run on a different machine than the training.
-    if not check.elsewhere:
+    if not check.on_other_machines:
         package_errors = list(missing_package_errors(config))
         if "model.attention" not in check.derived:
             package_errors = [*check_attention(config), *package_errors]
@@ -449,7 +456,7 @@ def _check_with_inputs(
             check.warnings.extend(package_errors)
 
     # User code may import packages that only the run's machines have: such a failure is a warning here.
-    if check.elsewhere:
+    if check.on_other_machines:
         for errors in (check.errors, inputs.errors):
             import_errors, other_errors = split_import_errors(errors)
             errors[:] = other_errors
@@ -468,11 +475,11 @@ def _check_with_inputs(
 
     # Wait for Megatron's validation only if there are no errors: it would report the same mistakes again.
     if not check.errors:
-        trial_errors, check.untried = trial.wait_for_result(
+        trial_errors, check.untried_warnings = trial.wait_for_result(
             _build_trial_roles(inputs, layouts), config.model.dtype, training
         )
         check.errors.extend(trial_errors)
-        check.warnings.extend(check.untried)
+        check.warnings.extend(check.untried_warnings)
 
     # Errors of files do not go into `check.errors`: the plans are computed even if files are missing.
     files = inputs.files
@@ -531,8 +538,9 @@ def _check_layouts(check: _Check, world_size: int) -> dict[str, ParallelLayout]:
     sections = layout_sections(check.config)
     checked_layouts: set[tuple[str, int]] = set()
     for role, layout in role_layouts(check.config, world_size).items():
-        # A role without a layout section has the actor's sizes. Errors then name the actor's key, even in a
-        # job without the actor, and are reported once for each number of ranks.
+        # A role without a layout section has the actor's sizes. Its errors name the actor's key, even in a
+        # job without the actor. Such roles with the same number of ranks have the same errors: report them
+        # once.
         reported_layout = layout
         if role != "rollout" and sections[layout_path_of(role)] is None:
             reported_layout = replace(layout, path="actor.layout")
@@ -609,7 +617,7 @@ def _layout_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLay
 
 
 def _build_trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
-    """Return the Megatron settings of each role whose model has a config.json, for the trial."""
+    """Return the roles that `Trial` validates: each role with a config.json, except the rollout."""
     config = inputs.config
     attention = config.model.attention or default_attention()[0]
     roles: list[TrialRole] = []
@@ -678,7 +686,7 @@ def _build_report(
         shape=inputs.shape,
         algorithm=algorithm,
         data_stats=data_stats,
-        untried=bool(check.untried) and not check.elsewhere,
+        untried=bool(check.untried_warnings) and not check.on_other_machines,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
@@ -703,11 +711,12 @@ def _compute_plans(check: _Check, inputs: Inputs, world_size: int, algorithm: Al
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
 
-    # If this machine could not import the user's code for a piece, such as a loss, that was only a warning,
-    # and ``algorithm`` has another piece in its place: do not write the pieces.
+    # Write the pieces of the algorithm, such as its loss, into the configuration. But for a run on other
+    # machines, a user's loss that this machine cannot import is only a warning. ``algorithm`` then has the
+    # default loss in its place, which must not be written.
     piece_reasons: dict[str, str] = {}
     has_all_pieces = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
-    if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.elsewhere):
+    if algorithm is not None and config.job == TRAIN and (has_all_pieces or not check.on_other_machines):
         config, piece_reasons = write_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.

@@ -301,10 +301,10 @@ def _check_records(
     read_count = 0
     records: list[Record] = []
 
-    # Report a mistake that many records have only once, for the first record. The key is (message, got).
-    error_by_text: dict[tuple[str, str | None], UserError] = {}
+    # Many records may have the same mistake: report it for the first of them. The key is (message, got).
+    error_by_message: dict[tuple[str, str | None], UserError] = {}
     for record_or_error in _read_records(paths, data_set.key, max_bytes):
-        if len(error_by_text) >= MAX_RECORD_ERRORS:
+        if len(error_by_message) >= MAX_RECORD_ERRORS:
             break
         try:
             read_count += 1
@@ -313,14 +313,14 @@ def _check_records(
             first_values = first_values or record_or_error.values
             records.append(data_set.reader.read(record_or_error))
         except UserError as error:
-            error_by_text.setdefault((error.message, error.got), error)
+            error_by_message.setdefault((error.message, error.got), error)
 
     # With a wrong field name, the reader's warnings about unread fields would mislead.
-    files.errors.extend(error_by_text.values())
-    if not error_by_text:
+    files.errors.extend(error_by_message.values())
+    if not error_by_message:
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninformative_warnings(data_set, records))
-    if first_values is None and not error_by_text:
+    if first_values is None and not error_by_message:
         files.errors.append(empty_data_error(data_set.source, data_set.key))
         return None
 
@@ -332,7 +332,7 @@ def _check_records(
     count: int | None = None
     if max_bytes is not None:
         count = _count_records(paths)
-    elif not error_by_text:
+    elif not error_by_message:
         count = read_count
     return DataPreview(first_values, count, records)
 
@@ -591,8 +591,10 @@ class TokenCounter:
         if uses_template:
             if self.conversation_renderer is None:
                 return
-            end_list = ", ".join(end_texts)
-            mismatch = unnamed_turn_end_warning(self.turn_end, [*self.end_tokens], end_list, str(self.model))
+            end_tokens_text = ", ".join(end_texts)
+            mismatch = unnamed_turn_end_warning(
+                self.turn_end, [*self.end_tokens], end_tokens_text, str(self.model)
+            )
             if mismatch is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield mismatch
@@ -627,7 +629,7 @@ class TokenCounter:
         A record with several responses counts with its longest response. The first record that cannot be
         rendered, or whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
-        # Index of a record -> its rows. A row is a list of texts: of the prompt, then of a response if any.
+        # Index of a record -> its rows. A row is a list of texts: the prompt's, then those of one response.
         rows_by_index: dict[int, list[list[str]]] = {}
 
         character_counts = [_count_characters(record, data_set) for record in records]

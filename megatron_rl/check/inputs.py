@@ -44,8 +44,8 @@ from megatron_rl.check.rewards import (
     evaluation_set_errors,
     filter_errors,
     function_loading_errors,
-    silent_server_warnings,
-    silent_teacher_warnings,
+    unresponsive_server_warnings,
+    unresponsive_teacher_warnings,
 )
 from megatron_rl.check.stages import repeated_record_warnings
 from megatron_rl.config.derive import longest_row
@@ -235,7 +235,8 @@ def _check_data(inputs: Inputs) -> None:
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, max_prompt_tokens))
 
-    # Sources inherit unset fields from `data`. Their records can be read without a valid reward or profile.
+    # Sources inherit unset fields from `data`. Reading their records needs valid values of all their settings
+    # except `reward` and `profile`.
     read_settings = {source_field.name for source_field in fields(SourceConfig)} - {"reward", "profile"}
     for name, source in config.data.sources.items():
         key = f"data.sources.{name}"
@@ -299,9 +300,9 @@ def _check_reward(inputs: Inputs) -> None:
     if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
         urls = rollout.server.urls
         health_path = ENGINES[rollout.engine].health_path
-    inputs.warnings.extend(silent_server_warnings(reward, urls, health_path))
+    inputs.warnings.extend(unresponsive_server_warnings(reward, urls, health_path))
     if inputs.config.teacher_server is not None:
-        inputs.warnings.extend(silent_teacher_warnings(inputs.config.teacher_server))
+        inputs.warnings.extend(unresponsive_teacher_warnings(inputs.config.teacher_server))
 
 
 def _check_containment(inputs: Inputs) -> None:

@@ -33,7 +33,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
 _DAMAGED_META = (KeyError, TypeError, AttributeError)
-"""Exceptions of reading a meta.json that is valid JSON but lacks entries or has malformed ones."""
+"""Exceptions that reading a meta.json raises if it lacks entries or has malformed entries."""
 
 
 class _SavedLearners(NamedTuple):

@@ -101,7 +101,7 @@ def check_reward(config: RunConfig) -> list[UserError]:
         for key, spec in functions.items():
             errors += check_function(FunctionRef(spec, key, extra_arguments=tuple(reward.arguments)))
 
-    # An LLM judge: the parser of its answers, and the function that writes its prompts.
+    # An LLM judge: the parser of its responses, and the function that writes its prompts.
     if reward.judge is not None:
         parser = FunctionRef(
             reward.judge.parser, "reward.judge.parser", extra_arguments=(JUDGEMENT,), accepts_group=False
@@ -261,7 +261,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
         file_location = str(path)
-        # The parser refuses a NUL byte without its line.
+        # The syntax error for a NUL byte has no line number.
         if isinstance(error, SyntaxError) and error.lineno is not None:
             file_location = f"{path}:{error.lineno}"
         fix = "correct the file"
@@ -319,7 +319,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     """Return the error for a function whose parameters do not match the arguments of its call."""
     parameters = node.args
 
-    # Parameters that an argument can be passed to by name.
+    # Parameters that accept an argument by name.
     accepted_names = {parameter.arg for parameter in (*parameters.args, *parameters.kwonlyargs)}
 
     # Parameters without a default.
@@ -336,7 +336,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra_arguments
 
-    # Every passed argument needs a parameter. Without `passes_all` only extra arguments are always passed.
+    # An argument that every call passes needs a parameter: the extra arguments, or with `passes_all` all.
     refused_names: list[str] = []
     if parameters.kwarg is None:
         passed_names = function.extra_arguments
@@ -406,7 +406,7 @@ class _ContainedFunction(NamedTuple):
         return loading_errors(self.config, self.key, self.returns_text, self.extra_arguments)
 
     def source_errors(self) -> list[UserError]:
-        """Return the errors of `check_function` for this function; other rules report these errors."""
+        """Return the errors of `check_function` for the source of this function."""
         extra_arguments = (*self.config.arguments, *self.extra_arguments)
         function = FunctionRef(self.config.function or "", self.key, extra_arguments, self.accepts_group)
         return check_function(function)
@@ -415,12 +415,12 @@ class _ContainedFunction(NamedTuple):
 def function_loading_errors(config: RunConfig) -> list[UserError]:
     """Load reward and evaluation functions in contained processes, and return the errors.
 
-    Functions whose source has errors are skipped: other rules report these.
+    A function whose source has errors is not loaded.
     """
-    # A process for each function, since an import may have side effects on later imports.
+    # Other rules, such as `check_reward`, report the errors of a function's source. The functions of this
+    # package are not loaded here, since its tests cover their import.
     functions: list[_ContainedFunction] = []
     for function in _contained_functions(config):
-        # The tests of this package cover the import of its own functions.
         is_own_function = (function.config.function or "").startswith("megatron_rl.")
         if not is_own_function and not function.source_errors():
             functions.append(function)
@@ -428,6 +428,7 @@ def function_loading_errors(config: RunConfig) -> list[UserError]:
     if not functions:
         return []
 
+    # Load each function in a separate process, since an import may have side effects on later imports.
     errors: list[UserError] = []
     with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
         for function_errors in pool.map(_ContainedFunction.try_loading, functions):
@@ -485,7 +486,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
         yield from check_server(section, config)
 
     if reward.http is not None:
-        yield from _sent_parts_errors(reward.http.sends)
+        yield from _sent_field_errors(reward.http.sends)
     if reward.judge is not None:
         yield from _judge_errors(reward.judge)
 
@@ -497,7 +498,7 @@ def check_teacher_server(config: TeacherServerConfig) -> Iterator[UserError]:
         yield from _secret_variable_errors("teacher_server.key_from", config.key_from)
 
 
-def silent_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
+def unresponsive_teacher_warnings(config: TeacherServerConfig) -> Iterator[UserError]:
     """Yield a warning if the teacher's server does not respond now."""
     (problem,) = _send_requests([(config.url, None)])
     if problem is not None:
@@ -600,9 +601,9 @@ def _secret_variable_errors(key: str, name: str) -> Iterator[UserError]:
     )
 
 
-def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
+def _sent_field_errors(sent_fields: tuple[str, ...]) -> Iterator[UserError]:
     """Yield the errors for ``reward.http.sends``, the fields of a sample that a request contains."""
-    if not sent_parts:
+    if not sent_fields:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
             where="reward.http.sends",
@@ -610,7 +611,7 @@ def _sent_parts_errors(sent_parts: tuple[str, ...]) -> Iterator[UserError]:
             got="nothing",
             fix="remove the setting",
         )
-    for name in sent_parts:
+    for name in sent_fields:
         if name not in SENDABLE_PARTS:
             yield unknown_choice_error("reward.http.sends", name, list(SENDABLE_PARTS))
 
@@ -643,19 +644,19 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             )
 
 
-def silent_server_warnings(
-    reward: RewardConfig, sampler_urls: Sequence[str] = (), health_path: str | None = None
+def unresponsive_server_warnings(
+    reward: RewardConfig, rollout_urls: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
     """Yield warnings about servers that do not respond now; they may be up when the run starts.
 
-    ``sampler_urls`` are the URLs of the rollout engine's servers. They must respond with status 200 at
-    ``health_path``, or with any status for an engine without a health path.
+    ``rollout_urls`` are the URLs of the rollout engine's servers. These servers must respond with status 200
+    at ``health_path``, or with any status for an engine without a health path.
     """
     # Any response of a reward server counts; the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in _reward_servers(reward)}
 
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
-    requests += [(url, health_path) for url in sampler_urls]
+    requests += [(url, health_path) for url in rollout_urls]
 
     # In parallel: each unreachable server needs the complete timeout.
     problems = _send_requests(requests)
@@ -671,18 +672,18 @@ def silent_server_warnings(
                 fix="start it before the run, or correct the address",
             )
 
-    sampler_problems = problems[len(reward_urls) :]
-    silent_samplers = [
+    rollout_problems = problems[len(reward_urls) :]
+    problem_lines = [
         f"{url}: {problem}"
-        for url, problem in zip(sampler_urls, sampler_problems, strict=True)
+        for url, problem in zip(rollout_urls, rollout_problems, strict=True)
         if problem is not None
     ]
-    if silent_samplers:
+    if problem_lines:
         yield UserError(
-            f"{len(silent_samplers)} of {len(sampler_urls)} servers of the rollout engine do not answer now",
+            f"{len(problem_lines)} of {len(rollout_urls)} servers of the rollout engine do not answer now",
             where="rollout.server.urls",
             expected="a server of rollout.engine at each address, started as SERVERS shows",
-            got="\n".join(silent_samplers),
+            got="\n".join(problem_lines),
             fix="start them before the run, or correct the addresses",
         )
 
@@ -690,14 +691,15 @@ def silent_server_warnings(
 def _send_requests(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
     """Send a request to each (URL, health path) in parallel.
 
-    Returns for each request the problem as text, or None if the server responded. Uses daemon threads instead
-    of a pool: a DNS lookup can block longer than `check` waits, and a pool would wait for it at exit.
+    Returns for each request the problem as text, or None if the server responded.
     """
     problems: list[str | None] = [f"no answer within {RESPONSE_SECONDS:g} s"] * len(requests)
 
     def send(index: int) -> None:
         problems[index] = _send_request(*requests[index])
 
+    # Use daemon threads instead of a pool: a DNS lookup can block longer than `check` waits, and a pool would
+    # wait for the lookup at exit.
     threads = [threading.Thread(target=send, args=(index,), daemon=True) for index in range(len(requests))]
     deadline = time.monotonic() + RESPONSE_SECONDS
     for thread in threads:

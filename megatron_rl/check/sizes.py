@@ -50,10 +50,8 @@ def check_world(config: RunConfig, launched_processes: int | None) -> Iterator[U
 
 
 def smallest_valid_world(config: RunConfig) -> int | None:
-    """Return the smallest number of processes that every role's sizes divide; None if above ``MAX_WORLD``.
-
-    This is the only bound on products of parallel sizes: layouts with more ranks are never built.
-    """
+    """Return the smallest number of processes that every role's sizes divide; None if above ``MAX_WORLD``."""
+    # Without this bound, parallel sizes such as 10**9 would make later rules build a layout with 10**9 ranks.
     world_size = smallest_world(config)
     return world_size if world_size <= MAX_WORLD else None
 
@@ -148,7 +146,7 @@ def check_memory_target(config: RunConfig, target_tokens: int | None = None) -> 
             fix="add gpu=h100 or gpu_memory_gib=80, or run `check` with --on h100",
         )
 
-    # An explicit number of tokens would contradict the number that the target gives.
+    # An explicit number of tokens would contradict the number that is computed from the target.
     if target_tokens is not None and batch.tokens_per_microbatch not in (None, target_tokens):
         yield UserError(
             "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",

@@ -57,7 +57,7 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
         path = f"{plan.where}.until_loss"
         yield requirement_error(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
-    # A stage of the actor uses the actor's gradient buffers, which fit one kind of optimizer.
+    # A stage of the actor uses the actor's gradient buffers, whose layout depends on `distributed`.
     is_distributed = config.actor.optimizer.distributed
     if config.job == TRAIN and plan.role == "actor" and settings.optimizer.distributed != is_distributed:
         yield UserError(
@@ -189,7 +189,7 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[U
         if row_tokens is None and config.job != TRAIN:
             row_tokens = longest_row(config)
         if row_tokens is None:
-            continue  # bounded by the longest row of reinforcement learning, which other rules check
+            continue  # the limit is the longest row of reinforcement learning, which other rules check
         for limit_name, limit in limits.items():
             if limit is not None and row_tokens > limit:
                 yield UserError(

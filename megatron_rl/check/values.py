@@ -1,4 +1,4 @@
-"""Rules that need only the configuration: single values, pairs of values and the pieces of the algorithm.
+"""Rules that need only the configuration: on single values, pairs of values, and the algorithm.
 
 No model, file or world size is read here, so these rules also run on every suggestion for an unknown name
 (see `check.unknown_names`).
@@ -52,8 +52,8 @@ def check_values(config: RunConfig) -> list[UserError]:
 def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError]]:
     """Construct the run's algorithm; return it with every error in its name, pieces and settings.
 
-    If it cannot be constructed, the named algorithm with its default pieces is returned, or None for an
-    unknown name.
+    The pieces of an algorithm are its loss and other components. If the algorithm cannot be constructed, the
+    named algorithm with its default pieces is returned, or None for an unknown name.
     """
     try:
         algorithm = algorithm_of(config)
@@ -146,7 +146,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
     if algorithm.overlong.limit is not None:
         return []
 
-    # A buffer without an explicit limit is relative to each response limit.
+    # Without an explicit limit, the buffer is the last tokens below a response limit: it must fit into each.
     limits: dict[str, int] = {}
     for path, limit_setting in config.rollout.limit_settings.items():
         if isinstance(limit_setting, int | str | dict):
@@ -387,7 +387,7 @@ def _source_reward_errors(config: RunConfig) -> Iterator[UserError]:
             fix=f"set data.sources.{lacking_sources[0]}.reward, or reward.function",
         )
 
-    # Evaluation sets belong to no source.
+    # The reward of a source is only for its own records, and not for an evaluation set.
     lacking_sets = [name for name, settings in config.evaluation.sets.items() if settings.reward is None]
     if lacking_sets:
         yield UserError(

@@ -214,7 +214,8 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
     """Yield the warning about ``routing_replay: update`` with one optimizer step per batch.
 
-    There is then no scoring pass whose routing could be replayed.
+    ``update`` replays the routing of the forward pass that computes old log-probs. With one optimizer step
+    there is no such pass.
     """
     if config.actor.routing_replay == "update" and scoring_pass_reason(config, algorithm) is None:
         yield UserError(

@@ -70,18 +70,18 @@ def node_kinds(layouts: dict[str, ParallelLayout], world_size: int, gpus_per_nod
     Two nodes are of the same kind if their ranks have the same roles, and if each role groups these ranks
     into replicas and pipeline stages in the same way.
     """
-    # (number of ranks, (role, slot, index of replica and stage) for each role on a rank) -> nodes.
+    # (number of ranks, [(role, local rank, index of its replica and stage on the node)]) -> nodes.
     nodes_by_kind: dict[tuple[int, tuple[tuple[str, int, int], ...]], list[int]] = {}
     for node, ranks in enumerate(_node_ranks(world_size, gpus_per_node)):
         shards: list[tuple[str, int, int]] = []
         for role, layout in layouts.items():
             # Number replicas and stages in the order in which they occur on the node.
             index_on_node: dict[tuple[int, int] | None, int] = {}
-            for slot, rank in enumerate(ranks):
+            for local_rank, rank in enumerate(ranks):
                 if rank not in layout.ranks:
                     continue
                 index = index_on_node.setdefault(_replica_stage(layout, rank), len(index_on_node))
-                shards.append((role, slot, index))
+                shards.append((role, local_rank, index))
         nodes_by_kind.setdefault((len(ranks), tuple(shards)), []).append(node)
 
     return [NodeKind(tuple(nodes), size) for (size, _), nodes in nodes_by_kind.items()]
@@ -100,8 +100,8 @@ def draw_svg(report: CheckReport, name: str) -> str:
     """
     assert report.layouts is not None
     layouts = dict(report.layouts)
-    per_node = min(report.config.gpus_per_node, report.world_size)
-    all_kinds = node_kinds(layouts, report.world_size, per_node)
+    ranks_per_node = min(report.config.gpus_per_node, report.world_size)
+    all_kinds = node_kinds(layouts, report.world_size, ranks_per_node)
     drawn_kinds = all_kinds[:_MAX_KINDS]
 
     # Add two rows for the bytes that a rank needs and receives in a weight sync.
@@ -110,10 +110,10 @@ def draw_svg(report: CheckReport, name: str) -> str:
         rows += 2
 
     # Sizes in pixels.
-    column = _COLUMN
-    if per_node > _WIDE_NODE:
-        column = _NARROW_COLUMN
-    width = max(_LEFT + column * per_node + 16, _LEFT + 5 * _COLUMN)
+    column_width = _COLUMN
+    if ranks_per_node > _WIDE_NODE:
+        column_width = _NARROW_COLUMN
+    width = max(_LEFT + column_width * ranks_per_node + 16, _LEFT + 5 * _COLUMN)
     kind_height = _HEADER + _ROW * rows + 14
     groups_top = _TITLE + kind_height * len(drawn_kinds)
     group_lines = len(layouts)
@@ -133,36 +133,38 @@ def draw_svg(report: CheckReport, name: str) -> str:
         elements.append(_text_element(width - 16, 26, note, _NOTE_COLOUR, anchor="end"))
 
     for index, kind in enumerate(drawn_kinds):
-        elements += _draw_kind(report, kind, per_node, column, _TITLE + kind_height * index)
-    elements += _draw_groups(layouts, report.sync, per_node, groups_top)
+        elements += _draw_kind(report, kind, ranks_per_node, column_width, _TITLE + kind_height * index)
+    elements += _draw_groups(layouts, report.sync, ranks_per_node, groups_top)
     elements.append(_text_element(16, height - 16, coordinate_legend(layouts), _NOTE_COLOUR))
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 
-def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
+def _draw_kind(
+    report: CheckReport, kind: NodeKind, ranks_per_node: int, column_width: int, top: int
+) -> list[str]:
     """Draw the box of one kind of nodes: its ranks, a row for each role, and the bytes of a weight sync.
 
-    Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
-    vertical position of the box, both in pixels.
+    Returns SVG elements. ``column_width`` is the width of a rank's column, and ``top`` the vertical position
+    of the box, both in pixels.
     """
     assert report.layouts is not None
-    first_rank = kind.nodes[0] * per_node
+    first_rank = kind.nodes[0] * ranks_per_node
     elements: list[str] = []
 
     # Label the columns of a single node with ranks, and the columns of several nodes with GPU indices.
     if len(kind.nodes) == 1:
         title = f"node {kind.nodes[0]}"
-        labels = [f"rank {first_rank + slot}" for slot in range(kind.size)]
+        labels = [f"rank {first_rank + local_rank}" for local_rank in range(kind.size)]
     else:
         title = f"nodes {_index_text(kind.nodes)}: {len(kind.nodes)} like this"
-        labels = [f"GPU {slot}" for slot in range(kind.size)]
+        labels = [f"GPU {local_rank}" for local_rank in range(kind.size)]
     elements.append(_text_element(16, top + 20, title, weight="bold"))
-    for slot, label in enumerate(labels):
-        centre = _column_centre(slot, column)
+    for local_rank, label in enumerate(labels):
+        centre = _column_centre(local_rank, column_width)
         elements.append(_text_element(centre, top + 20, label, _NOTE_COLOUR, anchor="middle"))
 
     frame_top = top + _HEADER
-    frame_width = column * kind.size
+    frame_width = column_width * kind.size
     rows = len(report.layouts)
     if report.sync is not None:
         rows += 2
@@ -171,20 +173,28 @@ def _draw_kind(report: CheckReport, kind: NodeKind, per_node: int, column: int, 
         f'fill="none" stroke="#d1d5db"/>'
     )
     for index, (role, layout) in enumerate(report.layouts.items()):
-        elements += _draw_role_row(role, layout, index, kind, per_node, column, frame_top + _ROW * index)
+        elements += _draw_role_row(
+            role, layout, index, kind, ranks_per_node, column_width, frame_top + _ROW * index
+        )
     if report.sync is not None:
         sync_top = frame_top + _ROW * len(report.layouts)
-        elements += _draw_sync_rows(report.sync, kind, per_node, column, sync_top)
+        elements += _draw_sync_rows(report.sync, kind, ranks_per_node, column_width, sync_top)
     return elements
 
 
 def _draw_role_row(
-    role: str, layout: ParallelLayout, index: int, kind: NodeKind, per_node: int, column: int, top: int
+    role: str,
+    layout: ParallelLayout,
+    index: int,
+    kind: NodeKind,
+    ranks_per_node: int,
+    column_width: int,
+    top: int,
 ) -> list[str]:
     """Draw the row of one role: its name, its sizes, and a bar for each replica or stage on the node.
 
-    Returns SVG elements. ``index``: position of the role, which chooses its colour. ``per_node``: ranks of a
-    node. ``column``: width of a rank's column, and ``top``: vertical position of the row, both in pixels.
+    Returns SVG elements. ``index`` is the position of the role, which chooses its colour. ``column_width`` is
+    the width of a rank's column, and ``top`` the vertical position of the row, both in pixels.
     """
     # Draw the rollout in the same dark colour as the arrows to it.
     colour = _ROLE_COLOURS[index % len(_ROLE_COLOURS)]
@@ -195,15 +205,15 @@ def _draw_role_row(
         _text_element(16, top + 32, _layout_text(role, layout), _NOTE_COLOUR, size=11),
     ]
 
-    first_rank = kind.nodes[0] * per_node
-    slots = range(kind.size)
+    first_rank = kind.nodes[0] * ranks_per_node
+    local_ranks = range(kind.size)
 
     # Consecutive ranks of one replica and stage share a bar.
-    bars = groupby(slots, key=lambda slot: _replica_stage(layout, first_rank + slot))
-    for replica_stage, slots_of_bar in bars:
-        bar_slots = list(slots_of_bar)
-        x = _LEFT + column * bar_slots[0] + 4
-        width = column * len(bar_slots) - 8
+    bars = groupby(local_ranks, key=lambda local_rank: _replica_stage(layout, first_rank + local_rank))
+    for replica_stage, ranks_of_bar in bars:
+        bar_local_ranks = list(ranks_of_bar)
+        x = _LEFT + column_width * bar_local_ranks[0] + 4
+        width = column_width * len(bar_local_ranks) - 8
         fill = colour
         if replica_stage is None:
             fill = _EMPTY_COLOUR
@@ -211,7 +221,7 @@ def _draw_role_row(
         elements.append(box)
         if replica_stage is None:
             continue
-        label = _bar_label(role, layout, kind, per_node, bar_slots)
+        label = _bar_label(role, layout, kind, ranks_per_node, bar_local_ranks)
 
         # Truncate a label that is too long for its bar; the tooltip shows the complete label.
         visible_label = label
@@ -241,16 +251,18 @@ def _replica_stage(layout: ParallelLayout, rank: int) -> tuple[int, int] | None:
     return coordinates.data, coordinates.pipeline
 
 
-def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int, slots: Sequence[int]) -> str:
+def _bar_label(
+    role: str, layout: ParallelLayout, kind: NodeKind, ranks_per_node: int, local_ranks: Sequence[int]
+) -> str:
     """Return the label of a bar with the coordinates of its ranks, such as ``t0-1 p0-3 d0,4,8``.
 
-    ``slots`` are the indices of the bar's ranks within a node of ``per_node`` ranks. The label contains the
-    coordinates of these ranks on all nodes of ``kind``. The letters are t (tensor), c (context), p
-    (pipeline), d (data), and r (replica, for the rollout); see `coordinate_legend`.
+    ``local_ranks`` are the indices of the bar's ranks within a node. The label contains the coordinates of
+    these ranks on all nodes of ``kind``. The letters are t (tensor), c (context), p (pipeline), d (data), and
+    r (replica, for the rollout); see `coordinate_legend`.
     """
     coordinates = []
     for node in kind.nodes:
-        coordinates += [layout.coordinates(node * per_node + slot) for slot in slots]
+        coordinates += [layout.coordinates(node * ranks_per_node + local_rank) for local_rank in local_ranks]
     data_letter = "d"
     if role == ROLLOUT.name:
         data_letter = "r"
@@ -266,8 +278,8 @@ def _bar_label(role: str, layout: ParallelLayout, kind: NodeKind, per_node: int,
 
     # A pipeline stage of a replica can have more ranks than the node.
     stage_ranks = layout.tensor * layout.context
-    if len(slots) < stage_ranks:
-        terms.insert(0, f"{len(slots)} of {stage_ranks} ranks:")
+    if len(local_ranks) < stage_ranks:
+        terms.insert(0, f"{len(local_ranks)} of {stage_ranks} ranks:")
     return " ".join(terms) or "all"
 
 
@@ -294,11 +306,13 @@ def _index_text(indices: Sequence[int]) -> str:
     return f"{first}…{last} ({len(ordered)})"
 
 
-def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: int, top: int) -> list[str]:
+def _draw_sync_rows(
+    sync: WeightTraffic, kind: NodeKind, ranks_per_node: int, column_width: int, top: int
+) -> list[str]:
     """Draw the rows of a weight sync: the bytes of weights that each rank needs, and the bytes it receives.
 
-    Returns SVG elements. ``per_node``: ranks of a node. ``column``: width of a rank's column, and ``top``:
-    vertical position of the rows, both in pixels.
+    Returns SVG elements. ``column_width`` is the width of a rank's column, and ``top`` the vertical position
+    of the rows, both in pixels.
     """
     elements = [
         _text_element(16, top + 20, "weights of a sync", weight="bold"),
@@ -306,13 +320,13 @@ def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: 
         _text_element(16, top + 52, "received inside its node, at most", _INSIDE_COLOUR, size=11),
         _text_element(16, top + 68, "received across nodes, at most", _ACROSS_COLOUR, size=11),
     ]
-    for slot in range(kind.size):
-        ranks = [node * per_node + slot for node in kind.nodes]
+    for local_rank in range(kind.size):
+        ranks = [node * ranks_per_node + local_rank for node in kind.nodes]
         if ranks[0] not in sync.needed:
             continue
 
         # Draw an arrow to the rollout's row above, then three numbers, each the maximum over the nodes.
-        centre = _column_centre(slot, column)
+        centre = _column_centre(local_rank, column_width)
         across_nodes = sync.received_across_nodes
         sizes = [
             (_TEXT_COLOUR, max(sync.needed[rank] for rank in ranks)),
@@ -329,13 +343,13 @@ def _draw_sync_rows(sync: WeightTraffic, kind: NodeKind, per_node: int, column: 
 
 
 def _draw_groups(
-    layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, per_node: int, top: int
+    layouts: dict[str, ParallelLayout], sync: WeightTraffic | None, ranks_per_node: int, top: int
 ) -> list[str]:
     """Draw the communication groups of each role and the traffic of a weight sync.
 
     Traffic inside a node and traffic across nodes have different colours.
 
-    Returns SVG elements. ``per_node``: ranks of a node. ``top``: vertical position in pixels.
+    Returns SVG elements. ``top`` is the vertical position in pixels.
     """
     elements = [_text_element(16, top + 22, "groups that communicate", weight="bold")]
     x = _LEFT
@@ -346,7 +360,7 @@ def _draw_groups(
 
     lines_top = top + _HEADER
     for index, (role, layout) in enumerate(layouts.items()):
-        nodes_by_dimension = nodes_per_group(layout, per_node)
+        nodes_by_dimension = nodes_per_group(layout, ranks_per_node)
         # Replicas of the engine do not communicate with each other.
         if role == ROLLOUT.name:
             nodes_by_dimension.pop("data", None)
@@ -400,9 +414,9 @@ def nodes_per_group(layout: ParallelLayout, gpus_per_node: int) -> dict[str, int
     return node_counts
 
 
-def _column_centre(slot: int, column: int) -> int:
-    """Return the horizontal centre of a rank's column in pixels; ``slot`` is its index in the node."""
-    return _LEFT + column * slot + column // 2
+def _column_centre(local_rank: int, column_width: int) -> int:
+    """Return the horizontal centre of a rank's column in pixels; ``local_rank`` is its index in the node."""
+    return _LEFT + column_width * local_rank + column_width // 2
 
 
 def _text_element(

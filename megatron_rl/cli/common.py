@@ -94,5 +94,5 @@ def load_and_check(
         world_size,
         training=training,
         without_files=without_files,
-        elsewhere=gpu is not None,
+        on_other_machines=gpu is not None,
     )

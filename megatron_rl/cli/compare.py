@@ -1,4 +1,7 @@
-"""The ``compare`` command: compare runs by their settings, results with spread over seeds, and curves."""
+"""The ``compare`` command: compare the settings, results and curves of runs.
+
+A result has a mean and a spread over runs that differ only in their seed.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     if should_measure_links:
         from megatron_rl.distributed import watch
 
-        # Leave the job on all ranks together: the launcher terminates rank 0 as soon as another rank fails.
+        # Wait for all ranks before this process exits: an error exit of another rank makes the launcher
+        # terminate rank 0, which may still be printing.
         sys.stdout.flush()
         watch.leave_job()
     return int(_has_error(sections))

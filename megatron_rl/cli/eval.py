@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the configuration and the checkpoints' directories, evaluate them, and return the exit code."""
+    """Check the configuration and the checkpoints, evaluate the checkpoints, and return the exit code."""
     # argparse assigns all arguments after --checkpoint to it, also the overrides, which contain `=`.
     values = arguments.checkpoint
     overrides = [value for value in values if "=" in value and not Path(value).exists()]

@@ -1,4 +1,4 @@
-"""The ``plan`` command: search placements for a model or a configuration, or calibrate the constants."""
+"""The ``plan`` command: search for placements of a model or a configuration, or calibrate the constants."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the predicted weights; --out requires bf16 (default), the only one that runs support",
     )
 
-    # Two flags set one option, since flags are easier to read than its values.
+    # --one-step-off and --open-order set the same option, since flags are easier to read than its values.
     sampling = job.add_mutually_exclusive_group()
     sampling.add_argument(
         "--one-step-off",
@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate constants, plan a configuration or search placements, depending on the arguments.
+    """Calibrate constants, plan a configuration or search for placements of a model, as the arguments say.
 
     Returns the exit code; raises UserError for invalid arguments.
     """
@@ -284,19 +284,19 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
 
 
 def _search_placements(args: argparse.Namespace) -> int:
-    """Search placements for the model on the command line, print the best, and write the requested files."""
+    """Search for placements of the model on the command line; print the best, write the requested files."""
     problem = make_problem(args)
     started = time.monotonic()
     result = search_simplest_placements(problem, args.split)
     # Sort by the predictions of the written configurations, which have one token budget for all roles.
     runs = [make_planned_run(problem, plan, _config_paths(args)) for plan in result.plans]
-    runs.sort(key=lambda planned: planned.prediction.total)
+    runs.sort(key=lambda planned_run: planned_run.prediction.total)
     runs = runs[: max(1, args.best)]
 
     print(plans_text(problem, runs, result.layouts, result.evaluated))
     print(f"\nsearched {time.monotonic() - started:.1f} s")
     if args.json:
-        records = [plan_record(planned) for planned in runs]
+        records = [plan_record(planned_run) for planned_run in runs]
         Path(args.json).write_text(json.dumps(records, indent=1) + "\n")
     if args.out:
         Path(args.out).write_text(config_text(problem, runs[0]))
@@ -305,7 +305,7 @@ def _search_placements(args: argparse.Namespace) -> int:
 
 
 def _plan_configuration(args: argparse.Namespace) -> int:
-    """Predict a step with the layout of a configuration, search better layouts, and print both."""
+    """Predict a step with the layout of a configuration, search for faster layouts, and print both."""
     # An option with its default value cannot be distinguished from an omitted option, and changes nothing.
     explicit_options = [name for name, default in _MODEL_OPTIONS.items() if getattr(args, name) != default]
     if explicit_options:
@@ -333,7 +333,7 @@ def _plan_configuration(args: argparse.Namespace) -> int:
 
 
 def _model_path(model: str) -> str:
-    """Return ``model.path`` for a MODEL of the command line: its folder, or for a preset its Hub name.
+    """Return ``model.path`` for the MODEL argument: a folder, or the name of a preset on the Hub.
 
     For a preset that is not on the Hub, return ``models/PRESET``, where the user has to put the model. A
     folder that does not exist on this machine is returned unchanged.
@@ -350,7 +350,7 @@ def _model_path(model: str) -> str:
 
 
 def _has_chat_template(model: str) -> bool:
-    """Return whether a model has a chat template, by its folder or its name on the Hub; true if unknown."""
+    """Return whether the model at a ``model.path`` has a chat template; true if this is not known."""
     folder = Path(model)
     if (folder / "tokenizer_config.json").is_file():
         return has_chat_template(folder)

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan the transfer and print its summary; raises UserError for arguments that do not fit together."""
+    """Plan the transfer and print its summary; raises UserError for arguments that contradict each other."""
     start = time.perf_counter()
     require_counts(arguments, "ranks_per_node", "rollout_ranks", at_most=MAX_WORLD)
     require_counts(arguments, "staging_bytes", "lora_rank")
@@ -105,21 +105,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = find_config(arguments.model)
     actor = actor_layout(parse_layout(arguments.source, "--from"))
-    tensor, whole_experts = _parse_engine_layout(arguments.target)
+    replica_size, whole_experts = _parse_engine_layout(arguments.target)
 
     # By default the engine shares the actor's ranks.
     rollout_ranks = actor.ranks
     if arguments.rollout_ranks:
         rollout_ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
-    if len(rollout_ranks) % tensor:
+    if len(rollout_ranks) % replica_size:
         fix = "change --to, the actor's dp, or --rollout-ranks"
-        raise divisor_error("--to", tensor, len(rollout_ranks), "ranks of the engine", fix=fix)
+        raise divisor_error("--to", replica_size, len(rollout_ranks), "ranks of the engine", fix=fix)
 
     plan = plan_offline(
         config,
         actor,
         rollout_ranks,
-        tensor,
+        replica_size,
         DTYPES[arguments.dtype],
         ranks_per_node=arguments.ranks_per_node,
         whole_experts=whole_experts,
@@ -129,17 +129,23 @@ def run(arguments: argparse.Namespace) -> int:
     # Our traffic is counted in the plan; for comparison, formulas give the traffic of other systems.
     summary = summarise_transfer(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     is_colocated = not arguments.rollout_ranks
-    bytes_by_method = received_by_other_projects(summary.model_bytes, actor, tensor, colocated=is_colocated)
+    bytes_by_method = received_by_other_projects(
+        summary.model_bytes, actor, replica_size, colocated=is_colocated
+    )
     planning_seconds = time.perf_counter() - start
 
     if arguments.json:
-        rank_counts = {"actor_ranks": actor.size, "rollout_ranks": len(rollout_ranks), "engine_ranks": tensor}
+        rank_counts = {
+            "actor_ranks": actor.size,
+            "rollout_ranks": len(rollout_ranks),
+            "engine_ranks": replica_size,
+        }
         record = rank_counts | dataclasses.asdict(summary)
         record |= {"peers": bytes_by_method, "planning_seconds": planning_seconds}
         print(json.dumps(record, indent=1))
     else:
-        replicas = len(rollout_ranks) // tensor
-        layouts = f"{actor.size} actor ranks -> {replicas} engine replicas of {tensor} ranks"
+        num_replicas = len(rollout_ranks) // replica_size
+        layouts = f"{actor.size} actor ranks -> {num_replicas} engine replicas of {replica_size} ranks"
         print("\n".join(_summary_lines(summary, bytes_by_method, layouts, planning_seconds)))
     return 0
 

@@ -120,21 +120,21 @@ def configuration_page() -> str:
 def subject_page(subject: str) -> str:
     """Return the configuration page about one subject, with a table for each class of sections."""
     title, _ = SUBJECTS[subject]
-    tables = [_section_table(section, paths) for section, paths in _sections_by_subject()[subject]]
+    tables = [_section_table(section_type, paths) for section_type, paths in _sections_by_subject()[subject]]
     if subject == "pieces":
         tables = [_piece_table(key, kind) for key, kind in KINDS.items()]
 
-    back = f"A part of the [configuration reference](../configuration.md). {_GENERATED.format('all')}"
-    return "\n".join([f"# {title}\n", back, *tables])
+    introduction = f"A part of the [configuration reference](../configuration.md). {_GENERATED.format('all')}"
+    return "\n".join([f"# {title}\n", introduction, *tables])
 
 
 def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     """Map each subject to the tables on its page: pairs of a section class and the paths of its sections."""
     # Sections of one class, such as the layouts of the roles, share a table.
     paths_by_class: dict[type, list[str]] = {}
-    for path, section in _iter_sections(RunConfig, ""):
+    for path, section_type in _iter_sections(RunConfig, ""):
         if path:
-            paths_by_class.setdefault(section, []).append(path)
+            paths_by_class.setdefault(section_type, []).append(path)
 
     # A shared table is on the page of its first path. Sort the actor's path first.
     for paths in paths_by_class.values():
@@ -142,11 +142,11 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
     subject_by_key: dict[str, str] = {}
     for subject, (_, keys) in SUBJECTS.items():
         subject_by_key |= dict.fromkeys(keys, subject)
-    sections: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
-    for section, paths in paths_by_class.items():
+    tables_by_subject: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
+    for section_type, paths in paths_by_class.items():
         subject = subject_by_key[paths[0].partition(".")[0]]
-        sections[subject].append((section, paths))
-    return sections
+        tables_by_subject[subject].append((section_type, paths))
+    return tables_by_subject
 
 
 def _iter_sections(section_type: type, path: str) -> Iterator[tuple[str, type]]:
@@ -168,8 +168,8 @@ def _iter_sections(section_type: type, path: str) -> Iterator[tuple[str, type]]:
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Format a header and rows as the lines of a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    all_rows = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(row)} |" for row in all_rows]
 
 
 def _section_table(section_type: type, paths: list[str]) -> str:
@@ -178,7 +178,7 @@ def _section_table(section_type: type, paths: list[str]) -> str:
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
     hints = field_hints(section_type)
-    rows = [_key_row(item, hints[item.name]) for item in dataclasses.fields(section_type)]
+    rows = [_key_row(key_field, hints[key_field.name]) for key_field in dataclasses.fields(section_type)]
     meaning = inspect.cleandoc(section_type.__doc__ or "").replace("``", "`")
     paths_line: list[str] = []
     if len(paths) > 2:
@@ -194,29 +194,33 @@ def _piece_table(key: str, kind: PieceKind) -> str:
     for name, piece in kind.named.items():
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
         rows.append((f"`{name}`", _table_cell(summary)))
-        rows += [_setting_row(piece, item) for item in dataclasses.fields(piece) if is_setting(item)]
+        rows += [
+            _setting_row(piece, piece_field)
+            for piece_field in dataclasses.fields(piece)
+            if is_setting(piece_field)
+        ]
     header = ("Name, or setting of it", "Meaning")
     return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
 
 
-def _setting_row(piece: Piece, item: dataclasses.Field) -> tuple[str, str]:
-    """Return the table cells of a piece's setting: its name and default, and its meaning and bounds."""
-    setting = setting_of(item)
-    value = getattr(piece, item.name)
+def _setting_row(piece: Piece, setting_field: dataclasses.Field) -> tuple[str, str]:
+    """Return the table cells of one setting of a piece: name and default, and meaning with bounds."""
+    setting = setting_of(setting_field)
+    value = getattr(piece, setting_field.name)
 
     # None means that a setting is off, or that its default is described in words.
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
         default = f"*{setting.unset or 'none'}*"
-    return _table_cell(f"… `{item.name}`<br>{default}"), _table_cell(_meaning_text(setting))
+    return _table_cell(f"… `{setting_field.name}`<br>{default}"), _table_cell(_meaning_text(setting))
 
 
-def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
+def _key_row(key_field: dataclasses.Field, hint: Any) -> tuple[str, str]:
     """Return the table cells of a configuration key, in the order of `_COLUMNS`.
 
-    ``item`` is the dataclass field of the key, ``hint`` its type.
+    ``key_field`` is the dataclass field of the key, ``hint`` its type.
     """
-    setting = setting_of(item)
+    setting = setting_of(key_field)
     type_and_unit = "section"
     if not section_class(hint):
         types = [option for option in union_members(hint) if option is not type(None)]
@@ -225,7 +229,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> tuple[str, str]:
         if setting.unit:
             type_and_unit += f", {setting.unit}"
 
-    lines = [f"`{item.name}`", type_and_unit, _default_text(item, setting)]
+    lines = [f"`{key_field.name}`", type_and_unit, _default_text(key_field, setting)]
     non_empty_lines = [line for line in lines if line]
     return _table_cell("<br>".join(non_empty_lines)), _table_cell(_meaning_text(setting))
 
@@ -238,28 +242,29 @@ def _meaning_text(setting: Setting) -> str:
     return f"{setting.meaning}<br>Allowed: {allowed}."
 
 
-def _default_text(item: dataclasses.Field, setting: Setting) -> str:
+def _default_text(key_field: dataclasses.Field, setting: Setting) -> str:
     """Format the default of a configuration key as a table cell."""
     # The keys of a section have rows of their own: list only values that differ from the class's defaults.
-    if item.default_factory is not dataclasses.MISSING:
-        value = item.default_factory()
+    if key_field.default_factory is not dataclasses.MISSING:
+        value = key_field.default_factory()
         if dataclasses.is_dataclass(value):
             return _changed_defaults_text(value)
         return f"`{one_line(to_plain(value))}`"
 
-    if item.default is dataclasses.MISSING:
+    if key_field.default is dataclasses.MISSING:
         return "required"
-    if item.default is None:
+    if key_field.default is None:
         return f"*{setting.unset}*"
-    return f"`{one_line(to_plain(item.default))}`"
+    return f"`{one_line(to_plain(key_field.default))}`"
 
 
 def _changed_defaults_text(section: Any) -> str:
     """List the values of a section, the default of a key, that differ from the defaults of its class."""
     values = [
-        f"`{item.name}: {one_line(getattr(section, item.name))}`"
-        for item in dataclasses.fields(section)
-        if item.default is not dataclasses.MISSING and getattr(section, item.name) != item.default
+        f"`{section_field.name}: {one_line(getattr(section, section_field.name))}`"
+        for section_field in dataclasses.fields(section)
+        if section_field.default is not dataclasses.MISSING
+        and getattr(section, section_field.name) != section_field.default
     ]
     return ", ".join(values)
 
@@ -421,10 +426,10 @@ def algorithms_page() -> str:
 def _changed_settings_text(piece: Piece, default: Piece) -> str:
     """Format the settings in which ``piece`` differs from ``default``, in parentheses; empty if equal."""
     changes: list[str] = []
-    for item in dataclasses.fields(piece):
-        value = getattr(piece, item.name)
-        if value != getattr(default, item.name):
-            changes.append(f"`{item.name}: {one_line(to_plain(value))}`")
+    for piece_field in dataclasses.fields(piece):
+        value = getattr(piece, piece_field.name)
+        if value != getattr(default, piece_field.name):
+            changes.append(f"`{piece_field.name}: {one_line(to_plain(value))}`")
     if not changes:
         return ""
     return f" ({', '.join(changes)})"
@@ -504,14 +509,14 @@ def python_page() -> str:
     return "\n".join(blocks)
 
 
-def _signature_text(item: Any) -> str:
+def _signature_text(member: Any) -> str:
     """Format the signature of a function, or of a method without self; empty for a property."""
-    if isinstance(item, property):
+    if isinstance(member, property):
         return ""
-    if isinstance(item, classmethod):
-        item = item.__func__
+    if isinstance(member, classmethod):
+        member = member.__func__
 
-    text = str(inspect.signature(item))
+    text = str(inspect.signature(member))
     # Abbreviate a default without a literal, such as a sentinel of dataclasses.
     text = re.sub(r"<[^>]*>", "...", text)
     # Remove the quotes that inspect prints around annotations, which are strings.
@@ -546,12 +551,12 @@ def _split_parameters(text: str) -> Iterator[str]:
 def other_names_page() -> str:
     """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
-    for path, foreign in foreign_keys():
-        row = f"| `{foreign.name}` | `{path}` | {_table_cell(foreign.difference_text())} |"
-        rows_by_project.setdefault(foreign.project, []).append(row)
-    for section, foreign in FOREIGN_SECTIONS.items():
-        row = f"| `{section}` | {_table_cell(foreign.name)} | a section |"
-        rows_by_project[foreign.project].append(row)
+    for path, other_name in foreign_keys():
+        row = f"| `{other_name.name}` | `{path}` | {_table_cell(other_name.difference_text())} |"
+        rows_by_project.setdefault(other_name.project, []).append(row)
+    for section, other_name in FOREIGN_SECTIONS.items():
+        row = f"| `{section}` | {_table_cell(other_name.name)} | a section |"
+        rows_by_project[other_name.project].append(row)
 
     lines = [_NAMES_HEAD]
     for project in sorted(rows_by_project, key=str.lower):

@@ -1,13 +1,15 @@
 """Confine a process: a separate user, root and namespaces, limits, and a filter of system calls.
 
 Like `megatron_rl.contained.process` this module imports only the standard library. If the kernel does not
-allow a protection, the protection is reported by name and a weaker protection replaces it: Landlock replaces
-a new root, a filter of system calls a network namespace, and measurements by the supervisor a control group.
+allow a protection, the protection is reported by name and a weaker protection replaces it:
 
-bubblewrap, nsjail and Firejail build such roots from the same namespaces, and are not used here. They need
-the same permissions: they fail if the kernel refuses namespaces, as in most containers. They are not
-installed on most nodes, and do not count the total memory of several processes. This module would still be
-needed, and each tool would be a second implementation to test.
+- Landlock replaces a new root directory.
+- A filter of system calls replaces a network namespace.
+- Measurements by the supervisor replace a control group.
+
+bubblewrap, nsjail and Firejail confine programs with the same namespaces, and are not used here. They fail if
+the kernel refuses namespaces, as in most containers. They are not installed on most nodes, and do not count
+the total memory of several processes. This module would still be needed for these cases.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ TOO_MUCH_MEMORY = 98
 """Exit code of a supervisor that ended its worker because of too much memory."""
 CHECK_SECONDS = 0.1
 """Seconds between two measurements of a worker and its descendants."""
-SHARED_MEMORY_CHECKS = 5
-"""Number of measurements of which one includes shared mappings, which takes longer."""
+SHARED_MEMORY_INTERVAL = 5
+"""Interval, in measurements, at which a measurement includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
-"""Number of threads and processes, in addition to the limit of processes, that the kernel allows."""
+"""The kernel's limit of threads and processes is this number plus the limit of processes."""
 _extra_processes = mmap.mmap(-1, 8)
-"""The ``count`` of `allow_processes`, in memory that a worker shares with its supervisor."""
+"""Memory shared by a worker and its supervisor, with the ``count`` of `allow_processes`."""
 _PID_MAX_OF_NAMESPACE = (6, 14)
 """First version of Linux in which ``pid_max`` belongs to a namespace and not to the machine."""
 _TASKS_OF_NAMESPACE = (5, 14)
@@ -74,7 +76,7 @@ CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counte
 _UNUSED_USERS = range(0x70000000, 0x70100000)
 """User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each contained process has its own."""
 _LARGE_MAPPING = 1000
-"""Smallest size of a user namespace whose mapping has unused user numbers, such as a container's."""
+"""Smallest number of mapped users with which a user namespace, such as a container's, has unused users."""
 
 # Request and flag to bring up an interface, from linux/sockios.h and linux/if.h.
 _SET_INTERFACE_FLAGS = 0x8914
@@ -88,7 +90,7 @@ class Isolation:
     visible: VisiblePaths
     owner: Owner
     """User and group that contained code will run as."""
-    namespaces: bool = False
+    has_namespaces: bool = False
     """Whether the process will be the first process of new namespaces."""
     scratch: int | None = None
     """Descriptor of the file system in memory for temporary files, or None if the kernel refuses it."""
@@ -106,7 +108,8 @@ class Isolation:
 def set_limits(limits: Mapping[str, Any]) -> None:
     """Limit memory, open files and file sizes of this process and of all processes that it starts.
 
-    `allow_files` may later raise the limit of open files by at most ``limits["own_files"]``.
+    The limit of open files is ``limits["files"]``. `allow_files` may later raise it by up to
+    ``limits["own_files"]``, the number of files that an environment declares to need.
     """
     files = int(limits["files"])
     max_files = files + limits.get("own_files", 0)
@@ -135,7 +138,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Raise the limit on the number of contained processes by ``count``, at most by ``own_processes``."""
+    """Raise the limit of contained processes by ``count``, at most by ``limits["own_processes"]``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
@@ -185,12 +188,12 @@ def isolate_process(limits: Mapping[str, Any], visible: VisiblePaths) -> Isolati
     memory = int(limits["memory_gib"] * GIB)
     isolation.group = ControlGroup(memory + GROUP_MARGIN, _task_limit(limits))
 
-    namespaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
+    namespace_flags = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
     if not limits["network"]:
-        namespaces |= kernel.NEW_NETWORK
+        namespace_flags |= kernel.NEW_NETWORK
     try:
-        isolation.owner = _create_namespaces(namespaces)
-        isolation.namespaces = True
+        isolation.owner = _create_namespaces(namespace_flags)
+        isolation.has_namespaces = True
     except OSError as error:
         isolation.unenforced.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
         isolation.folder = _create_temporary_folder()
@@ -222,27 +225,27 @@ def _task_limit(limits: Mapping[str, Any]) -> int:
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
-def _create_namespaces(namespaces: int) -> Owner:
+def _create_namespaces(namespace_flags: int) -> Owner:
     """Create namespaces; return the user and group (`Owner`) that contained code will run as.
 
-    ``namespaces`` are flags of `kernel.unshare`. Without root's privileges the namespaces are created in a
-    new user namespace.
+    ``namespace_flags`` are flags of `kernel.unshare`. Without root's privileges the namespaces are created in
+    a new user namespace.
     """
     user = os.getuid()
     group = os.getgid()
     if user == 0:
         # Root needs no user namespace. Fork the helper process of `_open_mapped_namespace` before `unshare`:
-        # the first process that is forked after it becomes the first process of the new PID namespace, and
-        # the namespace ends with it.
+        # the first process that is forked after `unshare` becomes the first process of the new PID namespace,
+        # and the namespace ends with this process.
         unprivileged_owner = _find_unprivileged_owner()
         with contextlib.suppress(PermissionError):
-            kernel.unshare(namespaces)
+            kernel.unshare(namespace_flags)
             return unprivileged_owner or Owner(user, group)
 
         if unprivileged_owner is not None:
             _close_namespace(unprivileged_owner)
 
-    kernel.unshare(kernel.NEW_USER | namespaces)
+    kernel.unshare(kernel.NEW_USER | namespace_flags)
     # Without privileges, a process must disable setgroups before it may map a group.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
@@ -348,7 +351,7 @@ def confine_worker(limits: Mapping[str, Any], isolation: Isolation) -> list[str]
         isolation.group.enter()
 
     has_root = _enter_root(limits, isolation)
-    if isolation.namespaces:
+    if isolation.has_namespaces:
         worker = os.fork()
         if worker:
             os.closerange(0, _FILE_DESCRIPTORS)
@@ -437,7 +440,7 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
     Otherwise set no limit, since it would apply to all processes of the trainer's user.
     """
     is_other_user = isolation.owner.user != os.getuid()
-    if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
+    if is_other_user or (isolation.has_namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NPROC)
         limit = _cap_at_hard_limit(_task_limit(limits), hard_limit)
         resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
@@ -476,7 +479,7 @@ def _restrict_with_landlock(
         unenforced.append(f"{FILES_READABLE} {reason}")
         if not limits["write"]:
             unenforced.append(f"{FILES_WRITABLE} {reason}")
-        if not isolation.namespaces:
+        if not isolation.has_namespaces:
             unenforced.append(f"{PROCESSES_SIGNALLED} {reason}")
         return False
 
@@ -486,7 +489,7 @@ def _restrict_with_landlock(
     if isolation.folder != SCRATCH:
         unenforced.append(f"{TEMPORARY_UNBOUNDED} (Landlock in place of a root)")
     has_landlock_scope = filters.landlock_version() >= filters.SCOPES_SINCE
-    if not has_landlock_scope and not isolation.namespaces:
+    if not has_landlock_scope and not isolation.has_namespaces:
         unenforced.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
     return has_landlock_scope
 
@@ -503,7 +506,7 @@ def _filter_system_calls(
     restricts abstract sockets. Protections that the kernel does not allow are added to
     ``isolation.unenforced``.
     """
-    has_own_network = isolation.namespaces and not limits["network"]
+    has_own_network = isolation.has_namespaces and not limits["network"]
     allows_network = bool(limits["network"] or limits.get("loopback") or has_own_network)
     # A local (Unix) socket has a path or an abstract name. Allow local sockets only if both are restricted:
     # paths by a new root, abstract names by a network namespace or by Landlock.
@@ -545,10 +548,11 @@ def supervise_worker(
     limits: Mapping[str, Any],
     isolation: Isolation,
 ) -> int:
-    """Wait until ``worker`` ends, or end it, then end its descendants; return the exit code.
+    """Wait for ``worker`` and kill its remaining descendants; return the exit code.
 
-    The supervisor is this process. It ends the worker when the process ``trainer`` ends, when the supervisor
-    receives SIGTERM, or when the worker and its descendants exceed the ``limits`` of processes or memory.
+    ``worker`` and ``trainer`` are process ids; this process is the supervisor. It kills the worker when the
+    trainer ends, when the supervisor receives SIGTERM, or when the worker and its descendants exceed the
+    ``limits`` of processes or memory.
     """
     kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
     # Raise the priority: the supervisor must run even if many processes compete for the processors.
@@ -557,8 +561,8 @@ def supervise_worker(
     termination_signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: termination_signals.append(number))
 
-    # Wait until the worker ends, must be ended, or exceeds a limit. Other children are adopted orphans, which
-    # `waitpid` only removes.
+    # Wait until the worker ends, must be killed, or exceeds a limit. `waitpid` also reaps other children,
+    # which are orphaned descendants; the loop ignores them.
     num_checks = 0
     exit_code: int | None = None
     while exit_code is None:
@@ -569,8 +573,8 @@ def supervise_worker(
             exit_code = 0
         elif process == 0:
             num_checks += 1
-            count_shared = num_checks % SHARED_MEMORY_CHECKS == 0
-            exit_code = _find_exceeded_limit(worker, limits, isolation.scratch, count_shared)
+            counts_shared = num_checks % SHARED_MEMORY_INTERVAL == 0
+            exit_code = _find_exceeded_limit(worker, limits, isolation.scratch, counts_shared)
             if exit_code is None:
                 time.sleep(CHECK_SECONDS)
 
@@ -592,12 +596,12 @@ def _find_exceeded_limit(
     worker: int,
     limits: Mapping[str, Any],
     scratch: int | None,
-    count_shared: bool,
+    counts_shared: bool,
 ) -> int | None:
     """Return the exit code for a limit that the worker's processes exceed, or None within the limits.
 
     ``scratch`` is the descriptor of the file system in memory for temporary files, or None.
-    ``count_shared``: whether shared mappings are included in the memory.
+    ``counts_shared``: whether the memory includes shared mappings.
     """
     # The worker and the first process of the namespace do not count.
     (extra_processes,) = struct.unpack_from("q", _extra_processes)
@@ -609,7 +613,7 @@ def _find_exceeded_limit(
 
     # The kernel itself enforces the limit on the private memory of a single process.
     shared_bytes = _scratch_bytes(scratch)
-    if count_shared:
+    if counts_shared:
         shared_bytes += _shared_bytes(processes)
     if len(processes) > 2 or shared_bytes:
         private_bytes = sum(_private_bytes(process) for process in processes)

@@ -160,7 +160,10 @@ def _find_own_group(controller: str) -> Path | None:
 
 
 def _enable_controller(folder: Path, controller: str) -> bool:
-    """Enable a controller for the children of a group in cgroup v2; return whether the group has it."""
+    """Enable a controller for the children of a group in cgroup v2.
+
+    Returns whether the controller is available in the group itself.
+    """
     try:
         controllers = (folder / "cgroup.controllers").read_text().split()
     except OSError:

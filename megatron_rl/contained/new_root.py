@@ -1,8 +1,8 @@
 """Root directory of contained code: a file system in memory with mounts of only the visible paths.
 
 The order matters, because mounting the new root covers existing paths. First the mounts at all visible paths
-are copied (trees), without attaching them. Then the new root is mounted, and each tree is attached at its
-path in the new root. The old root is unmounted last.
+are copied. Each copy is a tree of mounts that is not attached yet. Then the new root is mounted, and each
+tree is attached at its path in the new root. The old root is unmounted last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.contained.visible import (
 MAX_SCRATCH_FILES = 2**18
 """Largest number of files in the temporary folders: even an empty file takes memory of the kernel."""
 _STAGE = "/tmp"
-"""Mount point of the new root during its assembly; mounts below this path have been copied before."""
+"""Mount point of the new root during its assembly. The mounts that it covers are copied before."""
 _SCRATCH = "/.scratch"
 """Folder of the temporary file system in the new root."""
 _EMPTY = "/.nothing"
@@ -204,7 +204,8 @@ def _set_tree_attributes(
 def _can_access(descriptor: int, owner: Owner, attributes: int) -> bool:
     """Return whether the file permissions allow ``owner`` to access the root of a tree.
 
-    ``descriptor`` is an open tree. Write permission is required unless ``attributes`` are read-only.
+    ``descriptor`` is the file descriptor of the tree. Write permission is required unless ``attributes`` are
+    read-only.
     """
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4

@@ -39,7 +39,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.user_code import active_copies, execute_copies, load_module
 
 HEADER = struct.Struct("<Q")
-"""Length of a frame in bytes, which precedes the frame."""
+"""First 8 bytes of a frame: the number of bytes of its message."""
 LOAD_FAILED = "load_failed"
 """Kind of the first reply of a process whose code could not be loaded."""
 READY = "ready"
@@ -228,8 +228,8 @@ class ContainedProcess:
                 break
             try:
                 reply = json.loads(self._buffer[HEADER.size : end])
-                # Mark surrogates here, where all replies of contained code are decoded. Python's recursion
-                # limit bounds the depth of a reply more tightly than the decoder does.
+                # Mark surrogates here, where all replies of contained code are decoded. For a deeply nested
+                # reply this raises RecursionError, even if the decoder accepts the depth.
                 mark_unpaired_surrogates(reply)
             except (ValueError, RecursionError):
                 reply = None
@@ -267,7 +267,7 @@ class ContainedProcess:
 def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
     """Return the list under ``key`` in the first reply of a process, or [] without the key.
 
-    Raises LoadFailed for another value, since the loaded code may have written the reply itself.
+    Raises LoadFailed for a value that is not a list: the loaded code may have written the reply itself.
     """
     values = reply.get(key, [])
     if not isinstance(values, list):
@@ -276,7 +276,7 @@ def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def malformed_reply_error(reply: Mapping[str, Any]) -> LoadFailed:
-    """Return the error for a first reply whose form is not the expected one."""
+    """Return the error for a first reply of a process that has unexpected content."""
     return LoadFailed(f"its process sent a malformed message: {reply!r:.200}")
 
 
@@ -307,19 +307,22 @@ def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
 @cache
 def _unenforced_protections(limits_json: str) -> tuple[str, ...]:
     """Return the protections that this kernel does not enforce for the limits in ``limits_json``."""
-    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
+    process = ContainedProcess("megatron_rl.contained.process:serve_protection_test", json.loads(limits_json))
     try:
         return tuple(str(protection) for protection in process.load("").get("missing", ()))
     finally:
         process.kill()
 
 
-def serve_nothing(
+def serve_protection_test(
     requests: Requests,
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Reply with the unenforced protections; the serving function of a process that only tests them."""
+    """Reply with the protections that the kernel does not enforce.
+
+    This is the serving function of a process that only tests protections and loads no code.
+    """
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
 
@@ -357,9 +360,10 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 
 
 def mark_unpaired_surrogates(value: Any) -> bool:
-    """Mark each mapping in a JSON value that contains an unpaired surrogate; return whether there is any.
+    """Mark the mappings with an unpaired surrogate in a JSON value; return whether ``value`` has one.
 
-    A mapping is marked with the key `INVALID_TEXT`, so that only its sample is refused.
+    A mapping is marked with the key `INVALID_TEXT`. A reply has a mapping for each sample, and only the
+    marked samples are refused.
     """
     if isinstance(value, str):
         return not value.isascii() and replace_surrogates(value) != value

@@ -12,7 +12,7 @@ from config_workspace import write_model, write_workspace
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.engine.arguments import (
     ENGINE_ARGUMENTS,
-    OURS,
+    KEY_BY_ARGUMENT,
     REFUSED,
     TOOL_PARSERS,
     check_engine_arguments,
@@ -84,8 +84,8 @@ def test_every_engine_argument_of_the_installed_version_is_sorted() -> None:
     fields = {item.name for item in dataclasses.fields(EngineArgs)}
     read = class_fields(ENGINE_ARGUMENTS)
     assert read is not None and fields == set(read)
-    assert fields == set(OURS) | set(REFUSED) | set(FREE.split())
-    assert len(fields) == len(OURS) + len(REFUSED) + len(FREE.split())
+    assert fields == set(KEY_BY_ARGUMENT) | set(REFUSED) | set(FREE.split())
+    assert len(fields) == len(KEY_BY_ARGUMENT) + len(REFUSED) + len(FREE.split())
 
 
 def test_parsers_of_tool_calls_are_those_of_the_installed_version() -> None:
@@ -100,7 +100,7 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
     fields = {item.name for item in dataclasses.fields(MLATransformerConfig)}
     read = class_fields(*TRANSFORMER_CONFIG)
     assert read is not None and fields == set(read)
-    assert {*DERIVED_FIELDS.values(), *OURS.values()} <= set(value_paths(RunConfig))
+    assert {*DERIVED_FIELDS.values(), *KEY_BY_ARGUMENT.values()} <= set(value_paths(RunConfig))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.check.rewards import check_servers, silent_server_warnings
+from megatron_rl.check.rewards import check_servers, unresponsive_server_warnings
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
@@ -405,10 +405,10 @@ def test_settings_of_servers_are_checked_and_no_secret_is_shown(monkeypatch) -> 
 
 def test_check_says_whether_a_server_answers(server: Scorer) -> None:
     there = RewardConfig(http=config(server), judge=JudgeConfig(url=server.url + "/v1", model="m"))
-    (strange,) = silent_server_warnings(there, [server.url], ENGINES["server"].health_path)
+    (strange,) = unresponsive_server_warnings(there, [server.url], ENGINES["server"].health_path)
     assert strange.got == f"{server.url}: HTTP status 501 at /weight_info"  # no vLLM server
     server.stop()
-    warnings = list(silent_server_warnings(there, [server.url], ENGINES["server"].health_path))
+    warnings = list(unresponsive_server_warnings(there, [server.url], ENGINES["server"].health_path))
     silent = ["reward.http.url", "reward.judge.url", "rollout.server.urls"]
     assert [warning.where for warning in warnings] == silent
     assert all("refused" in str(warning) for warning in warnings)

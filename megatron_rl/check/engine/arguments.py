@@ -1,8 +1,8 @@
 """Rules on vLLM's engine arguments (``rollout.vllm``), on the user's own engine, and on vLLM without a GPU.
 
 The engine runs in the ranks of the training job, generates from token ids, and the actor's weights are
-written into its tensors in place. So a field of vLLM's EngineArgs is either set by the run (`OURS`), refused
-because it does not work with such an engine (`REFUSED`), or passed through.
+written into its tensors in place. So a field of vLLM's EngineArgs is either set by the run from another key
+(`KEY_BY_ARGUMENT`), refused because it does not work with such an engine (`REFUSED`), or passed through.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
 HOST_BATCHED_TOKENS = 4096
 """vLLM's default for ``max_num_batched_tokens`` on a CPU, per tensor-parallel rank."""
 
-OURS: Mapping[str, str] = {
+KEY_BY_ARGUMENT: Mapping[str, str] = {
     "model": "model.path",
     "dtype": "model.dtype",
     "seed": "seed",
@@ -127,7 +127,7 @@ def _argument_error(
     setting = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
-    our_key = OURS.get(name)
+    our_key = KEY_BY_ARGUMENT.get(name)
     if our_key is not None:
         message = f"`{setting}` is set by the run itself: it is called `{our_key}` here"
         return UserError(message, where=setting, expected=f"`{our_key}`", got=got, fix=f"write `{our_key}`")

@@ -1,4 +1,8 @@
-"""Rules on the order of sampling: steps ahead, the open order, over-sampling and partial responses."""
+"""Rules on the order in which a run samples and trains.
+
+They concern sampling ahead of training (``asynchrony.steps_ahead``), the open order (``rollout.order``),
+over-sampling, and responses that are sampled over several steps (``rollout.partial``).
+"""
 
 from __future__ import annotations
 
@@ -58,7 +62,10 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``on_update: keep`` if no request stays in the engine during a weight sync."""
+    """Yield the error for ``rollout.on_update: keep`` if no request stays in the engine during a weight sync.
+
+    With ``keep``, unfinished requests keep their key-value cache when the weights are updated.
+    """
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
@@ -67,7 +74,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
-        # An evaluation between two syncs loads newer weights into the engine, and then the older ones again.
+        # With a longer interval, an evaluation syncs the newest weights and then restores the older weights.
         "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
@@ -88,7 +95,7 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
     """Yield ``error`` with the unmet requirements added to ``got`` and ``fix``; nothing if all are met.
 
     ``requirements`` maps a setting, such as ``rollout.order=open``, to whether the configuration has it.
-    ``error.got`` is the configured value. ``error.fix`` is a fix that needs none of the requirements.
+    ``error.got`` is the configured value. ``error.fix`` is a fix without these settings.
     """
     unmet_settings = [setting for setting, is_met in requirements.items() if not is_met]
     if unmet_settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.check.engine.arguments import host_arguments, sampling_arguments
-from megatron_rl.check.model.tokenizer import has_stop_texts
+from megatron_rl.check.model.tokenizer import has_multi_token_stop
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
@@ -94,7 +94,7 @@ def server_command_lines(config: RunConfig) -> list[str]:
         dtype=config.model.dtype,
         max_model_len=max_model_len,
     )
-    if has_stop_texts(Path(config.model.path), rollout):
+    if has_multi_token_stop(Path(config.model.path), rollout):
         # The server needs the tokenizer to end responses at texts of several tokens.
         arguments["skip_tokenizer_init"] = False
     if model.shape.experts:

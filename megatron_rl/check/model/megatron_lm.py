@@ -51,14 +51,14 @@ PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection"
 
 def with_megatron_models(
     config: RunConfig,
-    broken: Collection[str] = (),
+    invalid_keys: Collection[str] = (),
     *,
     allow_missing: bool = False,
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
     """Replace the path of every Megatron checkpoint by a folder that transformers and vLLM can load.
 
-    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are the keys that already have
-    errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
+    Writes the folders below ``run_dir`` unless they are complete. ``invalid_keys`` are the keys that already
+    have errors. With ``allow_missing``, missing checkpoints are skipped: other rules report missing files.
 
     Returns:
         The configuration with the new paths, the origins of the replaced paths by key, and the errors.
@@ -66,7 +66,7 @@ def with_megatron_models(
     errors: ErrorsByKey = {}
 
     # Settings that need a Megatron checkpoint.
-    if "model.megatron" not in broken:
+    if "model.megatron" not in invalid_keys:
         if config.model.hf_path is not None and config.model.megatron is None:
             errors["model.hf_path"] = [_missing_checkpoint_error("model.hf_path", config.model.hf_path)]
         if config.model.resume_optimizer:
@@ -75,7 +75,7 @@ def with_megatron_models(
     origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
     for section, path in _find_megatron_checkpoints(config).items():
-        if f"{section}.path" in broken:
+        if f"{section}.path" in invalid_keys:
             continue
         if allow_missing and not Path(path).exists():
             continue
@@ -322,9 +322,9 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
 def _find_tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raise UserError for an actor without a tokenizer.
 
-    The folder is ``model.hf_path`` if the setting is given. Otherwise it is, for the actor, the tokenizer
-    folder in the checkpoint's arguments, and for every other role, the actor's model folder. Returns None if
-    the actor's model folder is needed and not written yet.
+    An explicit ``model.hf_path`` is this folder. Without it, the actor uses the tokenizer folder that the
+    checkpoint's arguments name, and other roles use the actor's model folder. Returns None for such a role if
+    the actor's model folder is not written yet.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)

@@ -50,11 +50,11 @@ DDP_CONFIG = (
 TRIAL_COMMAND = [sys.executable, "-m", "megatron_rl.megatron.trial"]
 """Command of the process that validates Megatron's settings."""
 
-PATIENCE = 30.0
+TRIAL_TIMEOUT = 30.0
 """Maximum seconds that Megatron's validation of its settings may take, from the start of the check."""
 
-LONG_PATIENCE = 120.0
-"""Like `PATIENCE`, at the start of a run: all ranks of a host start at the same time and share its cores."""
+RUN_TRIAL_TIMEOUT = 120.0
+"""`TRIAL_TIMEOUT` at the start of a run, when all ranks of a host start at once and share its cores."""
 
 _MODEL_FIELDS = """
     activation_func activation_func_clamp_value gated_linear_unit glu_linear_offset add_bias_linear
@@ -290,7 +290,7 @@ _FIELDS_BY_NEED: Mapping[str, str] = {
         soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo""",
 }
 NEEDS: Mapping[str, str] = {name: need for need, names in _FIELDS_BY_NEED.items() for name in names.split()}
-"""Field of one of Megatron's classes -> requirement without which it has no effect and cannot be tried."""
+"""Field of one of Megatron's classes -> requirement without which it has no effect and cannot be tested."""
 
 
 _PRECISION_AWARE = "use_precision_aware_optimizer"
@@ -308,14 +308,14 @@ def _is_installed(module: str) -> bool:
 
 
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields of a section that cannot be tried on this machine: field -> missing requirement."""
+    """Return the fields of a section that this machine cannot test: field -> missing requirement."""
     need_by_field: dict[str, str] = {}
     for name, value in values.items():
         need = NEEDS.get(name)
         if need is None or is_off(value):
             continue
 
-        # Megatron refuses these dtypes on any machine without `_PRECISION_AWARE`, so they can be tried.
+        # Without `_PRECISION_AWARE`, Megatron refuses these dtypes on every machine: this one can test them.
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
 
@@ -348,11 +348,11 @@ def check_model_settings(
     values: Mapping[str, Any],
     path: str = "actor.megatron",
     *,
-    elsewhere: bool = False,
+    on_other_machines: bool = False,
 ) -> list[UserError]:
     """Return the errors for a role's settings of Megatron's TransformerConfig, at the key ``path``.
 
-    ``elsewhere`` is whether the run will be on other machines.
+    ``on_other_machines`` is whether the run will be on other machines.
     """
     # Our key for each field that the run sets; keys of layouts are in the role's own section.
     section = path.removesuffix("megatron")
@@ -383,7 +383,7 @@ def check_model_settings(
 
     # Megatron's plain layers accept fp8 and fp4, but compute in the model's own dtype.
     low_precision_fields = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
-    if low_precision_fields and not elsewhere and not _is_installed("transformer_engine"):
+    if low_precision_fields and not on_other_machines and not _is_installed("transformer_engine"):
         for name in low_precision_fields:
             errors.append(
                 requirement_error(
@@ -451,11 +451,11 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
 
 
 def check_optimizer(
-    optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any], *, elsewhere: bool = False
+    optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any], *, on_other_machines: bool = False
 ) -> Iterator[UserError]:
     """Yield the errors for the optimizer at the key ``path``, and for the ``ddp`` settings of its role.
 
-    ``elsewhere`` is whether the run will be on other machines.
+    ``on_other_machines`` is whether the run will be on other machines.
     """
     ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
     key_by_field = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
@@ -483,7 +483,7 @@ def check_optimizer(
 
     # Features that require a package or another setting.
     needs_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
-    if needs_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
+    if needs_fused_adam and not on_other_machines and not _is_installed("transformer_engine"):
         yield requirement_error(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
@@ -633,7 +633,7 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 
 @dataclass(frozen=True)
 class TrialRole:
-    """Role whose Megatron configuration the trial builds.
+    """Role whose Megatron configuration `Trial` builds.
 
     Example: the critic with the model ``models/8b/config.json`` and settings at ``critic.megatron``.
     """

@@ -33,7 +33,7 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "m
 _COPY_AGAIN = "copy the tokenizer files of the model into its directory again"
 
 _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-"""Exceptions of reading token ids from valid JSON that is not a tokenizer."""
+"""Exceptions that reading token ids raises for a JSON file that is not a tokenizer."""
 
 
 def check_tokenizer(path: Path, key: str, files: FileFindings, vocabulary_size: int | None) -> None:
@@ -100,7 +100,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
             yield stop_engine_error(setting, text, rollout.engine)
 
 
-def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
+def has_multi_token_stop(path: Path, rollout: RolloutConfig) -> bool:
     """Return whether any stop text is several tokens in the tokenizer of the model at ``path``."""
     return any(len(encoded.tokens) > 1 for _, _, encoded in _encode_stop_texts(path, rollout))
 

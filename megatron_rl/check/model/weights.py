@@ -62,7 +62,7 @@ _CONVERT = (
 """Command that converts the pickled weights in a folder, its last argument, to safetensors in the folder."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a header that is damaged or has an unexpected JSON structure."""
+"""Exceptions that reading a header raises if it is damaged or has an unexpected JSON structure."""
 
 
 @dataclass(frozen=True)

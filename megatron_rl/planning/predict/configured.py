@@ -128,7 +128,7 @@ def plan_configuration(
 
 def _check_for_other_machines(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
     """Check a configuration that will run on other machines, whose files may be missing on this machine."""
-    return check_file(path, overrides, world_size, without_files=True, elsewhere=True)
+    return check_file(path, overrides, world_size, without_files=True, on_other_machines=True)
 
 
 def _sampling_schedule(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, comparable_settings
-from megatron_rl.check.model.tokenizer import has_stop_texts
+from megatron_rl.check.model.tokenizer import has_multi_token_stop
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
@@ -199,7 +199,7 @@ class VllmServer:
             float32_head=config.rollout.float32_head,
             max_model_len=longest_row(config),
             host=device.host().type,
-            tokenizer=has_stop_texts(Path(config.model.path), config.rollout),
+            tokenizer=has_multi_token_stop(Path(config.model.path), config.rollout),
         )
 
         # The settings that the model would have in an engine of this process: config.json as transformers
