@@ -337,7 +337,9 @@ def _check_records(
     return DataPreview(first_values, count, records)
 
 
-def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
+def _read_records(
+    paths: Sequence[Path], data_key: str, max_bytes: int | None
+) -> Iterator[Record | UserError]:
     """Yield the records of files, and an error for each invalid line.
 
     ``max_bytes`` is the number of bytes of JSON lines to read, split evenly between the files. With
@@ -349,7 +351,7 @@ def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) ->
     min_records = max(1, MIN_RECORDS // len(paths))
     for path in paths:
         if path.is_file() and path.suffix == ".jsonl":
-            yield from _read_lines(path, setting, bytes_per_file, min_records)
+            yield from _read_lines(path, data_key, bytes_per_file, min_records)
         elif max_bytes is None:
             yield from read_table(path)
         else:
@@ -357,7 +359,7 @@ def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) ->
 
 
 def _read_lines(
-    path: Path, setting: str, max_bytes: int | None, min_lines: int
+    path: Path, data_key: str, max_bytes: int | None, min_lines: int
 ) -> Iterator[Record | UserError]:
     """Yield the record of each line of a file, or an error for an invalid line.
 
@@ -375,13 +377,13 @@ def _read_lines(
 
             if len(line) == MAX_LINE_BYTES:
                 problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
-                raise unreadable_data_error(path, setting, problem, "name a file of records")
+                raise unreadable_data_error(path, data_key, problem, "name a file of records")
 
             if not line.strip():
                 continue
             location = f"{path}:{number}"
             try:
-                yield Record(parse_line(line, f"{location} ({setting})"), location)
+                yield Record(parse_line(line, f"{location} ({data_key})"), location)
             except UserError as error:
                 yield error
 
@@ -407,7 +409,7 @@ def _uninformative_warnings(data_set: DataSet, records: Sequence[Record]) -> Ite
         )
 
 
-def _require_parquet(path: Path, setting: str) -> None:
+def _require_parquet(path: Path, data_key: str) -> None:
     """Raise UserError unless a file begins and ends with the magic bytes of Parquet."""
     with path.open("rb") as stream:
         first_bytes = stream.read(4)
@@ -416,11 +418,11 @@ def _require_parquet(path: Path, setting: str) -> None:
         last_bytes = stream.read(4)
 
     if size == 0:
-        raise empty_data_error(path, setting)
+        raise empty_data_error(path, data_key)
     if first_bytes != b"PAR1" or last_bytes != b"PAR1":
         raise UserError(
             f"{path} is not a whole Parquet file",
-            where=setting,
+            where=data_key,
             expected="a file that begins and ends with PAR1",
             got=f"{first_bytes!r} ... {last_bytes!r}, {size} bytes",
             fix="write or download the file again",
@@ -571,7 +573,7 @@ class TokenCounter:
             if over_long == "error" or (all_are_counted and len(too_long_indices) == len(records)):
                 files.errors.append(error)
             elif 2 * len(too_long_indices) > len(token_counts):
-                # A few dropped records are expected, more than half of them are not.
+                # A run drops records that are too long. Warn if it would drop more than half of them.
                 files.warnings.append(error)
 
         # Held-out data of a stage would repeat the warnings about the stage's training data.
@@ -644,7 +646,8 @@ class TokenCounter:
                 rows = self._render_rows(record, data_set)
                 rows_by_index[index] = rows
 
-                # A broken tokenizer is reported already, and returns no tokens for valid prompts either.
+                # After another error, test only empty prompts: the error may be a broken tokenizer, which
+                # returns no tokens for any prompt.
                 if not record.values[data_set.data_config.prompt_field] or not files.errors:
                     first_row = rows[0]
                     self._require_tokens(first_row[0], record, data_set)

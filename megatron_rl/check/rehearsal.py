@@ -95,7 +95,10 @@ def _try_import(object_path: str) -> _ImportFailure | None:
 
 
 def serve_import(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
-    """Import the requested object in this contained process, and reply whether the import raised."""
+    """Import the requested object in this contained process, and reply whether the import raised.
+
+    The signature is the same for all serving functions. ``limits`` and ``unenforced`` are not used here.
+    """
     # Use the trainer's search path, and the copies of user code that a run keeps.
     module_sources, object_path = requests.read()
     set_module_sources(module_sources)

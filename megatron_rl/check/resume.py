@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks, or that were saved with other settings.
+    """Return the errors for trained roles that the checkpoint lacks or saved with different settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and its optimizer shards must fit ``layouts``.
     Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.
@@ -136,7 +136,8 @@ def resumed_build_errors(
     if config.checkpoint.resume == "never":
         return []
 
-    # Fill in the defaults of the compared settings: roles that the algorithm needs, and adapters.
+    # Fill in default sections of roles that the algorithm needs, and derived settings of adapters: meta.json
+    # contains these values too.
     config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
     adapters = adapters_of(config)
 

@@ -849,22 +849,22 @@ def check_limits(section: str, limits: LimitsConfig, files: FileFindings) -> Ite
             )
 
 
-def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
+def check_enforcement(limits_by_key: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """Yield warnings about limits that this machine's kernel does not enforce.
 
-    A contained process is started with the limits of each section, and reports the limits that are not in
-    force. Sections with equal reports share one warning.
+    ``limits_by_key`` maps configuration keys to sections of limits. A contained process is started with the
+    limits of each section, and reports the limits that are not in force. Sections with equal reports share
+    one warning.
     """
     reports: set[str] = set()
-    for section, limits in sections.items():
+    for key, limits in limits_by_key.items():
         # Environments connect to the engine over the loopback interface.
-        settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
+        settings = asdict(limits) | {"loopback": key.startswith("rollout.environment")}
         try:
             unenforced = unenforced_protections(settings)
         except LoadFailed as error:
             unenforced = [f"no contained process can be started ({error.reason})"]
 
-        # One warning for sections with the same report.
         report = "\n".join(unenforced)
         if not report or report in reports:
             continue
@@ -872,7 +872,7 @@ def check_enforcement(sections: Mapping[str, LimitsConfig]) -> Iterator[UserErro
         reports.add(report)
         yield UserError(
             "the code of the run is not contained in full on this machine",
-            where=section,
+            where=key,
             expected="a kernel that gives a process namespaces, Landlock and seccomp",
             got=report,
             fix="see the table of containment in docs/limits.md; in a container, allow namespaces "

@@ -41,7 +41,7 @@ from megatron_rl.errors import UserError, nearest
 REFERENCE = "docs/configuration.md lists every name"
 
 _ROLE_SECTIONS = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
-"""Sections of several roles with settings of the same names; for a bare name, the actor's is suggested."""
+"""Sections of roles, which have settings of the same names: for such a name, the actor's key is suggested."""
 
 _FOREIGN_ROLES: Mapping[str, str] = {
     "ref": "reference",
@@ -73,7 +73,7 @@ _PASS_THROUGH_SECTIONS = (
     ("actor.ddp", ("", "actor", "ddp", "megatron", "policy"), DDP_CONFIG),
     ("actor.optimizer.megatron", ("actor", "optimizer", "optim", "megatron"), OPTIMIZER_CONFIG),
 )
-"""Key that passes fields through, sections in which users may write them, and classes with the fields."""
+"""(key of a pass-through section, sections in which users may write its fields, classes with the fields)."""
 
 
 def with_suggestions(errors: Iterable[UserError], tree: Section) -> list[UserError]:

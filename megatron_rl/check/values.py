@@ -196,7 +196,7 @@ def _no_model_error(path: str, expected: str, fix: str) -> UserError:
 
 
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error for a run without any reward whose algorithm learns from rewards."""
+    """Yield the error for an algorithm that learns from rewards, in a run without any reward."""
     # An environment can return rewards without any scorer.
     has_scorer = bool(config.reward.scorer_weights or config.data.source_rewards)
     has_reward = bool(has_scorer or config.reward.models or config.rollout.environment)

@@ -209,7 +209,7 @@ def _weight_sync_line(report: CheckReport) -> str:
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
-        # The command lines of servers, which the run cannot read, decide how they shard the model.
+        # The command line of a server sets how it shards the model. The run cannot read this command line.
         if not report.config.rollout.capabilities.in_process:
             return "not computed: the servers choose their own layout"
         return f"not computed: {_missing_reason(report)}"
@@ -819,7 +819,7 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
         value = default.row.value
         if isinstance(value, bool):
             value = str(value).lower()
-        # Environment variables and settings of all roles have no list of roles.
+        # Print the roles only if the default does not apply to all of them, or to the complete job.
         role_prefix = ""
         if default.roles and set(default.roles) != all_roles:
             role_prefix = f"{', '.join(default.roles)}: "

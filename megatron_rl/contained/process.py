@@ -319,9 +319,10 @@ def serve_protection_test(
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Reply with the protections that the kernel does not enforce.
+    """Reply to one request with the unenforced protections.
 
-    This is the serving function of a process that only tests protections and loads no code.
+    This is the serving function of a process that only tests protections and loads no code. ``unenforced``
+    are the protections that the kernel does not enforce. ``limits`` are not used here.
     """
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})

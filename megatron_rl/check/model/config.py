@@ -61,7 +61,8 @@ def check_model_config(file: Path, files: FileFindings) -> PretrainedModel | Non
         files.errors.extend(errors)
         return None
 
-    # The checkpoint's own modelling code is never run: the family's code may compute something else.
+    # The checkpoint's own modelling code is never run. This package's code for the model's family may compute
+    # something else.
     if full_config.get("auto_map"):
         files.warnings.append(
             UserError(

@@ -182,7 +182,8 @@ def _with_model_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConf
 def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
     """Return the error for the folder ``checkpoint.megatron``, or None for a valid or unset folder.
 
-    The run exports checkpoints in Megatron-LM's format to this folder.
+    The run exports checkpoints in Megatron-LM's format to this folder. ``folders`` maps sections to the model
+    folders that are written for their Megatron checkpoints.
     """
     export_folder = config.checkpoint.megatron
     if export_folder is None:
@@ -311,7 +312,6 @@ def _find_starting_checkpoint(config: RunConfig, checkpoint_folder: Path, model_
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return checkpoint_folder
 
-    # The pointer names the checkpoint that the run began with.
     pointer = read_pointer(model_folder) or {}
     recorded_checkpoint = Path(str(pointer.get("checkpoint", "")))
     if recorded_checkpoint.parent == checkpoint_folder.resolve() and recorded_checkpoint.is_dir():
