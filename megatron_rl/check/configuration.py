@@ -97,7 +97,7 @@ from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
 
 _PROVIDER_KEYS = ("model.provider", "model.weights")
-"""Keys whose code only `try_imports` imports, which therefore has to report the exceptions of the import."""
+"""Keys of user code that no later rule imports, so `try_imports` reports the exceptions of this code."""
 
 _USER_CODE_KEY = re.compile(r"algorithm\..+|preference\.loss|rollout\.engine|model\.provider|model\.weights")
 """Pattern of the keys that may name the user's code that runs inside the training processes."""

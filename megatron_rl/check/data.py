@@ -631,7 +631,7 @@ class TokenCounter:
         A record with several responses counts with its longest response. The first record that cannot be
         rendered, or whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
-        # Index of a record -> its rows. A row is a list of texts: the prompt's, then those of one response.
+        # Index of a record -> its rows. A row has the texts of the prompt, then the texts of one response.
         rows_by_index: dict[int, list[list[str]]] = {}
 
         character_counts = [_count_characters(record, data_set) for record in records]

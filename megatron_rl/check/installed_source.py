@@ -56,7 +56,7 @@ class InstalledField:
         return _accepts(self.annotation, self.module, value)
 
     def annotation_text(self) -> str:
-        """Return the source text of the annotation; a name that is defined as a Literal is replaced by it."""
+        """Return the source text of the annotation; a name of a Literal is replaced by the Literal."""
         if isinstance(self.annotation, ast.Name) and self.annotation.id not in _PLAIN_TYPES:
             definition, _ = _find_definition(self.annotation.id, self.module)
             return ast.unparse(definition or self.annotation)

@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors for trained roles that the checkpoint lacks or saved with different settings.
+    """Return the errors for trained roles that the checkpoint lacks or has with different settings.
 
     Adapters, optimizers and dtypes must match the checkpoint, and its optimizer shards must fit ``layouts``.
     Without the actor's ``shape`` or the ``algorithm``, rules that need them are skipped.

@@ -336,7 +336,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra_arguments
 
-    # An argument that every call passes needs a parameter: the extra arguments, or with `passes_all` all.
+    # Arguments that every call passes need a parameter: the extra arguments, or all if `passes_all` is set.
     refused_names: list[str] = []
     if parameters.kwarg is None:
         passed_names = function.extra_arguments

@@ -146,7 +146,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
     if algorithm.overlong.limit is not None:
         return []
 
-    # Without an explicit limit, the buffer is the last tokens below a response limit: it must fit into each.
+    # Without an explicit limit, the penalty buffer ends at each response limit, and must be shorter than it.
     limits: dict[str, int] = {}
     for path, limit_setting in config.rollout.limit_settings.items():
         if isinstance(limit_setting, int | str | dict):

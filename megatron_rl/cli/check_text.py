@@ -819,7 +819,7 @@ def _accelerator_lines(applied: tuple[AppliedDefault, ...]) -> list[str]:
         value = default.row.value
         if isinstance(value, bool):
             value = str(value).lower()
-        # Print the roles only if the default does not apply to all of them, or to the complete job.
+        # Do not print the roles if the default applies to all of them, or to the job (environment variables).
         role_prefix = ""
         if default.roles and set(default.roles) != all_roles:
             role_prefix = f"{', '.join(default.roles)}: "

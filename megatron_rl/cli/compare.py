@@ -1,6 +1,6 @@
 """The ``compare`` command: compare the settings, results and curves of runs.
 
-A result has a mean and a spread over runs that differ only in their seed.
+The results of runs that differ only in their seed are shown as mean and spread.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrate constants, plan a configuration or search for placements of a model, as the arguments say.
+    """Calibrate constants, plan a configuration, or search for placements, depending on the arguments.
 
     Returns the exit code; raises UserError for invalid arguments.
     """
@@ -284,7 +284,7 @@ def make_problem(args: argparse.Namespace) -> PlacementProblem:
 
 
 def _search_placements(args: argparse.Namespace) -> int:
-    """Search for placements of the model on the command line; print the best, write the requested files."""
+    """Search for placements of the MODEL argument, print the best, and write the requested files."""
     problem = make_problem(args)
     started = time.monotonic()
     result = search_simplest_placements(problem, args.split)

@@ -47,11 +47,11 @@ TOO_MUCH_MEMORY = 98
 CHECK_SECONDS = 0.1
 """Seconds between two measurements of a worker and its descendants."""
 SHARED_MEMORY_INTERVAL = 5
-"""Interval, in measurements, at which a measurement includes shared mappings, which takes longer."""
+"""Number of measurements of which only one includes shared mappings, since that takes longer."""
 OTHER_TASKS = 1024
 """The kernel's limit of threads and processes is this number plus the limit of processes."""
 _extra_processes = mmap.mmap(-1, 8)
-"""Memory shared by a worker and its supervisor, with the ``count`` of `allow_processes`."""
+"""Memory that a worker shares with its supervisor; it contains the ``count`` of `allow_processes`."""
 _PID_MAX_OF_NAMESPACE = (6, 14)
 """First version of Linux in which ``pid_max`` belongs to a namespace and not to the machine."""
 _TASKS_OF_NAMESPACE = (5, 14)
@@ -76,7 +76,7 @@ CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counte
 _UNUSED_USERS = range(0x70000000, 0x70100000)
 """User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each contained process has its own."""
 _LARGE_MAPPING = 1000
-"""Smallest number of mapped users with which a user namespace, such as a container's, has unused users."""
+"""A user namespace with at least this number of mapped users, such as a container's, has unused users."""
 
 # Request and flag to bring up an interface, from linux/sockios.h and linux/if.h.
 _SET_INTERFACE_FLAGS = 0x8914

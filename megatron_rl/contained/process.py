@@ -276,7 +276,7 @@ def read_list(reply: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def malformed_reply_error(reply: Mapping[str, Any]) -> LoadFailed:
-    """Return the error for a first reply of a process that has unexpected content."""
+    """Return the error for a process whose first reply has unexpected content."""
     return LoadFailed(f"its process sent a malformed message: {reply!r:.200}")
 
 

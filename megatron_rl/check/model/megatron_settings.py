@@ -315,7 +315,7 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         if need is None or is_off(value):
             continue
 
-        # Without `_PRECISION_AWARE`, Megatron refuses these dtypes on every machine: this one can test them.
+        # Without `_PRECISION_AWARE`, Megatron refuses these dtypes on every machine, also on this one.
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
 
