@@ -67,19 +67,19 @@ _OUT_OF_MEMORY = (
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically: after a crash it has the complete old or the complete new content."""
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    replace_file(path, lambda temporary_path: temporary_path.write_text(text, encoding="utf-8"))
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path, flush the file to the disk and rename it to ``path``."""
-    temporary = path.with_name(path.name + ".part")
-    write(temporary)
+    temporary_path = path.with_name(path.name + ".part")
+    write(temporary_path)
 
     # Flush before the rename: some file systems write the new name to the disk before the content.
-    with open(temporary, "rb") as file:
+    with open(temporary_path, "rb") as file:
         os.fsync(file.fileno())
 
-    os.replace(temporary, path)
+    os.replace(temporary_path, path)
     sync_folder(path.parent)
 
 
@@ -109,8 +109,8 @@ def compute_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     Returns a mapping from name to ``size:sha256``. `_READERS` files are read in parallel. Raises OSError.
     """
     paths = {name: folder / name for name in names}
-    with ThreadPoolExecutor(_READERS) as readers:
-        return dict(zip(paths, readers.map(_compute_digest, paths.values()), strict=True))
+    with ThreadPoolExecutor(_READERS) as pool:
+        return dict(zip(paths, pool.map(_compute_digest, paths.values()), strict=True))
 
 
 class RunningDigest:

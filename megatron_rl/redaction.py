@@ -35,21 +35,21 @@ def redact(value: Any) -> Any:
         {'url': 'http://host', 'auth': '(hidden)'}
     """
     if isinstance(value, Mapping):
-        visible = {}
-        for name, inner in value.items():
+        redacted_values = {}
+        for name, inner_value in value.items():
             # Empty values stay visible: they show that no secret is set.
-            is_hidden = isinstance(name, str) and is_secret(name) and bool(inner)
-            visible[name] = HIDDEN if is_hidden else redact(inner)
-        return visible
+            is_hidden = isinstance(name, str) and is_secret(name) and bool(inner_value)
+            redacted_values[name] = HIDDEN if is_hidden else redact(inner_value)
+        return redacted_values
     if isinstance(value, list | tuple):
-        return type(value)(redact(inner) for inner in value)
+        return type(value)(redact(inner_value) for inner_value in value)
     return value
 
 
 def contains_hidden(value: Any) -> bool:
     """Return whether ``value`` contains `HIDDEN`, the replacement of a secret, at any depth."""
     if isinstance(value, Mapping):
-        return any(contains_hidden(inner) for inner in value.values())
+        return any(contains_hidden(inner_value) for inner_value in value.values())
     if isinstance(value, list | tuple):
-        return any(contains_hidden(inner) for inner in value)
+        return any(contains_hidden(inner_value) for inner_value in value)
     return value == HIDDEN

@@ -667,13 +667,13 @@ class TokenCounter:
         # The encodings have the order of the texts: first all texts of the first row, then of the second.
         token_counts: dict[int, int] = {}
         for index, rows in rows_by_index.items():
-            longest_row = 0
+            longest_row_tokens = 0
             for row in rows:
                 row_tokens = 0
                 for _ in row:
                     row_tokens += len(next(encodings).ids)
-                longest_row = max(longest_row, row_tokens)
-            token_counts[index] = longest_row
+                longest_row_tokens = max(longest_row_tokens, row_tokens)
+            token_counts[index] = longest_row_tokens
         return token_counts
 
     def _require_tokens(self, prompt: str, record: Record, data_set: DataSet) -> None:

@@ -23,11 +23,11 @@ from megatron_rl.check.files import FileFindings
 from megatron_rl.check.model.config import check_model_config
 from megatron_rl.check.model.megatron_lm import provider_errors
 from megatron_rl.check.model.tokenizer import (
+    biased_token_errors,
     check_tokenizer,
     has_chat_template,
     read_chat_templates,
     read_token_ids,
-    rule_token_errors,
     stop_errors,
 )
 from megatron_rl.check.model.weights import check_weights
@@ -205,7 +205,7 @@ def _check_models(inputs: Inputs) -> None:
         ]
         if config.job == TRAIN and inputs.is_valid(*sampling_keys):
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
-            inputs.errors.extend(rule_token_errors(Path(config.model.path), config.rollout))
+            inputs.errors.extend(biased_token_errors(Path(config.model.path), config.rollout))
 
     actor_model = None
     if inputs.shape is not None:
@@ -597,11 +597,11 @@ def _check_later_turns(inputs: Inputs, data: DataConfig) -> None:
     """Check that the chat template can continue a data set's conversations, if there is an environment."""
     if inputs.config.rollout.environment is None or inputs.token_counter is None:
         return
-    chat = inputs.token_counter.conversation_renderer
-    if chat is None:
+    conversation_renderer = inputs.token_counter.conversation_renderer
+    if conversation_renderer is None:
         return
     try:
-        require_later_turns(chat, data)
+        require_later_turns(conversation_renderer, data)
     except UserError as error:
         # Data sets that use the template arguments of `data` all have the same error: report it once.
         if all(error.where != earlier_error.where for earlier_error in inputs.errors):

@@ -315,9 +315,9 @@ def _may_bind(tree: ast.Module, name: str) -> bool:
     return False
 
 
-def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
+def _signature_errors(definition: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
     """Return the error for a function whose parameters do not match the arguments of its call."""
-    parameters = node.args
+    parameters = definition.args
 
     # Parameters that accept an argument by name.
     accepted_names = {parameter.arg for parameter in (*parameters.args, *parameters.kwonlyargs)}
@@ -356,11 +356,11 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
 
     expected = f"parameters among {', '.join((*arguments, *function.optional_arguments))}"
     if function.passes_all:
-        expected = f"parameters for the call {node.name}({', '.join(f'{name}=' for name in arguments)})"
+        expected = f"parameters for the call {definition.name}({', '.join(f'{name}=' for name in arguments)})"
     return [
         UserError(
-            f"the {function.noun} {node.name} does not fit the arguments of its call",
-            where=f"{path}:{node.lineno}",
+            f"the {function.noun} {definition.name} does not fit the arguments of its call",
+            where=f"{path}:{definition.lineno}",
             expected=expected,
             got=" and ".join(problems),
             fix=_signature_fix(function, bool(refused_names), unsupplied_names),

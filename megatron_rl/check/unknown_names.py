@@ -238,7 +238,10 @@ def _nested_error(setting: _UnknownSetting) -> UserError | None:
         if counterpart.ours is None:
             return _absent_error(setting, counterpart.reason)
         return _renamed_error(setting, counterpart, counterpart.ours)
-    candidates = (*_pass_through_keys(setting), *_find_keys_elsewhere(setting, include_misspellings=False))
+    candidates = (
+        *_pass_through_keys(setting),
+        *_find_keys_in_other_sections(setting, include_misspellings=False),
+    )
     replacements = _valid_replacements(setting, candidates)
     if not replacements:
         return None
@@ -284,7 +287,7 @@ def _renamed_error(setting: _UnknownSetting, counterpart: OtherName, our_key: st
 def _guess_error(setting: _UnknownSetting) -> UserError | None:
     """Return the error for a misspelled name, or a name in the wrong section; None without a similar key."""
     # Search the same section first, then other sections, then the fields of vLLM and Megatron.
-    for find_candidates in (_find_sibling_keys, _find_keys_elsewhere, _pass_through_keys):
+    for find_candidates in (_find_sibling_keys, _find_keys_in_other_sections, _pass_through_keys):
         replacements = _valid_replacements(setting, find_candidates(setting))
         if replacements:
             return _did_you_mean_error(setting, replacements)
@@ -385,7 +388,7 @@ def _find_sibling_keys(setting: _UnknownSetting) -> list[str]:
     return [nearest_name]
 
 
-def _find_keys_elsewhere(setting: _UnknownSetting, *, include_misspellings: bool = True) -> list[str]:
+def _find_keys_in_other_sections(setting: _UnknownSetting, *, include_misspellings: bool = True) -> list[str]:
     """Return the keys in other sections that have the name of a setting.
 
     If several roles have the setting, only the actor's key is returned. With ``include_misspellings``, keys

@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and print the report; return exit code 2 if it has errors."""
     # The option has precedence over torchrun's world size, and torchrun's over the configuration's.
-    job = current_launch()
+    launch = current_launch()
     world_size = arguments.world_size
-    if world_size is None and not job.alone:
-        world_size = job.world_size
+    if world_size is None and not launch.alone:
+        world_size = launch.world_size
 
     if arguments.on is not None:
         _require_gpu(arguments.on)

@@ -740,33 +740,35 @@ def _role_lines(report: CheckReport) -> list[str]:
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
     lines += _unusual_checkpoint_lines(report)
-    groups = process_group_counts(layouts, world_size)
-    if groups.total:
-        lines.append(f"{_count_text(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
+    group_counts = process_group_counts(layouts, world_size)
+    if group_counts.total:
+        lines.append(
+            f"{_count_text(group_counts.total, 'process group')}, at most {group_counts.per_rank} on a rank"
+        )
 
     # For a large job, draw the first blocks and the last one.
-    starts = list(range(0, world_size, block_size))
-    if len(starts) > _MAX_BLOCKS:
-        starts = [*starts[:3], starts[-1]]
-    blocks = [range(start, min(start + block_size, world_size)) for start in starts]
+    block_starts = list(range(0, world_size, block_size))
+    if len(block_starts) > _MAX_BLOCKS:
+        block_starts = [*block_starts[:3], block_starts[-1]]
+    blocks = [range(block_start, min(block_start + block_size, world_size)) for block_start in block_starts]
     drawn_ranks = [rank for ranks in blocks for rank in ranks]
-    labels = {
+    labels_by_role = {
         role: {rank: cell_label(role, layout, rank) for rank in drawn_ranks}
         for role, layout in layouts.items()
     }
     # A column must fit the rank, which may have several digits, and its coordinates.
-    width = max(4, *(len(label) for row in labels.values() for label in row.values())) + 1
+    width = max(4, *(len(label) for row in labels_by_role.values() for label in row.values())) + 1
 
-    next_start = 0
+    next_block_start = 0
     for ranks in blocks:
-        if ranks.start != next_start:
-            num_omitted = (ranks.start - next_start) // block_size
+        if ranks.start != next_block_start:
+            num_omitted = (ranks.start - next_block_start) // block_size
             lines += ["", f"... {num_omitted} more blocks of {block_size} ranks ..."]
-        next_start = ranks.start + block_size
+        next_block_start = ranks.start + block_size
         lines += ["", f"{'rank':<{role_width}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
         lines.append("-" * (role_width + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
         for role in layouts:
-            row = "|".join(f"{labels[role][rank]:^{width}}" for rank in ranks)
+            row = "|".join(f"{labels_by_role[role][rank]:^{width}}" for rank in ranks)
             lines.append(f"{role:<{role_width}} |{row}|")
     return lines
 

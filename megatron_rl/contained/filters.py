@@ -92,7 +92,7 @@ _CLONE = (56, 220)
 _CLONE3 = 435
 _IOCTL = (16, 29)
 _SOCKET = (41, 198)
-_ALL_SPACES = (
+_ALL_NAMESPACES = (
     kernel.NEW_MOUNTS
     | kernel.NEW_HOST_NAME
     | kernel.NEW_IPC
@@ -175,7 +175,7 @@ def filter_system_calls(socket_families: Sequence[int], socket_error: int = errn
     # Allow clone to start processes and threads, but not to create namespaces.
     clone_block = [
         _encode_instruction(_LOAD, _FIRST_ARGUMENT),
-        _encode_instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
+        _encode_instruction(_ANY_BIT, _ALL_NAMESPACES, 0, 1),
         _encode_refusal(errno.EPERM),
         _encode_allowance(),
     ]

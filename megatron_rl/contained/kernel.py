@@ -81,9 +81,12 @@ def process_control(option: int, value: int) -> int:
     return _raise_if_failed(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
-def unshare(namespaces: int) -> None:
-    """Move this process into new ``namespaces`` (flags); only its later children enter a PID namespace."""
-    _raise_if_failed(_libc.unshare(namespaces))
+def unshare(namespace_flags: int) -> None:
+    """Move this process into new namespaces; only its later children enter a new PID namespace.
+
+    ``namespace_flags`` are constants such as `NEW_MOUNTS`, joined by ``|``.
+    """
+    _raise_if_failed(_libc.unshare(namespace_flags))
 
 
 def make_mounts_private() -> None:

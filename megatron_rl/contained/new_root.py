@@ -32,7 +32,7 @@ _SCRATCH = "/.scratch"
 """Folder of the temporary file system in the new root."""
 _EMPTY = "/.nothing"
 """Empty folder of the new root, which is mounted over hidden folders."""
-_FIXED_ATTRIBUTES = kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
+_READ_ONLY_ATTRIBUTES = kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
 _PASSWD = "root:x:0:0::/:/bin/sh\nuser:x:{user}:{group}::{home}:/bin/sh\n"
 _GROUP = "root:x:0:\nuser:x:{group}:\n"
 
@@ -103,14 +103,16 @@ def change_root(
     # Copy the trees of all visible paths. Only the user's own folders can be writable.
     links: dict[str, str] = {}
     settings = (*SETTINGS, *NETWORK_SETTINGS) if network else SETTINGS
-    system_trees = _copy_trees([*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _FIXED_ATTRIBUTES)
+    system_trees = _copy_trees(
+        [*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _READ_ONLY_ATTRIBUTES
+    )
     device_trees = _copy_trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
-    user_attributes = _FIXED_ATTRIBUTES
+    user_attributes = _READ_ONLY_ATTRIBUTES
     if visible.writable:
         user_attributes &= ~kernel.READ_ONLY
     user_trees = _copy_trees(visible.read, links, user_attributes, owner)
     user_trees += _copy_trees(visible.folders, links, user_attributes, owner, hides_entries=True)
-    user_trees += _copy_trees(visible.packages, links, _FIXED_ATTRIBUTES, owner)
+    user_trees += _copy_trees(visible.packages, links, _READ_ONLY_ATTRIBUTES, owner)
     kernel.make_mounts_private()
 
     # Assemble the new root, then enter it. If a step fails, the process remains in the old root.
@@ -233,7 +235,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
             with contextlib.suppress(OSError), open(_STAGE + path, "w") as file:
                 file.write(value)
 
-    kernel.set_mount_attributes(proc_folder, _FIXED_ATTRIBUTES)
+    kernel.set_mount_attributes(proc_folder, _READ_ONLY_ATTRIBUTES)
     return refusal_reason
 
 

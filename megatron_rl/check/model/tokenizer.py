@@ -136,9 +136,9 @@ def _encode_stop_texts(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str
             yield setting, text, _EncodedText(encoding.tokens, unknown_token, decoded)
 
 
-def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
+def biased_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield an error for each token in ``logit_bias`` or ``banned_tokens`` that the tokenizer lacks."""
-    # Without rules the tokenizer need not be loaded.
+    # Without such settings the tokenizer need not be loaded.
     texts_by_setting = biased_token_texts(rollout)
     if not any(texts_by_setting.values()):
         return
